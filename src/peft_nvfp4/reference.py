@@ -1,0 +1,286 @@
+"""NVFP4 arithmetic in plain PyTorch: the definition that every kernel of the package must reproduce bit for bit.
+
+It runs on any device, needs no compiler, and is the default implementation of the operators in :mod:`peft_nvfp4.ops`.
+What to know before changing a line:
+
+* Nothing here may depend on the order of a floating-point sum, on fused multiply-adds or on flushing of subnormals. Products
+  of a global scale (a power of two), an E4M3 scale (4 bits) and a threshold (3 bits) are exact in FP32; the one division,
+  ``amax / (6 g)``, is IEEE-rounded and cannot land on an E4M3 midpoint unless the true quotient is one (neighbouring FP32
+  numerators differ by more than half an ulp of the quotient).
+* Codes are found by comparing ``|x|`` with ``s * g * {.25, .75, ...}``. Multiplying by ``1 / (s * g)`` instead would round
+  some ties the wrong way: with power-of-two scales, ties are common.
+* The squared error of the searching rules is summed by halving (16 -> 8 -> 4 -> 2 -> 1), an order that kernels can follow.
+* A block with NaN or Inf gets scale NaN and codes 0: it dequantises to NaN and is seen. It does not disturb the global scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .formats import (
+    BLOCK,
+    E2M1_GRID,
+    E2M1_MAX,
+    E2M1_THRESHOLDS,
+    E4M3_MAX,
+    E4M3_MAX_BITS,
+    E4M3_NAN,
+    GSCALE_EXPONENTS,
+    MSE_OFFSETS,
+    SWIZZLE_COLS,
+    SWIZZLE_ROWS,
+    NVFP4Format,
+    QuantizedMatrix,
+    padded_k,
+)
+
+# ---------------------------------------------------------------------------------------------- scales
+
+
+def e4m3_encode(v: Tensor) -> Tensor:
+    """E4M3 bits (uint8) of non-negative FP32 values, to nearest even, saturating at 448. NaN gives 0x7F."""
+    return v.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def e4m3_decode(bits: Tensor) -> Tensor:
+    """FP32 value of E4M3 bits (uint8)."""
+    return bits.view(torch.float8_e4m3fn).float()
+
+
+def power_of_two_scale(amax: Tensor) -> Tensor:
+    """Global scale ``2**ceil(log2(amax / (6 * 448)))``, 1 where amax is 0; FP32 in, FP32 out, exact.
+
+    2688 = 1.3125 * 2**11, so the exponent follows from amax's own exponent and one comparison of its mantissa: no logarithm.
+    """
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - 127 - 11 + ((bits & 0x7FFFFF) > 0x280000).int()  # 0x280000: mantissa of 1.3125
+    exponent = exponent.clamp(*GSCALE_EXPONENTS)
+    return torch.where(amax > 0, ((exponent + 127) << 23).view(torch.float32), 1.0)
+
+
+def _round_scale_up(v: Tensor, bits: Tensor) -> Tensor:
+    """The smallest E4M3 value that is not below v, given v's nearest: with it nothing in the block saturates."""
+    return torch.where((e4m3_decode(bits) < v) & (bits < E4M3_MAX_BITS), bits + 1, bits)
+
+
+def _squared_error(mag_g: Tensor, index: Tensor, s: Tensor) -> Tensor:
+    """Sum over each block of (mag/g - grid * s)**2, summed by halving. mag_g (R, nb, 16), index alike, s (R, nb)."""
+    d = mag_g - _grid(mag_g.device)[index.int()] * s[..., None]
+    e = d * d
+    while e.shape[-1] > 1:
+        half = e.shape[-1] // 2
+        e = e[..., :half] + e[..., half:]
+    return e[..., 0]
+
+
+def _grid(device: torch.device) -> Tensor:
+    return torch.tensor(E2M1_GRID, dtype=torch.float32, device=device)
+
+
+def _round_to_grid(mag: Tensor, sg: Tensor) -> Tensor:
+    """Index 0..7 of the nearest magnitude, ties to even, saturating. mag (R, nb, 16) and sg = s * g (R, nb), FP32."""
+    sg = sg[..., None]
+    index = torch.zeros_like(mag, dtype=torch.uint8)
+    for threshold, tie_goes_up in E2M1_THRESHOLDS:
+        index += (mag >= sg * threshold) if tie_goes_up else (mag > sg * threshold)
+    return index
+
+
+def _choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format) -> Tensor:
+    """E4M3 bits of every block's scale. mag (R, nb, 16), amax (R, nb), g (R or 1, 1)."""
+    v = amax / (g * E2M1_MAX)
+    bits = e4m3_encode(v)
+    if fmt.stochastic:
+        return _round_scale_up(v, bits)
+    if fmt.rule == "max6":
+        return bits
+    if fmt.rule == "four_over_six":
+        candidates = [e4m3_encode(amax / (g * 4.0))]
+    else:
+        nearest = bits.int()
+        candidates = [(nearest + offset).clamp(1, E4M3_MAX_BITS).to(torch.uint8) for offset in MSE_OFFSETS]
+    mag_g = mag / g[..., None]  # exact: g is a power of two
+
+    def error(candidate: Tensor) -> Tensor:
+        s = e4m3_decode(candidate)
+        return _squared_error(mag_g, torch.where((s > 0)[..., None], _round_to_grid(mag_g, s), 0), s)
+
+    best = error(bits)
+    for candidate in candidates:
+        e = error(candidate)
+        better = (e < best) & (amax > 0)
+        bits, best = torch.where(better, candidate, bits), torch.where(better, e, best)
+    return bits
+
+
+# ---------------------------------------------------------------------------------------------- quantise
+
+
+def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Tensor | None = None) -> QuantizedMatrix:
+    """Quantise x (R, K), any floating dtype, along K.
+
+    Args:
+        gscale: (1,) or (R,) FP32, a power of two to use instead of the one computed from amax (weights of q/k/v share one).
+        seed: int64 scalar, needed for ``fmt.stochastic``; the same seed gives the same codes on every device.
+    """
+    rows, k = x.shape
+    x = F.pad(x.float(), (0, padded_k(k) - k))
+    blocks = x.view(rows, -1, BLOCK)
+    mag = blocks.abs()
+    amax = mag.amax(-1) if k else mag.new_zeros(rows, 0)  # NaN and Inf propagate
+    finite = amax.isfinite()
+    amax = torch.where(finite, amax, 0.0)
+    if gscale is None:
+        per_row = amax.amax(-1) if k else amax.new_zeros(rows)
+        gscale = power_of_two_scale(per_row if fmt.global_scale == "row" else _amax_or_zero(per_row))
+    g = gscale[:, None]
+    bits = _choose_scales(torch.where(finite[..., None], mag, 0.0), amax, g, fmt)
+    sg = e4m3_decode(bits) * g
+    index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
+    codes = index | (torch.signbit(blocks).to(torch.uint8) << 3)
+    codes = torch.where(((sg > 0) & finite)[..., None], codes, 0)
+    return QuantizedMatrix(pack(codes.view(rows, -1)), torch.where(finite, bits, E4M3_NAN), gscale, k)
+
+
+def _amax_or_zero(x: Tensor) -> Tensor:
+    """Maximum as a (1,) tensor; 0 for an empty one."""
+    return x.amax().reshape(1) if x.numel() else x.new_zeros(1)
+
+
+def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return dequantize(q, torch.float32).to(dtype)
+    rows = q.codes.shape[0]
+    values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)
+    s = (e4m3_decode(q.scales) * q.gscale[:, None]).to(dtype)
+    return (values.view(rows, -1, BLOCK) * s[..., None]).view(rows, -1)[:, : q.k]
+
+
+def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Table from a byte to its two values, seen as one integer twice as wide: one look-up for two codes."""
+    grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype)
+    byte = torch.arange(256)
+    pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
+    return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two codes a byte: (R, K) uint8 in 0..15, K even -> (R, K/2), low nibble = even k."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Inverse of :func:`pack`: (R, K/2) -> (R, K)."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).view(packed.shape[0], -1)
+
+
+def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
+    """The backward layout W_b (K, N) of a forward weight W_f (N, K): D(W_f) transposed and quantised along N, so that the
+    gradient belongs to the function that the forward computed."""
+    return quantize(dequantize(q).T, fmt)
+
+
+# ---------------------------------------------------------------------------------------------- matrix product
+
+
+def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """BF16 for a BF16 result where the device multiplies BF16 fast, else FP32. Both hold every dequantised value exactly; on a
+    CPU without AVX512-BF16 the BF16 product is five times slower (measured: 44 ms against 8 ms for 240x576x1536)."""
+    if dtype != torch.bfloat16 or (device.type == "cpu" and not _CPU_HAS_BF16):
+        return torch.float32
+    return torch.bfloat16
+
+
+_CPU_HAS_BF16 = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+
+
+def matmul(terms: list[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + bias`` in ``dtype``: exact products, FP32 accumulation, one rounding.
+
+    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between devices. Two
+    terms are laid side by side along K and meet in the same accumulator.
+    """
+    operand = operand_dtype(dtype, w.codes.device)
+    x = torch.cat([dequantize(t, operand) for t in terms], dim=1)
+    wd = dequantize(w, operand)
+    y = x @ torch.cat([wd] * len(terms), dim=1).T
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------- layout of scales
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """Block scales (R, nb) in the layout FP4 tensor cores read: rows padded to 128 and columns to 4 with zeros, each 128x4
+    tile stored as 32 groups of 16 bytes; byte (r % 32) * 16 + (r // 32) * 4 + c of a tile holds its element (r, c).
+
+    Returns a flat uint8 tensor of ceil(R/128) * 128 * ceil(nb/4) * 4 bytes.
+    """
+    rows, cols = scales.shape
+    scales = F.pad(scales, (0, -cols % SWIZZLE_COLS, 0, -rows % SWIZZLE_ROWS))
+    tiles = scales.view(-1, 4, 32, scales.shape[1] // SWIZZLE_COLS, SWIZZLE_COLS)  # (tile row, r//32, r%32, tile col, c)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle_scales(swizzled: Tensor, rows: int, cols: int) -> Tensor:
+    """Inverse of :func:`swizzle_scales`."""
+    tile_cols = -(-cols // SWIZZLE_COLS)
+    tiles = swizzled.view(-1, tile_cols, 32, 4, SWIZZLE_COLS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, tile_cols * SWIZZLE_COLS)[:rows, :cols].contiguous()
+
+
+# ---------------------------------------------------------------------------------------------- random bits
+
+_PHILOX_M = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
+_U32 = 0xFFFFFFFF
+
+
+def philox(seed: Tensor, count: int) -> Tensor:
+    """``count`` random 32-bit numbers (int64 tensor): Philox-4x32-10 with key = seed and counter = index // 4 (Salmon et
+    al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Number i depends on (seed, i) alone, so a backward pass or
+    another device draws the same ones. The product of two 32-bit words overflows int64, whose wrap-around is harmless:
+    both halves are masked.
+    """
+    c0 = torch.arange(-(-count // 4), device=seed.device, dtype=torch.int64)
+    c1, c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = seed & _U32, (seed >> 32) & _U32
+    for _ in range(10):
+        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _U32) ^ c1 ^ k0, p1 & _U32, ((p0 >> 32) & _U32) ^ c3 ^ k1, p0 & _U32
+        k0, k1 = (k0 + _PHILOX_W[0]) & _U32, (k1 + _PHILOX_W[1]) & _U32
+    return torch.stack([c0, c1, c2, c3], dim=1).view(-1)[:count]
+
+
+def _round_stochastically(mag: Tensor, sg: Tensor, seed: Tensor | None) -> Tensor:
+    """Index of the magnitude below or above, above with probability (mag - below) / (above - below).
+
+    20 random bits u, since u * gap * sg * 2**-20 must be exact in FP32 (20 + 4 significant bits); mag - below is exact by
+    Sterbenz' lemma. So the decision is the same on every device.
+    """
+    if seed is None:
+        raise ValueError("stochastic rounding needs a seed (an int64 scalar tensor)")
+    grid = _grid(mag.device)
+    sg = sg[..., None]
+    low = torch.zeros_like(mag, dtype=torch.uint8)
+    for value in E2M1_GRID[1:]:
+        low += mag >= sg * value
+    below = grid[low.int()] * sg
+    gap = (grid[(low.int() + 1).clamp(max=7)] - grid[low.int()]) * sg
+    u = (philox(seed.to(mag.device), mag.numel()) >> 12).view(mag.shape).float() * 2.0**-20
+    return low + (u * gap < mag - below).to(torch.uint8) * (low < 7)
+
+
+def dropout_mask(shape: tuple[int, ...], p: float, seed: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """0 with probability p, else 1 / (1 - p). The same (shape, p, seed) gives the same mask on every device, so a backward
+    pass draws it again instead of keeping it."""
+    count = 1
+    for n in shape:
+        count *= n
+    keep = philox(seed.to(device), count) >= int(p * 2**32)
+    return (keep.view(shape).to(torch.float32) / (1.0 - p)).to(dtype)
