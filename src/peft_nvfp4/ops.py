@@ -1,0 +1,289 @@
+"""The package's operators: schema, argument checks, fake (shape) function and autograd of each, in one place.
+
+Every operator lives in the ``torch.library`` namespace ``peft_nvfp4``; its default implementation is the plain-PyTorch
+reference, so it works on every device. Kernels only *add* implementations for a device; they never bring semantics of their own.
+All operators are functional (they neither change nor alias their inputs), which lets compilers share and reorder them.
+
+Derivatives. None of these operators has a useful one: rounding is flat almost everywhere. Their backward therefore raises, and
+the message names the differentiable way: the autograd Functions in :mod:`peft_nvfp4.linear`, which call the operators inside
+and state their own gradients, or :func:`fake_quantize` with its straight-through gradient. An operator left without autograd
+would instead return zero gradients with no more than a warning.
+
+The public functions take and return :class:`~peft_nvfp4.formats.QuantizedMatrix`; the operators themselves speak tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .formats import BLOCK, SWIZZLE_COLS, SWIZZLE_ROWS, NVFP4Format, QuantizedMatrix, padded_k
+
+_LIB = torch.library.Library("peft_nvfp4", "DEF")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Callable:
+    """Register one operator with its reference implementation, its fake and a backward that explains itself."""
+    _LIB.define(f"{name}{schema}")
+    torch.library.impl(f"peft_nvfp4::{name}", "default", impl)
+    torch.library.register_fake(f"peft_nvfp4::{name}", fake)
+
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            f"peft_nvfp4::{name} has no derivative (rounding is flat). Differentiate through a layer "
+            "(NVFP4FrozenLinear) or through peft_nvfp4.ops.fake_quantize, which is straight-through."
+        )
+
+    torch.library.register_autograd(f"peft_nvfp4::{name}", backward, setup_context=lambda ctx, inputs, output: None)
+    return getattr(torch.ops.peft_nvfp4, name)
+
+
+def _check_packed(op: str, codes: Tensor, scales: Tensor, gscale: Tensor, k: int) -> None:
+    """Dtypes and shapes of one packed operand, with messages that name operator, argument, expected and got."""
+    for name, t, dtype, ndim in (
+        ("codes", codes, torch.uint8, 2),
+        ("scales", scales, torch.uint8, 2),
+        ("gscale", gscale, torch.float32, 1),
+    ):
+        torch._check(t.dtype == dtype, lambda: f"{op}: {name} must be {dtype}, got {t.dtype}")
+        torch._check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
+    rows, kp = codes.shape[0], padded_k(k)
+    torch._check(
+        codes.shape[1] * 2 == kp,
+        lambda: f"{op}: codes of a matrix with K={k} have {kp // 2} bytes a row, got {codes.shape[1]}",
+    )
+    torch._check(
+        tuple(scales.shape) == (rows, kp // BLOCK),
+        lambda: f"{op}: scales must be {(rows, kp // BLOCK)}, got {tuple(scales.shape)}",
+    )
+    torch._check(gscale.shape[0] in (1, rows), lambda: f"{op}: gscale must hold 1 or {rows} values, got {gscale.shape[0]}")
+
+
+# ---------------------------------------------------------------------------------------------- quantize
+
+
+def _quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool):
+    _check_quantize(x, gscale, seed, rule, per_row, stochastic)
+    fmt = NVFP4Format(rule, "row" if per_row else "tensor", stochastic)
+    q = reference.quantize(x, fmt, gscale, seed)
+    return q.codes, q.scales, q.gscale.clone() if gscale is not None else q.gscale  # an output may not alias an input
+
+
+def _check_quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool) -> None:
+    torch._check(x.ndim == 2, lambda: f"quantize: x must be a matrix (R, K), got shape {tuple(x.shape)}")
+    torch._check(x.dtype in FLOATS, lambda: f"quantize: x must be float32, bfloat16 or float16, got {x.dtype}")
+    torch._check(
+        not stochastic or seed is not None, lambda: "quantize: stochastic rounding needs a seed (an int64 scalar tensor)"
+    )
+    torch._check(seed is None or seed.dtype == torch.int64, lambda: f"quantize: seed must be int64, got {seed.dtype}")
+    if gscale is not None:
+        torch._check(gscale.dtype == torch.float32, lambda: f"quantize: gscale must be float32, got {gscale.dtype}")
+        torch._check(
+            gscale.ndim == 1 and gscale.shape[0] in (1, x.shape[0]),
+            lambda: f"quantize: gscale must be (1,) or ({x.shape[0]},), got {tuple(gscale.shape)}",
+        )
+
+
+def _fake_quantize_shapes(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool):
+    _check_quantize(x, gscale, seed, rule, per_row, stochastic)
+    rows, kp = x.shape[0], padded_k(x.shape[1])
+    n = gscale.shape[0] if gscale is not None else (rows if per_row else 1)
+    byte = torch.uint8
+    return x.new_empty(rows, kp // 2, dtype=byte), x.new_empty(rows, kp // BLOCK, dtype=byte), x.new_empty(n, dtype=torch.float32)
+
+
+_quantize_op = _define(
+    "quantize",
+    "(Tensor x, Tensor? gscale, Tensor? seed, str rule, bool per_row, bool stochastic) -> (Tensor, Tensor, Tensor)",
+    _quantize,
+    _fake_quantize_shapes,
+)
+
+
+def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Tensor | None = None) -> QuantizedMatrix:
+    """Quantise x (R, K) along K to NVFP4; see :func:`peft_nvfp4.reference.quantize`.
+
+    Raises:
+        RuntimeError: x is no matrix or not of a floating dtype; gscale has a wrong shape; a stochastic format without seed.
+    """
+    return QuantizedMatrix(*_quantize_op(x, gscale, seed, fmt.rule, fmt.global_scale == "row", fmt.stochastic), x.shape[1])
+
+
+# ---------------------------------------------------------------------------------------------- dequantize
+
+
+def _dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    _check_packed("dequantize", codes, scales, gscale, k)
+    return reference.dequantize(QuantizedMatrix(codes, scales, gscale, k), dtype).contiguous()
+
+
+def _dequantize_fake(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    _check_packed("dequantize", codes, scales, gscale, k)
+    return codes.new_empty(codes.shape[0], k, dtype=dtype)
+
+
+_dequantize_op = _define(
+    "dequantize", "(Tensor codes, Tensor scales, Tensor gscale, int k, ScalarType dtype) -> Tensor", _dequantize, _dequantize_fake
+)
+
+
+def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values (R, K) of a quantised matrix; exact in FP32 and BF16."""
+    return _dequantize_op(*q, dtype)
+
+
+# ---------------------------------------------------------------------------------------------- transpose_requantize
+
+
+def _transpose_requantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str):
+    _check_packed("transpose_requantize", codes, scales, gscale, k)
+    return reference.transpose_requantize(QuantizedMatrix(codes, scales, gscale, k), NVFP4Format(rule))[:3]
+
+
+def _transpose_requantize_fake(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str):
+    _check_packed("transpose_requantize", codes, scales, gscale, k)
+    np_ = padded_k(codes.shape[0])
+    return codes.new_empty(k, np_ // 2), codes.new_empty(k, np_ // BLOCK), gscale.new_empty(1)
+
+
+_transpose_requantize_op = _define(
+    "transpose_requantize",
+    "(Tensor codes, Tensor scales, Tensor gscale, int k, str rule) -> (Tensor, Tensor, Tensor)",
+    _transpose_requantize,
+    _transpose_requantize_fake,
+)
+
+
+def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
+    """Backward layout (K, N) of a forward weight (N, K): D(q) transposed, quantised along N with one global scale."""
+    return QuantizedMatrix(*_transpose_requantize_op(*q, fmt.rule), q.codes.shape[0])
+
+
+# ---------------------------------------------------------------------------------------------- matmul
+
+
+def _check_matmul(x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k, dtype) -> None:
+    torch._check(len(x_codes) in (1, 2), lambda: f"matmul: an input has one or two terms, got {len(x_codes)}")
+    for c, s, g in zip(x_codes, x_scales, x_gscale):
+        _check_packed("matmul (input)", c, s, g, k)
+    _check_packed("matmul (weight)", w_codes, w_scales, w_gscale, k)
+    torch._check(dtype in FLOATS, lambda: f"matmul: dtype must be float32, bfloat16 or float16, got {dtype}")
+    torch._check(
+        bias is None or tuple(bias.shape) == (w_codes.shape[0],),
+        lambda: f"matmul: bias must be ({w_codes.shape[0]},), got {tuple(bias.shape)}",
+    )
+
+
+def _matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k: int, dtype: torch.dtype) -> Tensor:
+    _check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k, dtype)
+    terms = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(x_codes, x_scales, x_gscale)]
+    return reference.matmul(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype)
+
+
+def _matmul_fake(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k: int, dtype: torch.dtype) -> Tensor:
+    _check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k, dtype)
+    return w_codes.new_empty(x_codes[0].shape[0], w_codes.shape[0], dtype=dtype)
+
+
+_matmul_op = _define(
+    "matmul",
+    "(Tensor[] x_codes, Tensor[] x_scales, Tensor[] x_gscale, Tensor w_codes, Tensor w_scales, Tensor w_gscale, "
+    "Tensor? bias, int k, ScalarType dtype) -> Tensor",
+    _matmul,
+    _matmul_fake,
+)
+
+
+def matmul(terms: Sequence[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``sum_t D(x_t) @ D(w).T + bias``: x_t (M, K), w (N, K) -> (M, N) in ``dtype``, accumulated in FP32."""
+    codes, scales, gscale = [t.codes for t in terms], [t.scales for t in terms], [t.gscale for t in terms]
+    return _matmul_op(codes, scales, gscale, w.codes, w.scales, w.gscale, bias, w.k, dtype)
+
+
+# ---------------------------------------------------------------------------------------------- layouts
+
+
+def _check_bytes(op: str, name: str, t: Tensor, ndim: int) -> None:
+    torch._check(t.dtype == torch.uint8, lambda: f"{op}: {name} must be uint8, got {t.dtype}")
+    torch._check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
+
+
+def _check_pack(codes: Tensor) -> None:
+    _check_bytes("pack", "codes", codes, 2)
+    torch._check(codes.shape[1] % 2 == 0, lambda: f"pack: the number of codes a row must be even, got {codes.shape[1]}")
+
+
+def _swizzled_size(rows: int, cols: int) -> int:
+    return -(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS * (-(-cols // SWIZZLE_COLS) * SWIZZLE_COLS)
+
+
+def _check_unswizzle(swizzled: Tensor, rows: int, cols: int) -> None:
+    _check_bytes("unswizzle_scales", "swizzled", swizzled, 1)
+    size = _swizzled_size(rows, cols)
+    torch._check(
+        swizzled.shape[0] == size,
+        lambda: f"unswizzle_scales: ({rows}, {cols}) scales take {size} swizzled bytes, got {swizzled.shape[0]}",
+    )
+
+
+def _checked(check: Callable, body: Callable) -> Callable:
+    """body preceded by its argument check, for implementation and fake alike."""
+
+    def run(*args):
+        check(*args)
+        return body(*args)
+
+    return run
+
+
+_check_unpack = lambda packed: _check_bytes("unpack", "packed", packed, 2)  # noqa: E731
+_check_swizzle = lambda scales: _check_bytes("swizzle_scales", "scales", scales, 2)  # noqa: E731
+pack = _define(
+    "pack",
+    "(Tensor codes) -> Tensor",
+    _checked(_check_pack, reference.pack),
+    _checked(_check_pack, lambda c: c.new_empty(c.shape[0], c.shape[1] // 2)),
+)
+unpack = _define(
+    "unpack",
+    "(Tensor packed) -> Tensor",
+    _checked(_check_unpack, reference.unpack),
+    _checked(_check_unpack, lambda p: p.new_empty(p.shape[0], p.shape[1] * 2)),
+)
+swizzle_scales = _define(
+    "swizzle_scales",
+    "(Tensor scales) -> Tensor",
+    _checked(_check_swizzle, reference.swizzle_scales),
+    _checked(_check_swizzle, lambda s: s.new_empty(_swizzled_size(*s.shape))),
+)
+unswizzle_scales = _define(
+    "unswizzle_scales",
+    "(Tensor swizzled, int rows, int cols) -> Tensor",
+    _checked(_check_unswizzle, reference.unswizzle_scales),
+    _checked(_check_unswizzle, lambda s, rows, cols: s.new_empty(rows, cols)),
+)
+
+
+# ---------------------------------------------------------------------------------------------- dropout mask
+
+
+def _dropout_mask(like: Tensor, p: float, seed: Tensor) -> Tensor:
+    _check_dropout_mask(like, p, seed)
+    return reference.dropout_mask(tuple(like.shape), p, seed, like.device, like.dtype)
+
+
+def _check_dropout_mask(like: Tensor, p: float, seed: Tensor) -> None:
+    torch._check(0.0 <= p < 1.0, lambda: f"dropout_mask: p must be in [0, 1), got {p}")
+    torch._check(seed.dtype == torch.int64, lambda: f"dropout_mask: seed must be int64, got {seed.dtype}")
+
+
+def _dropout_mask_fake(like: Tensor, p: float, seed: Tensor) -> Tensor:
+    _check_dropout_mask(like, p, seed)
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+dropout_mask = _define("dropout_mask", "(Tensor like, float p, Tensor seed) -> Tensor", _dropout_mask, _dropout_mask_fake)
