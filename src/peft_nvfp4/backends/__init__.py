@@ -1,0 +1,212 @@
+"""Frozen linear layers: one base class, one subclass per storage format, one registry.
+
+``BACKENDS`` maps the word a user writes (``backend="nvfp4"``) to a subclass of :class:`FrozenLinear`. Looking a word up there is
+the only place where the package branches on the backend: the LoRA layer, the tuner and the tools speak to the base class.
+
+A frozen linear is an ``nn.Linear`` to everyone who asks (PEFT finds its targets by that), holds nothing but ``uint8``
+parameters without gradient (only those survive ``.to(dtype)``, ``half()``, FSDP2 and TRL's casts unharmed; "bf16" keeps its dense
+weight), and offers conversions in inverse pairs: ``quantize``/``dequantize``, ``snapshot``/``restore``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..linear import GRADIENTS, Branch, lora_branch
+
+WEIGHT_LAYOUTS = ("cached", "transient")
+
+
+@dataclass(frozen=True)
+class FrozenOptions:
+    """How one layer computes; every backend takes what concerns it, so that changing the backend is changing one word.
+
+    Attributes:
+        weight_layouts: ``"cached"`` keeps forward and backward layout (faster), ``"transient"`` makes the backward one when it
+            is needed (half the weight memory, the same bits).
+        gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` (stochastic) or ``"bf16"`` (none).
+        terms: NVFP4 terms of the layer's input, 1 or 2.
+    """
+
+    weight_layouts: str = "cached"
+    gradients: str = "nvfp4"
+    terms: int = 1
+
+    def __post_init__(self) -> None:
+        if self.weight_layouts not in WEIGHT_LAYOUTS:
+            raise ValueError(f"weight_layouts must be one of {', '.join(WEIGHT_LAYOUTS)}, got {self.weight_layouts!r}")
+        if self.gradients not in GRADIENTS:
+            raise ValueError(f"gradients must be one of {', '.join(GRADIENTS)}, got {self.gradients!r}")
+        if self.terms not in (1, 2):
+            raise ValueError(f"terms must be 1 or 2, got {self.terms!r}")
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight is frozen and may be stored packed. Differentiable in its input and its bias only.
+
+    Attributes:
+        backend: the registry's word.
+        options: see :class:`FrozenOptions`.
+        compute_dtype: dtype that :meth:`dequantize` returns; follows ``.to(dtype)`` and ``.half()``.
+    """
+
+    backend: ClassVar[str]
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: Tensor | None, compute_dtype: torch.dtype, options: FrozenOptions
+    ):
+        nn.Module.__init__(self)  # not nn.Linear's: it would allocate the dense weight
+        self.in_features, self.out_features = in_features, out_features
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.compute_dtype = compute_dtype
+        self.options = options
+
+    # -- what a backend provides
+
+    @classmethod
+    def quantize(cls, linear: nn.Linear, options: FrozenOptions | None = None, *, gscale: Tensor | None = None) -> FrozenLinear:
+        """A frozen layer that computes what ``linear`` did, up to the format's error. ``gscale``: (1,) FP32 global scale to use."""
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight (out_features, in_features) that the layer computes with, in ``dtype`` (default ``compute_dtype``)."""
+        raise NotImplementedError
+
+    def requantize_(self, weight: Tensor) -> None:
+        """Replace the stored weight by (the quantised form of) a dense one (out_features, in_features)."""
+        raise NotImplementedError
+
+    def packed_tensors(self) -> dict[str, Tensor]:
+        """Every tensor the frozen weight occupies, by name."""
+        return {name: p for name, p in self.named_parameters(recurse=False) if name != "bias"}
+
+    def lora_input(self, x: Tensor) -> Tensor:
+        """What a LoRA branch sees of input x: x itself, unless the backend quantises activations."""
+        return x
+
+    def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
+        """``forward(x)`` plus plain LoRA branches, x (..., in_features) -> (..., out_features)."""
+        x = autocast_input(x)
+        y = self(x)
+        for branch in branches:
+            y = y + lora_branch(x, branch).to(y.dtype)
+        return y
+
+    # -- what all backends share
+
+    @property
+    def W_q(self) -> nn.Parameter:
+        """Exists so that PEFT's ``dequantize_module_weight`` calls :meth:`dequantize` (DoRA asks it for the weight)."""
+        if self.weight.is_floating_point():
+            raise AttributeError("the weight is dense right now")  # hasattr() is False, PEFT takes .weight
+        return self.weight
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """The stored tensors, to be given back to :meth:`restore`. Packed ones by reference (nothing changes them in place), the
+        bias as a copy."""
+        return {name: p.data.clone() if name == "bias" else p.data for name, p in self.named_parameters(recurse=False)}
+
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Put back exactly the bytes of a snapshot, on the device where the layer is now."""
+        for name, data in snapshot.items():
+            parameter = getattr(self, name)
+            parameter.data = data.to(parameter.device, copy=name == "bias")
+
+    @contextmanager
+    def dense_weight(self, requantize: bool = True) -> Iterator[nn.Parameter]:
+        """Within the context ``self.weight`` is dense FP32, for code that reads or rewrites it (merging, PiSSA, OLoRA, ...).
+        What was changed is requantised on leaving, unless ``requantize`` is False or an exception ends the context."""
+        packed = self.weight
+        self.weight = nn.Parameter(self.dequantize(torch.float32).clone(), requires_grad=False)
+        try:
+            yield self.weight
+            after = self.weight.data
+        finally:
+            self.weight = packed
+        if requantize and not torch.equal(after, self.dequantize(torch.float32)):
+            self.requantize_(after)
+
+    def to_linear(self, weight: Tensor | None = None, bias: Tensor | None = None) -> nn.Linear:
+        """A dense ``nn.Linear`` in ``compute_dtype`` with the dequantised (or the given) weight and bias."""
+        weight = self.dequantize() if weight is None else weight.to(self.compute_dtype)
+        bias = self.bias if bias is None else bias
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, bias=bias is not None)
+        linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach().to(self.compute_dtype).clone(), requires_grad=False)
+        return linear.train(self.training)
+
+    def frozen_bytes(self) -> int:
+        """Bytes that the frozen weight occupies (all layouts, all scales; without the bias)."""
+        return sum(t.numel() * t.element_size() for t in self.packed_tensors().values())
+
+    def _check_dense(self, weight: Tensor) -> None:
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise ValueError(f"weight must be {(self.out_features, self.in_features)}, got {tuple(weight.shape)}")
+        if not torch.isfinite(weight).all():
+            raise ValueError("weight holds NaN or Inf; a quantised layer cannot represent them")
+
+    def _apply(self, fn, recurse: bool = True):
+        # compute_dtype follows whatever cast is applied to floating tensors; packed bytes are not cast by anything
+        probe = fn(torch.empty(0, dtype=self.compute_dtype, device="meta" if self.weight.is_meta else self.weight.device))
+        super()._apply(fn, recurse)
+        self.compute_dtype = probe.dtype
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, backend={self.backend}"
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """x in the dtype that autocast prescribes for a linear layer, if autocast is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
+
+
+# ---------------------------------------------------------------------------------------------- registry
+
+
+class _Registry(Mapping):
+    """Backend word -> class; a backend's module is imported when it is first asked for (bitsandbytes is optional)."""
+
+    def __init__(self, modules: dict[str, str]):
+        self._modules = modules
+        self._classes: dict[str, type[FrozenLinear]] = {}
+
+    def __getitem__(self, name: str) -> type[FrozenLinear]:
+        if name not in self._modules and name not in self._classes:
+            raise KeyError(f"unknown backend {name!r}; choose one of {', '.join(sorted(self))}")
+        if name not in self._classes:
+            importlib.import_module(self._modules[name])
+        return self._classes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._modules, **self._classes})
+
+    def __len__(self) -> int:
+        return len(self._modules.keys() | self._classes.keys())
+
+    def add(self, name: str, cls: type[FrozenLinear]) -> None:
+        self._classes[name] = cls
+
+
+BACKENDS = _Registry({name: f"{__name__}.{name}" for name in ("nvfp4", "nf4", "bf16")})
+
+
+def register_backend(name: str):
+    """Class decorator that enters a :class:`FrozenLinear` subclass in :data:`BACKENDS` under ``name``."""
+
+    def enter(cls: type[FrozenLinear]) -> type[FrozenLinear]:
+        cls.backend = name
+        BACKENDS.add(name, cls)
+        return cls
+
+    return enter

@@ -1,0 +1,101 @@
+"""NF4 frozen linear: QLoRA's projection, computed by bitsandbytes.
+
+The layer *is* a ``bitsandbytes.nn.Linear4bit`` (NF4, blocks of 64, absmax quantised again: "double quantisation"), so that
+optimizers, checkpoints and transformers treat it as one. A model loaded with ``BitsAndBytesConfig`` is adopted: the new layer
+shares the old one's ``Params4bit``, nothing is copied.
+
+A trap that is closed here: on CPUs with AVX512-BF16, bitsandbytes 0.50 repacks the weight in place at the first forward whose
+input needs no gradient. Afterwards dequantising returns garbage and input gradients are missing (only a warning says so), so
+evaluating before training or merging breaks the model. ``support_avx512bf16_for_cpu = False`` keeps the plain layout.
+
+Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from . import FrozenLinear, FrozenOptions, autocast_input, register_backend
+
+try:
+    import bitsandbytes as bnb
+except ImportError as error:
+    raise ImportError("backend='nf4' needs bitsandbytes: pip install 'peft_nvfp4[nf4]' (or pip install bitsandbytes)") from error
+
+
+@register_backend("nf4")
+class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
+    """Frozen linear in NF4 with double quantisation, W4A16."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: Tensor | None, compute_dtype: torch.dtype, options: FrozenOptions
+    ):
+        super().__init__(in_features, out_features, bias, compute_dtype, options)
+        self.compute_type_is_set = False  # the input's dtype decides, as in bitsandbytes
+        self.quant_state = None
+        self.quant_storage = torch.uint8
+        self.support_avx512bf16_for_cpu = False
+
+    @classmethod
+    def quantize(
+        cls, linear: nn.Linear, options: FrozenOptions | None = None, *, gscale: Tensor | None = None
+    ) -> NF4FrozenLinear:
+        if isinstance(linear, bnb.nn.Linear4bit):
+            return cls._adopt(linear, options or FrozenOptions())
+        weight = linear.weight.detach()
+        if not torch.isfinite(weight).all():
+            raise ValueError("weight holds NaN or Inf; a quantised layer cannot represent them")
+        layer = cls(linear.in_features, linear.out_features, linear.bias, weight.dtype, options or FrozenOptions())
+        layer._store(weight)
+        return layer.train(linear.training)
+
+    @classmethod
+    def _adopt(cls, linear: bnb.nn.Linear4bit, options: FrozenOptions) -> NF4FrozenLinear:
+        """Take over a layer of a model loaded with BitsAndBytesConfig, sharing its weight."""
+        state = linear.weight.quant_state
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ValueError(
+                "bitsandbytes has repacked this weight for AVX512-BF16 (it does so at the first forward in eval mode), which "
+                "breaks training. Wrap the model before running it, or set module.support_avx512bf16_for_cpu = False on every "
+                "Linear4bit right after loading."
+            )
+        dtype = linear.compute_dtype or (state.dtype if state is not None else torch.bfloat16)
+        layer = cls(linear.in_features, linear.out_features, linear.bias, dtype, options)
+        layer.weight, layer.quant_state, layer.quant_storage = linear.weight, linear.quant_state, linear.quant_storage
+        layer.compute_type_is_set = linear.compute_type_is_set
+        layer.weight.module = layer
+        return layer.train(linear.training)
+
+    def _store(self, weight: Tensor) -> None:
+        parameter = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=self)
+        self.weight = parameter.to(weight.device)  # bitsandbytes quantises on this call, also where nothing moves
+        self.quant_state = self.weight.quant_state
+
+    def packed_tensors(self) -> dict[str, Tensor]:
+        state = self.weight.quant_state
+        tensors = {"weight": self.weight.data, "absmax": state.absmax, "code": state.code}
+        if state.nested:
+            tensors.update(nested_absmax=state.state2.absmax, nested_code=state.state2.code, offset=state.offset)
+        return tensors
+
+    def snapshot(self) -> dict:
+        return {"weight": self.weight, "bias": None if self.bias is None else self.bias.data.clone()}
+
+    def restore(self, snapshot: dict) -> None:
+        device = self.weight.device
+        self.weight = snapshot["weight"] if snapshot["weight"].device == device else snapshot["weight"].to(device)
+        self.quant_state = self.weight.quant_state
+        if self.bias is not None:
+            self.bias.data = snapshot["bias"].to(device, copy=True)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state)
+        return weight.to(dtype or self.compute_dtype)
+
+    def requantize_(self, weight: Tensor) -> None:
+        self._check_dense(weight)
+        self._store(weight.detach().to(self.weight.device, self.weight.quant_state.dtype).contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return bnb.nn.Linear4bit.forward(self, autocast_input(x))

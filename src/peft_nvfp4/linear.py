@@ -1,0 +1,238 @@
+"""The differentiable core: a frozen NVFP4 matrix product with LoRA branches, as one autograd Function.
+
+Notation: x (M, K) input, W (N, K) frozen weight, A (r, K), B (N, r) adapter, s its scaling, Q quantise, D dequantise,
+m a dropout mask (0 or 1/(1-p)), mu an optional constant vector per channel.
+
+    x~   = Q(x - mu)  [and Q of what that left over, with two terms]        D(x~) = mu + D(term 1) [+ D(term 2)]
+    y    = D(x~) @ D(W_f).T + bias + sum_i s_i * h_i @ B_i.T                h_i = (m_i * D(x~)) @ A_i.T
+    dx   = D(Q(dy)) @ D(W_b).T + sum_i m_i * (g_i @ A_i)                    g_i = s_i * dy @ B_i
+    dA_i = g_i.T @ (m_i * D(x~)),   dB_i = s_i * dy.T @ h_i,   dbias = sum over M of dy
+
+The adapter gradients are the exact ones of the function that was computed (they use D(x~), not x). The input gradient is the
+quantised one of the paper (Table 7): x -> D(x~) counts as the identity, dy is quantised along N and multiplied by the
+backward layout W_b (K, N). With ``gradients="bf16"`` it is dy @ D(W_f), not quantised at all.
+
+Kept for backward: the codes of x~ (0.56 bytes a value and term instead of 2), h_i, and a seed instead of each mask.
+
+Rejected: building the same from separate operators. Autograd would then save D(x~) in BF16 once per branch, which is most of
+what NVFP4 activations are meant to avoid.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix
+from .reference import operand_dtype
+
+GRADIENTS = ("nvfp4", "nvfp4_sr", "bf16")
+
+
+class Branch(NamedTuple):
+    """One plain LoRA branch as the Functions see it."""
+
+    a: Tensor  # (r, K)
+    b: Tensor  # (N, r)
+    scaling: float
+    dropout: float  # probability; 0 outside training
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """Everything about one call of :class:`NVFP4LoraLinear` that is not a tensor.
+
+    Attributes:
+        k: logical K of the weight.
+        terms: 1 or 2 NVFP4 terms of the input.
+        gradients: ``"nvfp4"`` (to nearest), ``"nvfp4_sr"`` (stochastic) or ``"bf16"`` (not quantised).
+        scalings, dropouts: per branch.
+    """
+
+    k: int
+    n: int
+    terms: int
+    gradients: str
+    scalings: tuple[float, ...]
+    dropouts: tuple[float, ...]
+
+
+def draw_seed() -> Tensor:
+    """A seed from PyTorch's CPU generator: follows ``torch.manual_seed``, is restored by activation checkpointing, and needs
+    no synchronisation with a GPU."""
+    return torch.randint(-(2**62), 2**62, (), dtype=torch.int64)
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in a's dtype; on a CPU that is slow in 16 bits, through FP32."""
+    operand = operand_dtype(a.dtype, a.device)
+    return a @ b if operand == a.dtype else (a.to(operand) @ b.to(operand)).to(a.dtype)
+
+
+def no_autocast(x: Tensor):
+    """Context in which autocast is off, so that FP32 arithmetic stays FP32. Free when autocast is not on."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+# ---------------------------------------------------------------------------------------------- the input x~
+
+
+def quantize_input(x: Tensor, terms: int, centre: Tensor | None) -> list[QuantizedMatrix]:
+    """x (M, K) as one or two NVFP4 terms; the second quantises what the first left over (FP32 difference)."""
+    if centre is not None:
+        x = x.float() - centre
+    parts = [ops.quantize(x, ACTIVATION)]
+    if terms == 2:
+        parts.append(ops.quantize(x.float() - ops.dequantize(parts[0]), ACTIVATION))
+    return parts
+
+
+def dequantize_input(parts: list[QuantizedMatrix], centre: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """D(x~) (M, K), summed in FP32 and rounded once to ``dtype``."""
+    if len(parts) == 1 and centre is None:
+        return ops.dequantize(parts[0], dtype)
+    total = ops.dequantize(parts[0])
+    for part in parts[1:]:
+        total = total + ops.dequantize(part)
+    return (total if centre is None else total + centre).to(dtype)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, terms: int, centre: Tensor | None) -> Tensor:
+        return dequantize_input(quantize_input(x, terms, centre), centre, x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy, None, None
+
+
+def fake_quantize(x: Tensor, terms: int = 1, centre: Tensor | None = None) -> Tensor:
+    """D(x~) for x (..., K), with the straight-through gradient: what a LoRA variant sees as its input."""
+    return _StraightThrough.apply(x.reshape(-1, x.shape[-1]), terms, centre).view(x.shape)
+
+
+# ---------------------------------------------------------------------------------------------- LoRA arithmetic
+
+
+def _masked(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    return x if p == 0.0 else x * ops.dropout_mask(x, p, seed)
+
+
+def _lora_forward(x: Tensor, a: Tensor, b: Tensor, scaling: float, p: float, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(contribution (M, N), h (M, r)) of one branch, in x's dtype."""
+    h = mm(_masked(x, p, seed), a.to(x.dtype).T)
+    return mm(h, b.to(x.dtype).T) * scaling, h
+
+
+def _lora_backward(
+    dy: Tensor, x: Tensor, h: Tensor, a: Tensor, b: Tensor, scaling: float, p: float, seed: Tensor | None, needs_dx: bool
+):
+    """(dx or None, dA, dB): dA and dB in the dtype of A and B."""
+    g = mm(dy, b.to(dy.dtype)) * scaling
+    da = mm(g.T, _masked(x, p, seed)).to(a.dtype)
+    db = (mm(dy.T, h) * scaling).to(b.dtype)
+    dx = _masked(mm(g, a.to(dy.dtype)), p, seed) if needs_dx else None
+    return dx, da, db
+
+
+class LoraBranch(torch.autograd.Function):
+    """One LoRA branch over a BF16 input, for backends that do not quantise activations: saves x and h, draws the dropout
+    mask again in backward."""
+
+    @staticmethod
+    def forward(ctx, x, a, b, seed, scaling: float, p: float):
+        y, h = _lora_forward(x, a, b, scaling, p, seed)
+        ctx.save_for_backward(x, h, a, b, seed)
+        ctx.scaling, ctx.p = scaling, p
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, h, a, b, seed = ctx.saved_tensors
+        with no_autocast(dy):
+            dx, da, db = _lora_backward(dy.to(x.dtype), x, h, a, b, ctx.scaling, ctx.p, seed, ctx.needs_input_grad[0])
+        return dx, da, db, None, None, None
+
+
+def lora_branch(x: Tensor, branch: Branch) -> Tensor:
+    """``s * dropout(x) @ A.T @ B.T`` for x (..., K), in x's dtype."""
+    seed = draw_seed() if branch.dropout else None
+    with no_autocast(x):
+        y = LoraBranch.apply(x.reshape(-1, x.shape[-1]), branch.a, branch.b, seed, branch.scaling, branch.dropout)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+# ---------------------------------------------------------------------------------------------- the Function
+
+
+class NVFP4LoraLinear(torch.autograd.Function):
+    """Frozen NVFP4 linear with any number of plain LoRA branches; see the module's docstring for the formulas."""
+
+    @staticmethod
+    def forward(ctx, x, bias, centre, centre_out, w_codes, w_scales, w_gscale, b_codes, b_scales, b_gscale, sr_seed, spec, *flat):
+        # x (M, K); centre (K,) and centre_out (N,) float32 or None; w_* W_f (N, K); b_* W_b (K, N) or None (made when needed);
+        # flat = (A, B, dropout seed or None) of every branch
+        w = QuantizedMatrix(w_codes, w_scales, w_gscale, spec.k)
+        parts = quantize_input(x, spec.terms, centre)
+        constant = bias if centre_out is None else centre_out.to(x.dtype) if bias is None else bias + centre_out.to(bias.dtype)
+        y = ops.matmul(parts, w, constant, x.dtype)
+        hidden = []
+        if flat:
+            xd = dequantize_input(parts, centre, x.dtype)
+            for (a, b, seed), scaling, p in zip(_triples(flat), spec.scalings, spec.dropouts):
+                extra, h = _lora_forward(xd, a, b, scaling, p, seed)
+                y = y + extra
+                hidden.append(h)
+        else:
+            parts = []  # no adapter, nothing of x is needed
+        ctx.spec, ctx.branches = spec, len(hidden)
+        ctx.has_bias = bias is not None
+        kept = [t for part in parts for t in part[:3]]
+        ctx.save_for_backward(centre, w_codes, w_scales, w_gscale, b_codes, b_scales, b_gscale, sr_seed, *flat, *hidden, *kept)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        spec, n = ctx.spec, ctx.branches
+        centre, *w6, sr_seed = ctx.saved_tensors[:8]
+        flat, hidden, kept = (
+            ctx.saved_tensors[8 : 8 + 3 * n],
+            ctx.saved_tensors[8 + 3 * n : 8 + 4 * n],
+            ctx.saved_tensors[8 + 4 * n :],
+        )
+        needs_dx = ctx.needs_input_grad[0]
+        with no_autocast(dy):
+            dx = _input_gradient(dy, w6, spec, sr_seed) if needs_dx else None
+            grads: list[Tensor | None] = []
+            if n:
+                parts = [QuantizedMatrix(*kept[i : i + 3], spec.k) for i in range(0, len(kept), 3)]
+                xd = dequantize_input(parts, centre, dy.dtype)
+            for (a, b, seed), h, scaling, p in zip(_triples(flat), hidden, spec.scalings, spec.dropouts):
+                extra, da, db = _lora_backward(dy, xd, h.to(dy.dtype), a, b, scaling, p, seed, needs_dx)
+                dx = dx + extra if needs_dx else None
+                grads += [da, db, None]
+            dbias = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
+        return dx, dbias, *([None] * 10), *grads
+
+
+def _triples(flat):
+    return [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+
+
+def _input_gradient(dy: Tensor, w6: list[Tensor | None], spec: LinearSpec, sr_seed: Tensor | None) -> Tensor:
+    """The frozen weight's part of dx (M, K)."""
+    w = QuantizedMatrix(w6[0], w6[1], w6[2], spec.k)
+    if spec.gradients == "bf16":
+        return mm(dy, ops.dequantize(w, operand_dtype(dy.dtype, dy.device)).to(dy.dtype))
+    w_b = ops.transpose_requantize(w, WEIGHT_BACKWARD) if w6[3] is None else QuantizedMatrix(w6[3], w6[4], w6[5], spec.n)
+    q = ops.quantize(dy, GRADIENT) if spec.gradients == "nvfp4" else ops.quantize(dy, GRADIENT_STOCHASTIC, seed=sr_seed)
+    return ops.matmul([q], w_b, None, dy.dtype)
