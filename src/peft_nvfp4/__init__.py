@@ -1,0 +1,27 @@
+"""peft_nvfp4: LoRA fine-tuning on a frozen NVFP4, NF4 or BF16 base, as a PEFT plugin.
+
+>>> model = get_peft_model(model, NVFP4LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", backend="nvfp4"))
+
+Importing the package installs its hooks into PEFT (:func:`register`); :func:`unregister` removes them.
+"""
+
+from .backends import BACKENDS, FrozenLinear, FrozenOptions
+from .config import NVFP4LoraConfig
+from .freeze import dequantize_model, freeze_model, frozen_bytes
+from .tuner import register, unregister
+from .version import __version__
+
+__all__ = [
+    "__version__",
+    "BACKENDS",
+    "FrozenLinear",
+    "FrozenOptions",
+    "NVFP4LoraConfig",
+    "dequantize_model",
+    "freeze_model",
+    "frozen_bytes",
+    "register",
+    "unregister",
+]
+
+register()

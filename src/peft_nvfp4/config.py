@@ -1,0 +1,102 @@
+"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with five fields of its own.
+
+On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so anyone can
+load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+
+from .backends import BACKENDS, FrozenOptions
+from .sites import ACCURACY
+
+SIDE_CAR = "nvfp4_adapter.json"
+SIDE_CAR_VERSION = 1
+OWN_FIELDS = ("backend", "accuracy", "weight_layouts", "gradients", "skip_modules")
+
+
+@dataclass
+class NVFP4LoraConfig(LoraConfig):
+    """LoRA on a frozen base in NVFP4, NF4 or BF16. All fields of :class:`peft.LoraConfig`, and:
+
+    Args:
+        backend: storage and arithmetic of the frozen linears. ``"nvfp4"``: PACT, W4A4. ``"nf4"``: QLoRA through bitsandbytes.
+            ``"bf16"``: plain LoRA. Changing this word is the only change needed to compare them.
+        accuracy: (nvfp4) terms in which activations are quantised. ``"paper"``: one everywhere. ``"balanced"``: two where a norm
+            feeds the linears, which gives back most of what 4-bit activations cost for about a third more FP4 GEMM work.
+            ``"high"``: two everywhere, as accurate as BF16 activations.
+        weight_layouts: (nvfp4) ``"cached"`` keeps a forward and a backward layout of every weight (9 bits a weight), ``"transient"``
+            makes the backward one at each use (4.5 bits, slower, the same bits).
+        gradients: (nvfp4) rounding of the gradient that enters the FP4 input-gradient GEMM: ``"nvfp4"`` to nearest,
+            ``"nvfp4_sr"`` stochastic, ``"bf16"`` not quantised.
+        skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.
+
+    Raises:
+        ValueError: an unknown word in one of these fields; the message lists the known ones.
+    """
+
+    backend: str = field(default="nvfp4", metadata={"help": "frozen base: 'nvfp4', 'nf4' or 'bf16'"})
+    accuracy: str = field(default="balanced", metadata={"help": "activation terms: 'paper', 'balanced' or 'high'"})
+    weight_layouts: str = field(default="cached", metadata={"help": "'cached' or 'transient' backward layout"})
+    gradients: str = field(default="nvfp4", metadata={"help": "'nvfp4', 'nvfp4_sr' or 'bf16'"})
+    skip_modules: list[str] | None = field(default=None, metadata={"help": "modules to leave dense"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend not in BACKENDS:
+            raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
+        if self.accuracy not in ACCURACY:
+            raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {self.accuracy!r}")
+        FrozenOptions(self.weight_layouts, self.gradients)
+        if isinstance(self.skip_modules, str):
+            raise TypeError("skip_modules is a list of module names, not a string")
+
+    def own_fields(self) -> dict[str, Any]:
+        """The five fields that stock PEFT does not know."""
+        return {name: getattr(self, name) for name in OWN_FIELDS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What stock PEFT may see: without this package's own fields."""
+        return {key: value for key, value in super().to_dict().items() if key not in OWN_FIELDS}
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write ``adapter_config.json`` (plain LoRA) and the side-car ``nvfp4_adapter.json``."""
+        super().save_pretrained(save_directory, **kwargs)
+        side_car = {"format_version": SIDE_CAR_VERSION, **self.own_fields()}
+        (Path(save_directory) / SIDE_CAR).write_text(json.dumps(side_car, indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> NVFP4LoraConfig:
+        """Read a saved adapter's configuration. Without a side-car (an adapter of stock PEFT) the own fields get their defaults.
+
+        Raises:
+            ValueError: the side-car is damaged, or written by a newer version of this package.
+        """
+        base = LoraConfig.from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        if not isinstance(base, LoraConfig):
+            raise ValueError(f"{pretrained_model_name_or_path} holds a {base.peft_type} adapter, not LoRA")
+        known = {f.name: getattr(base, f.name) for f in fields(LoraConfig) if f.init}
+        path = Path(pretrained_model_name_or_path, subfolder or "", SIDE_CAR)
+        return cls(**known, **_read_side_car(path)) if path.is_file() else cls(**known)
+
+
+def _read_side_car(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        version = content.pop("format_version")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a valid side-car file ({error}); delete it to load the adapter with default settings"
+        ) from error
+    if version > SIDE_CAR_VERSION:
+        raise ValueError(f"{path} has format version {version}; this package reads up to {SIDE_CAR_VERSION}: upgrade peft_nvfp4")
+    unknown = content.keys() - set(OWN_FIELDS)
+    if unknown:
+        raise ValueError(f"{path} holds unknown settings: {', '.join(sorted(unknown))}")
+    return content

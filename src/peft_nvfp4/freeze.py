@@ -1,0 +1,253 @@
+"""Freeze a model in place: replace its linears, one after the other, by :class:`~peft_nvfp4.backends.FrozenLinear`.
+
+The whole walk is planned and checked before the first layer changes, so a bad weight or a wrong option leaves the model as it
+was. Then layers are converted one at a time and the dense weight of each is freed before the next: the peak stays about one layer
+above the larger of "before" and "after".
+
+Not frozen: output heads, linears whose weight is an embedding's (tied), what the caller excludes, what the model's class wants
+kept in FP32, everything inside a tuner layer (LoRA's own A and B), and subclasses of ``nn.Linear`` (their forward may do more).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from .backends import BACKENDS, FrozenLinear, FrozenOptions
+from .reference import power_of_two_scale
+from .sites import ACCURACY, fused_siblings, input_terms
+
+HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", "output_head", "summary"})
+"""Last name component of output heads; besides, whatever ``get_output_embeddings()`` returns."""
+
+DENSE_SHARE_WARNING = 0.05
+
+
+def freeze_model(
+    model: nn.Module,
+    backend: str = "nvfp4",
+    *,
+    accuracy: str = "balanced",
+    weight_layouts: str = "cached",
+    gradients: str = "nvfp4",
+    skip_modules: Iterable[str] = (),
+    progress: bool = True,
+) -> nn.Module:
+    """Freeze the linears of ``model`` in the storage format ``backend``, in place. Frozen layers are left alone.
+
+    Args:
+        backend: ``"nvfp4"``, ``"nf4"`` (a model loaded by bitsandbytes is adopted) or ``"bf16"``.
+        accuracy, weight_layouts, gradients: see :class:`~peft_nvfp4.NVFP4LoraConfig`.
+        skip_modules: names, or dotted name endings, of modules to leave as they are (with everything inside them).
+        progress: show a progress bar when it takes longer than a second.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: unknown backend or option; NaN or Inf in a weight; weights not loaded (meta device); a model already
+            quantised in another way. Nothing has been changed then.
+    """
+    try:
+        cls = BACKENDS[backend]
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
+    if accuracy not in ACCURACY:
+        raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {accuracy!r}")
+    FrozenOptions(weight_layouts, gradients)  # validates
+    names = plan(model, backend, tuple(skip_modules))
+    shared: dict[int, FrozenLinear] = {}
+    for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0):
+        linear = model.get_submodule(name)
+        options = FrozenOptions(weight_layouts, gradients, input_terms(name, accuracy))
+        gscale = _shared_gscale(model, name, set(names))
+        frozen = _reuse(shared.get(id(linear.weight)), linear) or cls.quantize(linear, options, gscale=gscale)
+        shared[id(linear.weight)] = frozen
+        _carry_attributes(linear, frozen)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, frozen)
+        del linear
+    _warn_dense_share(model, tuple(skip_modules))
+    return model
+
+
+def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[str]:
+    """Dotted names of the linears to freeze, after every check that can fail."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    keep = _kept_dense(model)
+    names, inside_tuner = [], ()
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            inside_tuner += (name + ".",)
+            base = module.get_base_layer()
+            if (
+                isinstance(base, nn.Linear)
+                and not isinstance(base, FrozenLinear)
+                and not _skipped(name, skip_modules)
+                and id(base) not in keep
+            ):
+                _refuse_wrapped(name, backend)
+        if name.startswith(inside_tuner) or not isinstance(module, nn.Linear) or id(module) in keep:
+            continue
+        if isinstance(module, FrozenLinear):
+            if module.backend != backend:
+                raise ValueError(f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}")
+            continue
+        if _skipped(name, skip_modules) or not _convertible(name, module, backend):
+            continue
+        names.append(name)
+    return names
+
+
+def _kept_dense(model: nn.Module) -> set[int]:
+    """ids of linears that stay: output heads, tied to an embedding, wanted in FP32 by the model's class."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    fp32 = tuple(getattr(model, "_keep_in_fp32_modules", None) or ()) + tuple(
+        getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    )
+    heads = [
+        getattr(m, "get_output_embeddings", lambda: None)() for m in (model, getattr(model, "base_model", None)) if m is not None
+    ]
+    keep = {id(h) for h in heads if h is not None}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        parts = name.split(".")
+        if parts[-1] in HEADS or id(module.weight) in embeddings or any(f in parts for f in fp32):
+            keep.add(id(module))
+    return keep
+
+
+def _skipped(name: str, skip_modules: tuple[str, ...]) -> bool:
+    """Whether a dotted name, or one of its ancestors, equals or ends with one of the given names."""
+    parts = name.split(".")
+    prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(p == s or p.endswith("." + s) for s in skip_modules for p in prefixes)
+
+
+def _convertible(name: str, module: nn.Linear, backend: str) -> bool:
+    """True for a plain nn.Linear with sound weights; raises on what must not be passed over silently."""
+    weight = module.weight
+    if not weight.is_floating_point():
+        kind = type(module).__name__
+        if backend == "nf4" and kind == "Linear4bit" and getattr(weight, "quant_type", "nf4") == "nf4":
+            return True
+        raise ValueError(
+            f"{name} is a {kind} whose weight is already quantised ({weight.dtype}); backend={backend!r} starts from dense weights. "
+            "Load the model without quantization_config"
+            + (", or use backend='nf4', which adopts bitsandbytes' NF4 layers as they are." if kind == "Linear4bit" else ".")
+        )
+    if type(module) is not nn.Linear:
+        return False
+    if weight.is_meta:
+        raise ValueError(f"the weight of {name} is not loaded (meta device, or offloaded to disk); load the whole model first")
+    if backend != "bf16" and not torch.isfinite(weight).all():
+        raise ValueError(f"the weight of {name} holds NaN or Inf; a quantised layer cannot represent them")
+    return True
+
+
+def _refuse_wrapped(name: str, backend: str) -> None:
+    raise ValueError(
+        f"{name} already carries an adapter on a dense base; backend={backend!r} would have to replace that base under it. "
+        "Create the NVFP4LoraConfig adapter first, or freeze the base with peft_nvfp4.freeze_model before adding any adapter."
+    )
+
+
+def _shared_gscale(model: nn.Module, name: str, planned: set[str]) -> torch.Tensor | None:
+    """One global scale for sibling linears that read the same input; None for a linear alone."""
+    siblings = [s for s in fused_siblings(name) if s in planned or _is_frozen(model, s)]
+    if len(siblings) < 2:
+        return None
+    first = model.get_submodule(siblings[0])
+    if isinstance(first, FrozenLinear):  # converted before: it was given the group's scale
+        return first.weight_gscale.detach().view(torch.float32).clone() if hasattr(first, "weight_gscale") else None
+    weights = [model.get_submodule(s).weight for s in siblings]
+    if not all(w.is_floating_point() for w in weights):
+        return None
+    return power_of_two_scale(
+        torch.stack([w.detach().abs().amax().float().to(weights[0].device) for w in weights]).amax().reshape(1)
+    )
+
+
+def _is_frozen(model: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(model.get_submodule(name), FrozenLinear)
+    except AttributeError:
+        return False
+
+
+def _reuse(frozen: FrozenLinear | None, linear: nn.Linear) -> FrozenLinear | None:
+    """A second linear that shared the first one's weight: a new module sharing the packed parameters."""
+    if frozen is None:
+        return None
+    twin = frozen.__class__.__new__(frozen.__class__)
+    twin.__dict__.update(frozen.__dict__)
+    twin._parameters = dict(frozen._parameters)
+    twin.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+    return twin
+
+
+def _carry_attributes(linear: nn.Linear, frozen: FrozenLinear) -> None:
+    """What PEFT's preprocessing left on a layer for its initialisation (CorDA, LoRA-GA)."""
+    for attribute in ("eigens", "_peft_loraga_grad"):
+        if hasattr(linear, attribute):
+            setattr(frozen, attribute, getattr(linear, attribute))
+
+
+def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
+    """Warn when a sizeable share of the matrix weights stayed dense: fused MoE experts, Conv1D, custom linears."""
+    keep = _kept_dense(model)
+    frozen, dense = 0, Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenLinear):
+            frozen += module.in_features * module.out_features
+        elif (
+            id(module) not in keep
+            and not isinstance(module, nn.Embedding)
+            and not _skipped(name, skip_modules)
+            and "lora_" not in name
+        ):
+            for p_name, p in module.named_parameters(recurse=False):
+                if p.ndim >= 2 and p.is_floating_point():
+                    dense[f"{type(module).__name__}.{p_name} ({p.ndim}-D)"] += p.numel()
+    total = frozen + sum(dense.values())
+    if total and sum(dense.values()) > DENSE_SHARE_WARNING * total:
+        kinds = ", ".join(f"{kind} {count / total:.0%}" for kind, count in dense.most_common(3))
+        warnings.warn(
+            f"{sum(dense.values()) / total:.0%} of the matrix weights stay dense and trainable memory estimates must count them in full: {kinds}. "
+            "Only plain nn.Linear layers are frozen in packed form.",
+            stacklevel=4,
+        )
+
+
+def frozen_layers(model: nn.Module) -> list[tuple[str, FrozenLinear]]:
+    """(dotted name, layer) of every frozen linear."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, FrozenLinear)]
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    """Bytes that the frozen linear weights of a model occupy: all layouts and scales, without biases, heads and embeddings."""
+    seen: dict[int, int] = {}
+    for _, layer in frozen_layers(model):
+        for tensor in layer.packed_tensors().values():
+            seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(seen.values())
+
+
+def dequantize_model(model: nn.Module) -> nn.Module:
+    """Replace every frozen linear by the dense ``nn.Linear`` it computes with, in place; the inverse of :func:`freeze_model` up to
+    the format's error. Layers inside an adapter are left alone (merge or unload the adapter first)."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in frozen_layers(model):
+        parent_name, _, child = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if not isinstance(parent, BaseTunerLayer):
+            setattr(parent, child, layer.to_linear())
+    return model

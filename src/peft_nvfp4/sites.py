@@ -1,0 +1,50 @@
+"""Which linears share an input, and what feeds them: the little that must be known about a model by name.
+
+A *site* is one producer of activations and the linears it feeds. Two facts about it matter before a model has run:
+
+* Linears of one site should share their weight's global scale, because serving engines fuse them into one GEMM (q/k/v, gate/up).
+* A linear fed by a norm deserves two NVFP4 terms more than one fed by attention or by the MLP's product: quantising norm
+  outputs costs most of what 4-bit activations cost.
+
+Names are the common ones of transformers; an unknown linear counts as norm-fed, the accurate choice.
+"""
+
+from __future__ import annotations
+
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q", "k", "v"),
+    ("to_q", "to_k", "to_v"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("wi_0", "wi_1"),
+)
+"""Sibling linears that read the same input."""
+
+INTERIOR = frozenset(
+    "o_proj out_proj down_proj dense_4h_to_h fc2 fc_out c_proj w2 wo to_out dense o proj attn_out ff_out".split()
+)
+"""Linears that read the output of attention or of the MLP's inner part, not of a norm."""
+
+ACCURACY: dict[str, dict[str, int]] = {
+    "paper": {"norm": 1, "interior": 1},
+    "balanced": {"norm": 2, "interior": 1},
+    "high": {"norm": 2, "interior": 2},
+}
+"""Preset -> NVFP4 terms of the input by kind of site."""
+
+
+def input_terms(module_name: str, accuracy: str) -> int:
+    """NVFP4 terms (1 or 2) of the input of the linear with this dotted name."""
+    kind = "interior" if module_name.rpartition(".")[2] in INTERIOR else "norm"
+    return ACCURACY[accuracy][kind]
+
+
+def fused_siblings(module_name: str) -> tuple[str, ...]:
+    """Dotted names of the linears that share this one's input (itself included); they may or may not exist."""
+    parent, _, name = module_name.rpartition(".")
+    for group in FUSED:
+        if name in group:
+            return tuple(f"{parent}.{sibling}" if parent else sibling for sibling in group)
+    return (module_name,)

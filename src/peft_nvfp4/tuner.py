@@ -1,0 +1,133 @@
+"""How the package hooks into PEFT: four methods, wrapped when it is imported and put back by :func:`unregister`.
+
+| method | what the wrapper adds |
+|---|---|
+| ``LoraModel._prepare_model`` | with an :class:`NVFP4LoraConfig`: freezes the base before PEFT lists its modules |
+| ``LoraModel._create_new_module`` | a :class:`FrozenLinear` target gets a :class:`FrozenLoraLinear`, whatever LoRA config was passed |
+| ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
+| ``BaseTuner.inject_adapter`` | other tuners (IA3, BOFT, AdaLoRA, ...) aimed at a frozen linear raise: they would read packed bytes as weights |
+
+Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's own
+classes and code. Replacing PEFT's tuner class in its mapping instead would change the class of every LoRA model of the process, and
+would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from peft import AdaLoraConfig, LoraConfig, LoraModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import nn
+
+from .backends import FrozenLinear
+from .config import NVFP4LoraConfig
+from .freeze import dequantize_model, freeze_model, frozen_layers
+from .lora import FrozenLoraLinear
+
+_ORIGINALS: list[tuple[type, str, Any]] = []
+
+
+def register() -> None:
+    """Install the hooks. Done by ``import peft_nvfp4``; calling it again changes nothing."""
+    if _ORIGINALS:
+        return
+    _wrap(LoraModel, "_prepare_model", _prepare_model)
+    _wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
+    _wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
+    _wrap(BaseTuner, "inject_adapter", _inject_adapter)
+
+
+def unregister() -> None:
+    """Remove the hooks: PEFT is as it was before the import. Models made before keep working."""
+    while _ORIGINALS:
+        owner, name, original = _ORIGINALS.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> None:
+    """Replace owner.name by a function that calls ``wrapper(original, *args)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    _ORIGINALS.append((owner, name, owner.__dict__.get(name)))
+    setattr(owner, name, staticmethod(hooked) if static else hooked)
+
+
+def _prepare_model(original: Callable, self: LoraModel, peft_config: LoraConfig, model: nn.Module) -> None:
+    if isinstance(peft_config, NVFP4LoraConfig):
+        skip = [*(peft_config.skip_modules or ()), *(peft_config.modules_to_save or ())]
+        freeze_model(
+            model,
+            peft_config.backend,
+            accuracy=peft_config.accuracy,
+            weight_layouts=peft_config.weight_layouts,
+            gradients=peft_config.gradients,
+            skip_modules=skip,
+        )
+    original(self, peft_config, model)  # layer_replication: clones share the packed weights
+
+
+def _create_new_module(
+    original: Callable, lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any
+) -> nn.Module:
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if not isinstance(base, FrozenLinear):
+        return original(lora_config, adapter_name, target, **kwargs)
+    if kwargs.get("parameter_name"):
+        raise ValueError(
+            f"target_parameters names {kwargs['parameter_name']!r} of a frozen {base.backend} linear, which is packed bytes. "
+            "Name the module in target_modules instead, or list it in skip_modules to leave it dense."
+        )
+    return FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+
+
+def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
+    model = original(self, merge=merge, **kwargs)
+    if merge and frozen_layers(model):
+        dequantize_model(model)
+    if merge and not frozen_layers(model):
+        _forget_quantization(model)
+    return model
+
+
+def _forget_quantization(model: nn.Module) -> None:
+    """A model that was loaded in 4 bits and is dense now must not be saved as a 4-bit one."""
+    if not getattr(model, "is_loaded_in_4bit", False) or any(not p.is_floating_point() for p in model.parameters()):
+        return
+    model.is_loaded_in_4bit = model.is_quantized = False
+    for owner, attribute in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(owner, attribute):
+            delattr(owner, attribute)
+
+
+def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    config = self.peft_config[adapter_name]
+    result = original(self, model, adapter_name, *args, **kwargs)
+    if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
+        return result
+    wrapped = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+        and isinstance(module.get_base_layer(), FrozenLinear)
+        and not isinstance(module, FrozenLoraLinear)
+    ]
+    if wrapped:
+        for name, module in wrapped:  # give the model back as it was
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
+        backend = wrapped[0][1].get_base_layer().backend
+        raise ValueError(
+            f"{type(config).__name__} cannot adapt {wrapped[0][0]} (and {len(wrapped) - 1} more): it is frozen in {backend}, and this method reads "
+            "base weights directly. Use NVFP4LoraConfig or LoraConfig, or leave these modules out of target_modules."
+        )
+    return result
