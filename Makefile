@@ -1,0 +1,38 @@
+# make demo: fine-tune a real model on real data (CPU or GPU).  make test: the test-suite.  Both make their own virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN = $(VENV)/bin
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test lint clean
+
+# PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
+$(VENV)/.base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[nf4]"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(BIN)/python -m pip install -q -e ".[demo]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install -q -e ".[test]"
+	touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m peft_nvfp4.data fetch
+	$(BIN)/python examples/demo.py --out demo-out
+
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+lint:
+	$(BIN)/python -m pip install -q ruff
+	$(BIN)/ruff check src tests examples benchmarks
+
+clean:
+	rm -rf $(VENV) demo-out

@@ -1,0 +1,46 @@
+"""Shared test set-up: one thread, a fixed seed for every test, and tiers that report themselves as not run.
+
+Tests marked ``gpu`` need CUDA, ``sm120`` an RTX 50xx, ``slow`` the fetched real model. Where the requirement is missing they are
+skipped with that reason, never passed.
+"""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    has_cuda = torch.cuda.is_available()
+    has_sm120 = has_cuda and torch.cuda.get_device_capability()[0] == 12
+    for item in items:
+        if "gpu" in item.keywords and not has_cuda:
+            item.add_marker(pytest.mark.skip(reason="not run: no CUDA GPU"))
+        if "sm120" in item.keywords and not has_sm120:
+            item.add_marker(pytest.mark.skip(reason="not run: no SM120 GPU"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def tiny_llama(dtype=torch.float32, **overrides):
+    """A random two-layer Llama of the real class, small enough for every test."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    settings = dict(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
+    )
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).to(dtype)
+
+
+@pytest.fixture
+def llama():
+    return tiny_llama
