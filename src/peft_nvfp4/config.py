@@ -1,7 +1,7 @@
 """The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with five fields of its own.
 
-On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so anyone can
-load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
+On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so
+anyone can load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class NVFP4LoraConfig(LoraConfig):
         accuracy: (nvfp4) terms in which activations are quantised. ``"paper"``: one everywhere. ``"balanced"``: two where a norm
             feeds the linears, which gives back most of what 4-bit activations cost for about a third more FP4 GEMM work.
             ``"high"``: two everywhere, as accurate as BF16 activations.
-        weight_layouts: (nvfp4) ``"cached"`` keeps a forward and a backward layout of every weight (9 bits a weight), ``"transient"``
-            makes the backward one at each use (4.5 bits, slower, the same bits).
+        weight_layouts: (nvfp4) ``"cached"`` keeps a forward and a backward layout of every weight (9 bits a weight),
+            ``"transient"`` makes the backward one at each use (4.5 bits, slower, the same result bit for bit).
         gradients: (nvfp4) rounding of the gradient that enters the FP4 input-gradient GEMM: ``"nvfp4"`` to nearest,
             ``"nvfp4_sr"`` stochastic, ``"bf16"`` not quantised.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.

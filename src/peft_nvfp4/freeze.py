@@ -60,7 +60,8 @@ def freeze_model(
     if accuracy not in ACCURACY:
         raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {accuracy!r}")
     FrozenOptions(weight_layouts, gradients)  # validates
-    names = plan(model, backend, tuple(skip_modules))
+    _check_names(model, skip_modules := tuple(skip_modules))
+    names = plan(model, backend, skip_modules)
     shared: dict[int, FrozenLinear] = {}
     for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0):
         linear = model.get_submodule(name)
@@ -72,7 +73,7 @@ def freeze_model(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, frozen)
         del linear
-    _warn_dense_share(model, tuple(skip_modules))
+    _warn_dense_share(model, skip_modules)
     return model
 
 
@@ -108,18 +109,14 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[
 def _kept_dense(model: nn.Module) -> set[int]:
     """ids of linears that stay: output heads, tied to an embedding, wanted in FP32 by the model's class."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    fp32 = tuple(getattr(model, "_keep_in_fp32_modules", None) or ()) + tuple(
-        getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    )
-    heads = [
-        getattr(m, "get_output_embeddings", lambda: None)() for m in (model, getattr(model, "base_model", None)) if m is not None
-    ]
-    keep = {id(h) for h in heads if h is not None}
+    lists = (getattr(model, key, None) for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    fp32 = tuple(name for names in lists for name in names or ())
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    keep = set() if head is None else {id(head)}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        parts = name.split(".")
-        if parts[-1] in HEADS or id(module.weight) in embeddings or any(f in parts for f in fp32):
+        if isinstance(module, nn.Linear) and (
+            name.rpartition(".")[2] in HEADS or id(module.weight) in embeddings or _skipped(name, fp32)
+        ):
             keep.add(id(module))
     return keep
 
@@ -131,6 +128,14 @@ def _skipped(name: str, skip_modules: tuple[str, ...]) -> bool:
     return any(p == s or p.endswith("." + s) for s in skip_modules for p in prefixes)
 
 
+def _check_names(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
+    """A name in skip_modules that matches nothing is likely a typing error."""
+    names = [name for name, _ in model.named_modules()]
+    unmatched = [s for s in skip_modules if not any(_skipped(name, (s,)) for name in names)]
+    if unmatched:
+        warnings.warn(f"skip_modules matches no module: {', '.join(unmatched)}", stacklevel=4)
+
+
 def _convertible(name: str, module: nn.Linear, backend: str) -> bool:
     """True for a plain nn.Linear with sound weights; raises on what must not be passed over silently."""
     weight = module.weight
@@ -138,10 +143,10 @@ def _convertible(name: str, module: nn.Linear, backend: str) -> bool:
         kind = type(module).__name__
         if backend == "nf4" and kind == "Linear4bit" and getattr(weight, "quant_type", "nf4") == "nf4":
             return True
+        adopt = ", or use backend='nf4', which adopts bitsandbytes' NF4 layers as they are." if kind == "Linear4bit" else "."
         raise ValueError(
-            f"{name} is a {kind} whose weight is already quantised ({weight.dtype}); backend={backend!r} starts from dense weights. "
-            "Load the model without quantization_config"
-            + (", or use backend='nf4', which adopts bitsandbytes' NF4 layers as they are." if kind == "Linear4bit" else ".")
+            f"{name} is a {kind} whose weight is already quantised ({weight.dtype}); backend={backend!r} starts from dense "
+            f"weights. Load the model without quantization_config{adopt}"
         )
     if type(module) is not nn.Linear:
         return False
@@ -164,15 +169,21 @@ def _shared_gscale(model: nn.Module, name: str, planned: set[str]) -> torch.Tens
     siblings = [s for s in fused_siblings(name) if s in planned or _is_frozen(model, s)]
     if len(siblings) < 2:
         return None
-    first = model.get_submodule(siblings[0])
-    if isinstance(first, FrozenLinear):  # converted before: it was given the group's scale
-        return first.weight_gscale.detach().view(torch.float32).clone() if hasattr(first, "weight_gscale") else None
-    weights = [model.get_submodule(s).weight for s in siblings]
-    if not all(w.is_floating_point() for w in weights):
+    modules = [model.get_submodule(s) for s in siblings]
+    for module in modules:
+        if isinstance(module, FrozenLinear):  # converted before: it was given the group's scale
+            return module.weight_gscale.detach().view(torch.float32).clone() if hasattr(module, "weight_gscale") else None
+    weights = [module.weight for module in modules]
+    if not all(w.is_floating_point() for w in weights):  # adopted from bitsandbytes
         return None
-    return power_of_two_scale(
-        torch.stack([w.detach().abs().amax().float().to(weights[0].device) for w in weights]).amax().reshape(1)
-    )
+    amax = torch.stack([_amax(w).to(weights[0].device) for w in weights]).amax()
+    return power_of_two_scale(amax.reshape(1))
+
+
+def _amax(weight: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude, FP32, without a copy of the weight."""
+    low, high = weight.detach().aminmax()
+    return torch.maximum(-low, high).float()
 
 
 def _is_frozen(model: nn.Module, name: str) -> bool:
@@ -220,8 +231,8 @@ def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
     if total and sum(dense.values()) > DENSE_SHARE_WARNING * total:
         kinds = ", ".join(f"{kind} {count / total:.0%}" for kind, count in dense.most_common(3))
         warnings.warn(
-            f"{sum(dense.values()) / total:.0%} of the matrix weights stay dense and trainable memory estimates must count them in full: {kinds}. "
-            "Only plain nn.Linear layers are frozen in packed form.",
+            f"{sum(dense.values()) / total:.0%} of the matrix weights stay dense, in their full size: {kinds}. "
+            "Only plain nn.Linear layers are packed.",
             stacklevel=4,
         )
 
@@ -241,8 +252,8 @@ def frozen_bytes(model: nn.Module) -> int:
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:
-    """Replace every frozen linear by the dense ``nn.Linear`` it computes with, in place; the inverse of :func:`freeze_model` up to
-    the format's error. Layers inside an adapter are left alone (merge or unload the adapter first)."""
+    """Replace every frozen linear by the dense ``nn.Linear`` it computes with, in place; the inverse of :func:`freeze_model` up
+    to the format's error. Layers inside an adapter are left alone (merge or unload the adapter first)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in frozen_layers(model):

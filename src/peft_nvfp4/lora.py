@@ -2,11 +2,11 @@
 
 It is PEFT's own ``lora.Linear`` (same parameters, same names, same checkpoints) with three differences:
 
-* The forward hands the plain branches to the frozen layer (:meth:`FrozenLinear.lora_forward`), which knows what a branch sees of its
-  input and how little to keep for backward. Adapters are FP32 masters (PEFT's default); they are cast to the activations' dtype,
-  never the activations to theirs: an FP32 copy of the input would cost seven times its NVFP4 form.
-* Merging works on dequantised weights and quantises once, after the last adapter; unmerging puts the original bytes back, exactly.
-  Unloading with a merge gives a dense ``nn.Linear``, since adding a small adapter to a 4-bit weight loses much of it.
+* The forward hands the plain branches to the frozen layer (:meth:`FrozenLinear.lora_forward`), which knows what a branch sees
+  of its input and how little to keep for backward. Adapters are FP32 masters (PEFT's default); they are cast to the
+  activations' dtype, never the activations to theirs: an FP32 copy of the input would cost seven times its NVFP4 form.
+* Merging works on dequantised weights and quantises once, after the last adapter; unmerging puts the original bytes back,
+  exactly. Unloading with a merge gives a dense ``nn.Linear``: a small adapter added to a 4-bit weight would mostly be lost.
 * Initialisations that read or rewrite the base weight (PiSSA, OLoRA, CorDA, MiCA, LoRA-GA, ...) get it dense and have it
   requantised. What cannot work on a packed base raises.
 """
@@ -51,7 +51,8 @@ class FrozenLoraLinear(PeftLoraLinear):
         for option, reason in REFUSED.items():
             if getattr(config, option, None):
                 raise ValueError(
-                    f"{option} does not work on a {base.backend} base: {reason}. Leave it out, or use a dense model with LoraConfig."
+                    f"{option} does not work on a {base.backend} base: {reason}. "
+                    "Leave it out, or use a dense model with LoraConfig."
                 )
         if init == "loftq":
             raise ValueError(
@@ -138,8 +139,8 @@ class FrozenLoraLinear(PeftLoraLinear):
     # -- merging
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Fold adapters into the frozen weight: dequantise the original, add every merged adapter in FP32, quantise once. A failure
-        (NaN in an adapter, say) leaves the layer as it was.
+        """Fold adapters into the frozen weight: dequantise the original, add every merged adapter in FP32, quantise once. A
+        failure (NaN in an adapter, say) leaves the layer as it was.
 
         Raises:
             ValueError: an adapter holds NaN or Inf (with or without ``safe_merge``: a packed weight cannot hold them).

@@ -1,12 +1,13 @@
 """The package's operators: schema, argument checks, fake (shape) function and autograd of each, in one place.
 
 Every operator lives in the ``torch.library`` namespace ``peft_nvfp4``; its default implementation is the plain-PyTorch
-reference, so it works on every device. Kernels only *add* implementations for a device; they never bring semantics of their own.
+reference, so it works on every device. Kernels only *add* implementations for a device (:func:`register_kernel`); they never
+bring semantics of their own.
 All operators are functional (they neither change nor alias their inputs), which lets compilers share and reorder them.
 
 Derivatives. None of these operators has a useful one: rounding is flat almost everywhere. Their backward therefore raises, and
 the message names the differentiable way: the autograd Functions in :mod:`peft_nvfp4.linear`, which call the operators inside
-and state their own gradients, or :func:`fake_quantize` with its straight-through gradient. An operator left without autograd
+and state their own gradients (:func:`~peft_nvfp4.linear.fake_quantize` a straight-through one). An operator without autograd
 would instead return zero gradients with no more than a warning.
 
 The public functions take and return :class:`~peft_nvfp4.formats.QuantizedMatrix`; the operators themselves speak tensors.
@@ -26,8 +27,16 @@ _LIB = torch.library.Library("peft_nvfp4", "DEF")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_DIRECT: dict[tuple[str, str], Callable] = {}
+"""(operator, device type) -> implementation, for eager code: a call through the dispatcher costs tens of microseconds."""
+
+
 def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Callable:
-    """Register one operator with its reference implementation, its fake and a backward that explains itself."""
+    """Register one operator with its reference implementation, its fake and a backward that explains itself.
+
+    Returns a function that calls the implementation straight where nothing would be lost by it (see :func:`_plain`) and the
+    operator otherwise.
+    """
     _LIB.define(f"{name}{schema}")
     torch.library.impl(f"peft_nvfp4::{name}", "default", impl)
     torch.library.register_fake(f"peft_nvfp4::{name}", fake)
@@ -35,11 +44,32 @@ def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Callable:
     def backward(ctx, *grads):
         raise RuntimeError(
             f"peft_nvfp4::{name} has no derivative (rounding is flat). Differentiate through a layer "
-            "(NVFP4FrozenLinear) or through peft_nvfp4.ops.fake_quantize, which is straight-through."
+            "(NVFP4FrozenLinear) or through peft_nvfp4.linear.fake_quantize, which is straight-through."
         )
 
     torch.library.register_autograd(f"peft_nvfp4::{name}", backward, setup_context=lambda ctx, inputs, output: None)
-    return getattr(torch.ops.peft_nvfp4, name)
+    op = getattr(torch.ops.peft_nvfp4, name)
+
+    def call(first: Tensor | Sequence[Tensor], *rest):
+        tensor = first if isinstance(first, Tensor) else first[0]
+        if _plain(tensor):
+            return _DIRECT.get((name, tensor.device.type), impl)(first, *rest)
+        return op(first, *rest)
+
+    call.op = op
+    return call
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether an implementation may be called directly: no compiler or fake tensor is watching, and autograd is off (with
+    autograd on, the operator is needed so that a derivative is refused instead of being zero)."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def register_kernel(name: str, device_type: str, implementation: Callable) -> None:
+    """Add a device's implementation of an operator: same arguments, same bits as the reference."""
+    torch.library.impl(f"peft_nvfp4::{name}", device_type, implementation)
+    _DIRECT[(name, device_type)] = implementation
 
 
 def _check_packed(op: str, codes: Tensor, scales: Tensor, gscale: Tensor, k: int) -> None:
@@ -111,6 +141,22 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
         RuntimeError: x is no matrix or not of a floating dtype; gscale has a wrong shape; a stochastic format without seed.
     """
     return QuantizedMatrix(*_quantize_op(x, gscale, seed, fmt.rule, fmt.global_scale == "row", fmt.stochastic), x.shape[1])
+
+
+CHUNK = 1 << 22
+"""Elements quantised at a time by :func:`quantize_weight`: the FP32 temporaries of a chunk take some 100 MB."""
+
+
+def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -> QuantizedMatrix:
+    """``quantize`` for large matrices with one global scale: same bits, by chunks of rows, so that the temporaries stay small."""
+    if gscale is None:
+        low, high = w.aminmax() if w.numel() else (w.new_zeros(()), w.new_zeros(()))
+        gscale = reference.power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
+    step = max(1, CHUNK // max(1, w.shape[1]))
+    parts = [quantize(w[i : i + step], fmt, gscale) for i in range(0, max(1, w.shape[0]), step)]
+    if len(parts) == 1:
+        return parts[0]
+    return QuantizedMatrix(torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts]), gscale, w.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------- dequantize

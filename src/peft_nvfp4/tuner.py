@@ -3,13 +3,13 @@
 | method | what the wrapper adds |
 |---|---|
 | ``LoraModel._prepare_model`` | with an :class:`NVFP4LoraConfig`: freezes the base before PEFT lists its modules |
-| ``LoraModel._create_new_module`` | a :class:`FrozenLinear` target gets a :class:`FrozenLoraLinear`, whatever LoRA config was passed |
+| ``LoraModel._create_new_module`` | a :class:`FrozenLinear` target gets a :class:`FrozenLoraLinear`, for any LoRA config |
 | ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
-| ``BaseTuner.inject_adapter`` | other tuners (IA3, BOFT, AdaLoRA, ...) aimed at a frozen linear raise: they would read packed bytes as weights |
+| ``BaseTuner.inject_adapter`` | other tuners (IA3, BOFT, ...) aimed at a frozen linear raise: they would read bytes as weights |
 
-Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's own
-classes and code. Replacing PEFT's tuner class in its mapping instead would change the class of every LoRA model of the process, and
-would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
+Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's
+own classes and code. Replacing PEFT's tuner class in its mapping instead would change the class of every LoRA model of the
+process, and would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
 """
 
 from __future__ import annotations
@@ -64,14 +64,16 @@ def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> No
 
 def _prepare_model(original: Callable, self: LoraModel, peft_config: LoraConfig, model: nn.Module) -> None:
     if isinstance(peft_config, NVFP4LoraConfig):
-        skip = [*(peft_config.skip_modules or ()), *(peft_config.modules_to_save or ())]
+        saved = [
+            n for n in peft_config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())
+        ]
         freeze_model(
             model,
             peft_config.backend,
             accuracy=peft_config.accuracy,
             weight_layouts=peft_config.weight_layouts,
             gradients=peft_config.gradients,
-            skip_modules=skip,
+            skip_modules=[*(peft_config.skip_modules or ()), *saved],
         )
     original(self, peft_config, model)  # layer_replication: clones share the packed weights
 
@@ -127,7 +129,8 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
             setattr(model.get_submodule(parent), child, module.get_base_layer())
         backend = wrapped[0][1].get_base_layer().backend
         raise ValueError(
-            f"{type(config).__name__} cannot adapt {wrapped[0][0]} (and {len(wrapped) - 1} more): it is frozen in {backend}, and this method reads "
-            "base weights directly. Use NVFP4LoraConfig or LoraConfig, or leave these modules out of target_modules."
+            f"{type(config).__name__} cannot adapt {wrapped[0][0]} (and {len(wrapped) - 1} more): it is frozen in {backend}, and "
+            "this method reads base weights directly. Use NVFP4LoraConfig or LoraConfig, or leave these modules out of "
+            "target_modules."
         )
     return result

@@ -72,7 +72,10 @@ class FrozenLinear(nn.Linear):
 
     @classmethod
     def quantize(cls, linear: nn.Linear, options: FrozenOptions | None = None, *, gscale: Tensor | None = None) -> FrozenLinear:
-        """A frozen layer that computes what ``linear`` did, up to the format's error. ``gscale``: (1,) FP32 global scale to use."""
+        """A frozen layer that computes what ``linear`` did, up to the format's error.
+
+        ``gscale``: (1,) FP32 global scale to use instead of the weight's own.
+        """
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -61,7 +61,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         weight = linear.weight.detach()
         if not torch.isfinite(weight).all():
             raise ValueError("weight holds NaN or Inf; a quantised layer cannot represent them")
-        w = ops.quantize(weight, WEIGHT, gscale=gscale)
+        w = ops.quantize_weight(weight, WEIGHT, gscale)
         options = options or FrozenOptions()
         layer = cls(linear.in_features, linear.out_features, linear.bias, weight.dtype, options, w)
         return layer.train(linear.training)
@@ -72,7 +72,8 @@ class NVFP4FrozenLinear(FrozenLinear):
         """Keep W_f and, where the options ask for it, W_b."""
         self._put("weight", "weight_scales", "weight_gscale", w)
         if self.options.weight_layouts == "cached" and self.options.gradients != "bf16":
-            self._put("backward_weight", "backward_scales", "backward_gscale", ops.transpose_requantize(w, WEIGHT_BACKWARD))
+            w_b = ops.quantize_weight(ops.dequantize(w, torch.bfloat16).T, WEIGHT_BACKWARD)  # transpose_requantize, by chunks
+            self._put("backward_weight", "backward_scales", "backward_gscale", w_b)
 
     def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix) -> None:
         for name, data in ((codes, q.codes), (scales, q.scales), (gscale, _bytes(q.gscale))):
@@ -121,7 +122,7 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     def requantize_(self, weight: Tensor) -> None:
         self._check_dense(weight)
-        self._store(ops.quantize(weight.detach().to(self.weight.device), WEIGHT))
+        self._store(ops.quantize_weight(weight.detach().to(self.weight.device), WEIGHT))
         if self.input_centre is not None:
             self.set_centre(self._centre)
 
