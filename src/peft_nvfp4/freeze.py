@@ -10,6 +10,7 @@ kept in FP32, everything inside a tuner layer (LoRA's own A and B), and subclass
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -62,14 +63,16 @@ def freeze_model(
     FrozenOptions(weight_layouts, gradients)  # validates
     _check_names(model, skip_modules := tuple(skip_modules))
     names = plan(model, backend, skip_modules)
-    shared: dict[int, FrozenLinear] = {}
+    modules: dict[int, FrozenLinear] = {}  # a module registered under two names is one layer
+    weights: dict[int, FrozenLinear] = {}  # two modules that share a weight share its packed form
     for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0):
         linear = model.get_submodule(name)
-        options = FrozenOptions(weight_layouts, gradients, input_terms(name, accuracy))
-        gscale = _shared_gscale(model, name, set(names))
-        frozen = _reuse(shared.get(id(linear.weight)), linear) or cls.quantize(linear, options, gscale=gscale)
-        shared[id(linear.weight)] = frozen
-        _carry_attributes(linear, frozen)
+        frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
+        if frozen is None:
+            options = FrozenOptions(weight_layouts, gradients, input_terms(name, accuracy))
+            frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, set(names)))
+            _carry_attributes(linear, frozen)
+        modules[id(linear)] = weights[id(linear.weight)] = frozen
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, frozen)
         del linear
@@ -83,7 +86,11 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[
 
     keep = _kept_dense(model)
     names, inside_tuner = [], ()
-    for name, module in model.named_modules():
+    if isinstance(model, nn.Linear):
+        raise ValueError("freeze_model replaces linears inside a module; a bare nn.Linear has no parent to be replaced in")
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, FrozenLinear) and module.backend != backend:
+            raise ValueError(f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}")
         if isinstance(module, BaseTunerLayer):
             inside_tuner += (name + ".",)
             base = module.get_base_layer()
@@ -94,11 +101,12 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[
                 and id(base) not in keep
             ):
                 _refuse_wrapped(name, backend)
-        if name.startswith(inside_tuner) or not isinstance(module, nn.Linear) or id(module) in keep:
-            continue
-        if isinstance(module, FrozenLinear):
-            if module.backend != backend:
-                raise ValueError(f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}")
+        if (
+            name.startswith(inside_tuner)
+            or not isinstance(module, nn.Linear)
+            or isinstance(module, FrozenLinear)
+            or id(module) in keep
+        ):
             continue
         if _skipped(name, skip_modules) or not _convertible(name, module, backend):
             continue
@@ -143,9 +151,10 @@ def _convertible(name: str, module: nn.Linear, backend: str) -> bool:
         kind = type(module).__name__
         if backend == "nf4" and kind == "Linear4bit" and getattr(weight, "quant_type", "nf4") == "nf4":
             return True
-        adopt = ", or use backend='nf4', which adopts bitsandbytes' NF4 layers as they are." if kind == "Linear4bit" else "."
+        stored = getattr(weight, "quant_type", str(weight.dtype))
+        adopt = ", or use backend='nf4', which adopts bitsandbytes' NF4 layers as they are." if stored == "nf4" else "."
         raise ValueError(
-            f"{name} is a {kind} whose weight is already quantised ({weight.dtype}); backend={backend!r} starts from dense "
+            f"{name} is a {kind} whose weight is already quantised ({stored}); backend={backend!r} starts from dense "
             f"weights. Load the model without quantization_config{adopt}"
         )
     if type(module) is not nn.Linear:
@@ -170,20 +179,22 @@ def _shared_gscale(model: nn.Module, name: str, planned: set[str]) -> torch.Tens
     if len(siblings) < 2:
         return None
     modules = [model.get_submodule(s) for s in siblings]
+    own = model.get_submodule(name).weight
     for module in modules:
-        if isinstance(module, FrozenLinear):  # converted before: it was given the group's scale
-            return module.weight_gscale.detach().view(torch.float32).clone() if hasattr(module, "weight_gscale") else None
+        if isinstance(module, FrozenLinear):  # converted before: it was given the group's scale (in an earlier call: its own)
+            shared = getattr(module, "weight_gscale", None)
+            fits = shared is not None and own.is_floating_point() and _needed(own) <= shared.view(torch.float32).to(own.device)
+            return shared.detach().view(torch.float32).to(own.device, copy=True) if fits else None
     weights = [module.weight for module in modules]
     if not all(w.is_floating_point() for w in weights):  # adopted from bitsandbytes
         return None
-    amax = torch.stack([_amax(w).to(weights[0].device) for w in weights]).amax()
-    return power_of_two_scale(amax.reshape(1))
+    return torch.stack([_needed(w).to(own.device) for w in weights]).amax(0)
 
 
-def _amax(weight: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude, FP32, without a copy of the weight."""
+def _needed(weight: torch.Tensor) -> torch.Tensor:
+    """(1,) FP32: the global scale that a weight needs by itself."""
     low, high = weight.detach().aminmax()
-    return torch.maximum(-low, high).float()
+    return power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
 
 
 def _is_frozen(model: nn.Module, name: str) -> bool:
@@ -197,9 +208,7 @@ def _reuse(frozen: FrozenLinear | None, linear: nn.Linear) -> FrozenLinear | Non
     """A second linear that shared the first one's weight: a new module sharing the packed parameters."""
     if frozen is None:
         return None
-    twin = frozen.__class__.__new__(frozen.__class__)
-    twin.__dict__.update(frozen.__dict__)
-    twin._parameters = dict(frozen._parameters)
+    twin = copy.deepcopy(frozen, {id(p): p for p in frozen.parameters()})
     twin.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
     return twin
 

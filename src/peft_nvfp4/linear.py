@@ -74,6 +74,16 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return a @ b if operand == a.dtype else (a.to(operand) @ b.to(operand)).to(a.dtype)
 
 
+def add_mm(y: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """``y + alpha * a @ b`` with FP32 accumulation and one rounding, into y; without y, ``alpha * a @ b``."""
+    operand = operand_dtype(a.dtype, a.device)
+    if y is None:
+        return mm(a, b) * alpha
+    if operand == a.dtype == y.dtype:
+        return y.addmm_(a, b, alpha=alpha)
+    return torch.addmm(y.to(operand), a.to(operand), b.to(operand), alpha=alpha).to(y.dtype)
+
+
 def no_autocast(x: Tensor):
     """Context in which autocast is off, so that FP32 arithmetic stays FP32. Free when autocast is not on."""
     kind = x.device.type
@@ -125,21 +135,36 @@ def _masked(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
     return x if p == 0.0 else x * ops.dropout_mask(x, p, seed)
 
 
-def _lora_forward(x: Tensor, a: Tensor, b: Tensor, scaling: float, p: float, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(contribution (M, N), h (M, r)) of one branch, in x's dtype."""
+def _lora_forward(
+    y: Tensor | None, x: Tensor, a: Tensor, b: Tensor, scaling: float, p: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(y plus the contribution of one branch (M, N), h (M, r)), in x's dtype. y is changed in place where that saves a pass."""
     h = mm(_masked(x, p, seed), a.to(x.dtype).T)
-    return mm(h, b.to(x.dtype).T) * scaling, h
+    return add_mm(y, h, b.to(x.dtype).T, scaling), h
 
 
 def _lora_backward(
-    dy: Tensor, x: Tensor, h: Tensor, a: Tensor, b: Tensor, scaling: float, p: float, seed: Tensor | None, needs_dx: bool
-):
-    """(dx or None, dA, dB): dA and dB in the dtype of A and B."""
+    dx: Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    h: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    p: float,
+    seed: Tensor | None,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """(dx, if given, plus the branch's contribution, or None; dA; dB). dA and dB in the dtype of A and B."""
     g = mm(dy, b.to(dy.dtype)) * scaling
     da = mm(g.T, _masked(x, p, seed)).to(a.dtype)
-    db = (mm(dy.T, h) * scaling).to(b.dtype)
-    dx = _masked(mm(g, a.to(dy.dtype)), p, seed) if needs_dx else None
-    return dx, da, db
+    db = (mm(dy.T, h.to(dy.dtype)) * scaling).to(b.dtype)
+    if not needs_dx:
+        return None, da, db
+    if p == 0.0:
+        return add_mm(dx, g, a.to(dy.dtype)), da, db
+    extra = _masked(mm(g, a.to(dy.dtype)), p, seed)
+    return extra if dx is None else dx + extra, da, db
 
 
 class LoraBranch(torch.autograd.Function):
@@ -148,7 +173,7 @@ class LoraBranch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, a, b, seed, scaling: float, p: float):
-        y, h = _lora_forward(x, a, b, scaling, p, seed)
+        y, h = _lora_forward(None, x, a, b, scaling, p, seed)
         ctx.save_for_backward(x, h, a, b, seed)
         ctx.scaling, ctx.p = scaling, p
         return y
@@ -158,7 +183,7 @@ class LoraBranch(torch.autograd.Function):
     def backward(ctx, dy):
         x, h, a, b, seed = ctx.saved_tensors
         with no_autocast(dy):
-            dx, da, db = _lora_backward(dy.to(x.dtype), x, h, a, b, ctx.scaling, ctx.p, seed, ctx.needs_input_grad[0])
+            dx, da, db = _lora_backward(None, dy.to(x.dtype), x, h, a, b, ctx.scaling, ctx.p, seed, ctx.needs_input_grad[0])
         return dx, da, db, None, None, None
 
 
@@ -174,58 +199,60 @@ def lora_branch(x: Tensor, branch: Branch) -> Tensor:
 
 
 class NVFP4LoraLinear(torch.autograd.Function):
-    """Frozen NVFP4 linear with any number of plain LoRA branches; see the module's docstring for the formulas."""
+    """Frozen NVFP4 linear with any number of plain LoRA branches; see the module's docstring for the formulas.
+
+    The input is quantised by the caller (once for all linears that share it): x is here for its gradient and dtype only.
+    """
 
     @staticmethod
-    def forward(ctx, x, bias, centre, centre_out, w_codes, w_scales, w_gscale, b_codes, b_scales, b_gscale, sr_seed, spec, *flat):
-        # x (M, K); centre (K,) and centre_out (N,) float32 or None; w_* W_f (N, K); b_* W_b (K, N) or None (made when needed);
-        # flat = (A, B, dropout seed or None) of every branch
+    def forward(
+        ctx, x, xd, bias, centre, centre_out, w_codes, w_scales, w_gscale, b_codes, b_scales, b_gscale, sr_seed, spec, *flat
+    ):
+        # x (M, K); xd D(x~) (M, K) in x's dtype, None if there is no branch and nobody has computed it; centre (K,) and
+        # centre_out (N,) float32 or None; w_* W_f (N, K); b_* W_b (K, N) or None (made when needed);
+        # flat = (codes, scales, gscale) of every term of x~, then (A, B, dropout seed or None) of every branch
         w = QuantizedMatrix(w_codes, w_scales, w_gscale, spec.k)
-        parts = quantize_input(x, spec.terms, centre)
-        constant = bias if centre_out is None else centre_out.to(x.dtype) if bias is None else bias + centre_out.to(bias.dtype)
-        y = ops.matmul(parts, w, constant, x.dtype)
+        parts, branches = _terms(flat[: 3 * spec.terms], spec.k), _triples(flat[3 * spec.terms :])
+        constant = bias if centre_out is None else centre_out if bias is None else bias.float() + centre_out
+        unrounded = centre is None and (spec.terms == 1 or x.dtype == torch.float32)
+        y = ops.matmul(parts, w, constant, x.dtype, xd if unrounded else None)
         hidden = []
-        if flat:
-            xd = dequantize_input(parts, centre, x.dtype)
-            for (a, b, seed), scaling, p in zip(_triples(flat), spec.scalings, spec.dropouts):
-                extra, h = _lora_forward(xd, a, b, scaling, p, seed)
-                y = y + extra
-                hidden.append(h)
-        else:
-            parts = []  # no adapter, nothing of x is needed
+        for (a, b, seed), scaling, p in zip(branches, spec.scalings, spec.dropouts):
+            y, h = _lora_forward(y, xd, a, b, scaling, p, seed)
+            hidden.append(h)
         ctx.spec, ctx.branches = spec, len(hidden)
         ctx.has_bias = bias is not None
-        kept = [t for part in parts for t in part[:3]]
-        ctx.save_for_backward(centre, w_codes, w_scales, w_gscale, b_codes, b_scales, b_gscale, sr_seed, *flat, *hidden, *kept)
+        if not branches:
+            flat = ()  # no adapter: nothing of x is needed
+        ctx.save_for_backward(centre, w_codes, w_scales, w_gscale, b_codes, b_scales, b_gscale, sr_seed, *hidden, *flat)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         spec, n = ctx.spec, ctx.branches
-        centre, *w6, sr_seed = ctx.saved_tensors[:8]
-        flat, hidden, kept = (
-            ctx.saved_tensors[8 : 8 + 3 * n],
-            ctx.saved_tensors[8 + 3 * n : 8 + 4 * n],
-            ctx.saved_tensors[8 + 4 * n :],
-        )
+        saved = ctx.saved_tensors  # read once: under checkpointing every reading recomputes
+        centre, *w6, sr_seed = saved[:8]
+        hidden, flat = saved[8 : 8 + n], saved[8 + n :]
         needs_dx = ctx.needs_input_grad[0]
         with no_autocast(dy):
             dx = _input_gradient(dy, w6, spec, sr_seed) if needs_dx else None
             grads: list[Tensor | None] = []
             if n:
-                parts = [QuantizedMatrix(*kept[i : i + 3], spec.k) for i in range(0, len(kept), 3)]
-                xd = dequantize_input(parts, centre, dy.dtype)
-            for (a, b, seed), h, scaling, p in zip(_triples(flat), hidden, spec.scalings, spec.dropouts):
-                extra, da, db = _lora_backward(dy, xd, h.to(dy.dtype), a, b, scaling, p, seed, needs_dx)
-                dx = dx + extra if needs_dx else None
+                xd = dequantize_input(_terms(flat[: 3 * spec.terms], spec.k), centre, dy.dtype)
+            for (a, b, seed), h, scaling, p in zip(_triples(flat[3 * spec.terms :]), hidden, spec.scalings, spec.dropouts):
+                dx, da, db = _lora_backward(dx, dy, xd, h, a, b, scaling, p, seed, needs_dx)
                 grads += [da, db, None]
-            dbias = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
-        return dx, dbias, *([None] * 10), *grads
+            dbias = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return dx, None, dbias, *([None] * (10 + 3 * spec.terms)), *grads
 
 
 def _triples(flat):
     return [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+
+
+def _terms(flat, k: int) -> list[QuantizedMatrix]:
+    return [QuantizedMatrix(*part, k) for part in _triples(flat)]
 
 
 def _input_gradient(dy: Tensor, w6: list[Tensor | None], spec: LinearSpec, sr_seed: Tensor | None) -> Tensor:

@@ -175,7 +175,7 @@ class FrozenLoraLinear(PeftLoraLinear):
             finally:
                 self._in_dense = False
             weight = base.weight.data
-            if not torch.isfinite(weight).all():
+            if not torch.isfinite(weight).all() or base.bias is not None and not torch.isfinite(base.bias).all():
                 raise ValueError(
                     f"NaNs detected in the merged weights. One of the adapters {', '.join(names)} seems to be broken"
                 )

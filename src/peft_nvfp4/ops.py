@@ -103,13 +103,19 @@ def _quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, 
     return q.codes, q.scales, q.gscale.clone() if gscale is not None else q.gscale  # an output may not alias an input
 
 
+def _check_seed(op: str, seed: Tensor | None) -> None:
+    if seed is not None:
+        torch._check(seed.dtype == torch.int64, lambda: f"{op}: seed must be int64, got {seed.dtype}")
+        torch._check(seed.ndim == 0, lambda: f"{op}: seed must be a scalar tensor, got shape {tuple(seed.shape)}")
+
+
 def _check_quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool) -> None:
     torch._check(x.ndim == 2, lambda: f"quantize: x must be a matrix (R, K), got shape {tuple(x.shape)}")
     torch._check(x.dtype in FLOATS, lambda: f"quantize: x must be float32, bfloat16 or float16, got {x.dtype}")
     torch._check(
         not stochastic or seed is not None, lambda: "quantize: stochastic rounding needs a seed (an int64 scalar tensor)"
     )
-    torch._check(seed is None or seed.dtype == torch.int64, lambda: f"quantize: seed must be int64, got {seed.dtype}")
+    _check_seed("quantize", seed)
     if gscale is not None:
         torch._check(gscale.dtype == torch.float32, lambda: f"quantize: gscale must be float32, got {gscale.dtype}")
         torch._check(
@@ -205,15 +211,25 @@ _transpose_requantize_op = _define(
 
 
 def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
-    """Backward layout (K, N) of a forward weight (N, K): D(q) transposed, quantised along N with one global scale."""
+    """Backward layout (K, N) of a forward weight (N, K): D(q) transposed, quantised along N with one global scale.
+
+    Raises:
+        ValueError: a format with row scales or stochastic rounding (a weight has neither).
+    """
+    if fmt.stochastic or fmt.global_scale != "tensor":
+        raise ValueError(f"transpose_requantize: a weight has one global scale and is rounded to nearest, got {fmt}")
     return QuantizedMatrix(*_transpose_requantize_op(*q, fmt.rule), q.codes.shape[0])
 
 
 # ---------------------------------------------------------------------------------------------- matmul
 
 
-def _check_matmul(x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k, dtype) -> None:
-    torch._check(len(x_codes) in (1, 2), lambda: f"matmul: an input has one or two terms, got {len(x_codes)}")
+def _check_terms(count: int) -> None:
+    torch._check(count in (1, 2), lambda: f"matmul: an input has one or two terms, got {count}")
+
+
+def _check_matmul(x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype) -> None:
+    _check_terms(len(x_codes))
     for c, s, g in zip(x_codes, x_scales, x_gscale):
         _check_packed("matmul (input)", c, s, g, k)
     _check_packed("matmul (weight)", w_codes, w_scales, w_gscale, k)
@@ -222,32 +238,49 @@ def _check_matmul(x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scal
         bias is None or tuple(bias.shape) == (w_codes.shape[0],),
         lambda: f"matmul: bias must be ({w_codes.shape[0]},), got {tuple(bias.shape)}",
     )
+    m = x_codes[0].shape[0]
+    for c in x_codes:
+        torch._check(c.shape[0] == m, lambda: f"matmul: both terms of an input have the same rows, got {m} and {c.shape[0]}")
+    torch._check(
+        values is None or tuple(values.shape) == (m, k),
+        lambda: f"matmul: values must be {(m, k)}, got {tuple(values.shape)}",
+    )
 
 
-def _matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k: int, dtype: torch.dtype) -> Tensor:
-    _check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k, dtype)
+def _matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k: int, dtype: torch.dtype) -> Tensor:
+    _check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype)
     terms = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(x_codes, x_scales, x_gscale)]
-    return reference.matmul(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype)
+    return reference.matmul(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype, values)
 
 
-def _matmul_fake(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k: int, dtype: torch.dtype) -> Tensor:
-    _check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, k, dtype)
+def _matmul_fake(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k: int, dtype: torch.dtype) -> Tensor:
+    _check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype)
     return w_codes.new_empty(x_codes[0].shape[0], w_codes.shape[0], dtype=dtype)
 
 
 _matmul_op = _define(
     "matmul",
     "(Tensor[] x_codes, Tensor[] x_scales, Tensor[] x_gscale, Tensor w_codes, Tensor w_scales, Tensor w_gscale, "
-    "Tensor? bias, int k, ScalarType dtype) -> Tensor",
+    "Tensor? bias, Tensor? values, int k, ScalarType dtype) -> Tensor",
     _matmul,
     _matmul_fake,
 )
 
 
-def matmul(terms: Sequence[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``sum_t D(x_t) @ D(w).T + bias``: x_t (M, K), w (N, K) -> (M, N) in ``dtype``, accumulated in FP32."""
+def matmul(
+    terms: Sequence[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, values: Tensor | None = None
+) -> Tensor:
+    """``sum_t D(x_t) @ D(w).T + bias``: x_t (M, K), w (N, K) -> (M, N) in ``dtype``, accumulated in FP32.
+
+    ``values`` (M, K) is the sum of the dequantised terms in ``dtype``, unrounded, if the caller has it: an emulating
+    implementation then need not dequantise again; an FP4 kernel ignores it.
+    """
+    _check_terms(len(terms))
+    for t in terms:
+        if t.k != w.k:
+            raise RuntimeError(f"matmul: the input has K={t.k}, the weight K={w.k}")
     codes, scales, gscale = [t.codes for t in terms], [t.scales for t in terms], [t.gscale for t in terms]
-    return _matmul_op(codes, scales, gscale, w.codes, w.scales, w.gscale, bias, w.k, dtype)
+    return _matmul_op(codes, scales, gscale, w.codes, w.scales, w.gscale, bias, values, w.k, dtype)
 
 
 # ---------------------------------------------------------------------------------------------- layouts
@@ -324,7 +357,7 @@ def _dropout_mask(like: Tensor, p: float, seed: Tensor) -> Tensor:
 
 def _check_dropout_mask(like: Tensor, p: float, seed: Tensor) -> None:
     torch._check(0.0 <= p < 1.0, lambda: f"dropout_mask: p must be in [0, 1), got {p}")
-    torch._check(seed.dtype == torch.int64, lambda: f"dropout_mask: seed must be int64, got {seed.dtype}")
+    _check_seed("dropout_mask", seed)
 
 
 def _dropout_mask_fake(like: Tensor, p: float, seed: Tensor) -> Tensor:

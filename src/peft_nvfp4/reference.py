@@ -126,8 +126,8 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
         seed: int64 scalar, needed for ``fmt.stochastic``; the same seed gives the same codes on every device.
     """
     rows, k = x.shape
-    x = F.pad(x.float(), (0, padded_k(k) - k))
-    blocks = x.view(rows, -1, BLOCK)
+    kp = padded_k(k)
+    blocks = F.pad(x.float(), (0, kp - k)).view(rows, kp // BLOCK, BLOCK)
     mag = blocks.abs()
     amax = mag.amax(-1) if k else mag.new_zeros(rows, 0)  # NaN and Inf propagate
     finite = amax.isfinite()
@@ -141,7 +141,7 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
     index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
     codes = index | (torch.signbit(blocks).to(torch.uint8) << 3)
     codes = torch.where(((sg > 0) & finite)[..., None], codes, 0)
-    return QuantizedMatrix(pack(codes.view(rows, -1)), torch.where(finite, bits, E4M3_NAN), gscale, k)
+    return QuantizedMatrix(pack(codes.view(rows, kp)), torch.where(finite, bits, E4M3_NAN), gscale, k)
 
 
 def _amax_or_zero(x: Tensor) -> Tensor:
@@ -156,7 +156,8 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor
     rows = q.codes.shape[0]
     values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)
     s = (e4m3_decode(q.scales) * q.gscale[:, None]).to(dtype)
-    return (values.view(rows, -1, BLOCK) * s[..., None]).view(rows, -1)[:, : q.k]
+    blocks = q.scales.shape[1]
+    return (values.view(rows, blocks, BLOCK) * s[..., None]).view(rows, blocks * BLOCK)[:, : q.k]
 
 
 def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -169,12 +170,12 @@ def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     """Two codes a byte: (R, K) uint8 in 0..15, K even -> (R, K/2), low nibble = even k."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
 
 
 def unpack(packed: Tensor) -> Tensor:
     """Inverse of :func:`pack`: (R, K/2) -> (R, K)."""
-    return torch.stack([packed & 15, packed >> 4], dim=-1).view(packed.shape[0], -1)
+    return torch.stack([packed & 15, packed >> 4], dim=-1).view(packed.shape[0], 2 * packed.shape[1])
 
 
 def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
@@ -197,19 +198,36 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 _CPU_HAS_BF16 = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
 
 
-def matmul(terms: list[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def matmul(
+    terms: list[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, values: Tensor | None = None
+) -> Tensor:
     """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + bias`` in ``dtype``: exact products, FP32 accumulation, one rounding.
 
-    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between devices. Two
-    terms are laid side by side along K and meet in the same accumulator.
+    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between devices. Two terms: in
+    BF16 they are laid side by side along K and meet in the same accumulator; in FP32 they are added first, which is exact but
+    for residuals below 2**-17 of their block.
+
+    Args:
+        values: sum_t D(x_t), if the caller has it in ``dtype`` without rounding (one term, or FP32).
     """
-    operand = operand_dtype(dtype, w.codes.device)
-    x = torch.cat([dequantize(t, operand) for t in terms], dim=1)
+    operand = operand_dtype(dtype, w.codes.device) if bias is None or w.codes.is_cuda else torch.float32
     wd = dequantize(w, operand)
-    y = x @ torch.cat([wd] * len(terms), dim=1).T
-    if bias is not None:
-        y = y + bias.to(y.dtype)
-    return y.to(dtype)
+    if values is not None:
+        x = values.to(operand)
+    elif operand == torch.float32:
+        x = sum(dequantize(t, operand) for t in terms)
+    else:
+        x = torch.cat([dequantize(t, operand) for t in terms], dim=1)
+        wd = wd if len(terms) == 1 else torch.cat([wd] * len(terms), dim=1)
+    return (x @ wd.T if bias is None else _biased_product(x, wd, bias)).to(dtype)
+
+
+def _biased_product(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """``x @ w.T + bias`` where the bias meets the FP32 accumulator, before the one rounding. A GPU does so in the epilogue of a
+    BF16 product, for a BF16 bias; CPUs round in between, so the caller hands them FP32."""
+    if x.dtype == torch.float32 or bias.dtype == x.dtype:
+        return torch.addmm(bias.to(x.dtype), x, w.T)
+    return torch.mm(x, w.T, out_dtype=torch.float32) + bias.float()
 
 
 # ---------------------------------------------------------------------------------------------- layout of scales
@@ -223,15 +241,16 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     """
     rows, cols = scales.shape
     scales = F.pad(scales, (0, -cols % SWIZZLE_COLS, 0, -rows % SWIZZLE_ROWS))
-    tiles = scales.view(-1, 4, 32, scales.shape[1] // SWIZZLE_COLS, SWIZZLE_COLS)  # (tile row, r//32, r%32, tile col, c)
+    tile_rows, tile_cols = scales.shape[0] // SWIZZLE_ROWS, scales.shape[1] // SWIZZLE_COLS
+    tiles = scales.view(tile_rows, 4, 32, tile_cols, SWIZZLE_COLS)  # (tile row, r // 32, r % 32, tile column, c)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def unswizzle_scales(swizzled: Tensor, rows: int, cols: int) -> Tensor:
     """Inverse of :func:`swizzle_scales`."""
-    tile_cols = -(-cols // SWIZZLE_COLS)
-    tiles = swizzled.view(-1, tile_cols, 32, 4, SWIZZLE_COLS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, tile_cols * SWIZZLE_COLS)[:rows, :cols].contiguous()
+    tile_rows, tile_cols = -(-rows // SWIZZLE_ROWS), -(-cols // SWIZZLE_COLS)
+    tiles = swizzled.view(tile_rows, tile_cols, 32, 4, SWIZZLE_COLS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tile_rows * SWIZZLE_ROWS, tile_cols * SWIZZLE_COLS)[:rows, :cols].contiguous()
 
 
 # ---------------------------------------------------------------------------------------------- random bits

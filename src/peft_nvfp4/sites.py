@@ -23,9 +23,10 @@ FUSED = (
 """Sibling linears that read the same input."""
 
 INTERIOR = frozenset(
-    "o_proj out_proj down_proj dense_4h_to_h fc2 fc_out c_proj w2 wo to_out dense o proj attn_out ff_out".split()
+    "o_proj out_proj down_proj dense_4h_to_h fc2 fc_out c_proj w2 wo to_out o proj attn_out ff_out "
+    "output.dense attention.dense self_attention.dense".split()
 )
-"""Linears that read the output of attention or of the MLP's inner part, not of a norm."""
+"""Linears (by the last one or two components of their names) that read the output of attention or of the MLP's inner part."""
 
 ACCURACY: dict[str, dict[str, int]] = {
     "paper": {"norm": 1, "interior": 1},
@@ -37,7 +38,8 @@ ACCURACY: dict[str, dict[str, int]] = {
 
 def input_terms(module_name: str, accuracy: str) -> int:
     """NVFP4 terms (1 or 2) of the input of the linear with this dotted name."""
-    kind = "interior" if module_name.rpartition(".")[2] in INTERIOR else "norm"
+    parts = module_name.split(".")
+    kind = "interior" if parts[-1] in INTERIOR or ".".join(parts[-2:]) in INTERIOR else "norm"
     return ACCURACY[accuracy][kind]
 
 

@@ -117,10 +117,11 @@ class FrozenLinear(nn.Linear):
         return {name: p.data.clone() if name == "bias" else p.data for name, p in self.named_parameters(recurse=False)}
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Put back exactly the bytes of a snapshot, on the device where the layer is now."""
+        """Put back exactly the bytes of a snapshot, on the device where the layer is now. (A dense weight or bias follows a cast
+        that the layer has seen since.)"""
         for name, data in snapshot.items():
             parameter = getattr(self, name)
-            parameter.data = data.to(parameter.device, copy=name == "bias")
+            parameter.data = data.to(parameter.device, parameter.dtype, copy=name == "bias")
 
     @contextmanager
     def dense_weight(self, requantize: bool = True) -> Iterator[nn.Parameter]:

@@ -32,7 +32,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         self, in_features: int, out_features: int, bias: Tensor | None, compute_dtype: torch.dtype, options: FrozenOptions
     ):
         super().__init__(in_features, out_features, bias, compute_dtype, options)
-        self.compute_type_is_set = False  # the input's dtype decides, as in bitsandbytes
+        self.compute_type_is_set = False  # the input's dtype decides, as in bitsandbytes; an adopted layer keeps its setting
         self.quant_state = None
         self.quant_storage = torch.uint8
         self.support_avx512bf16_for_cpu = False
@@ -87,7 +87,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         self.weight = snapshot["weight"] if snapshot["weight"].device == device else snapshot["weight"].to(device)
         self.quant_state = self.weight.quant_state
         if self.bias is not None:
-            self.bias.data = snapshot["bias"].to(device, copy=True)
+            self.bias.data = snapshot["bias"].to(device, self.bias.dtype, copy=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state)
@@ -98,4 +98,10 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         self._store(weight.detach().to(self.weight.device, self.weight.quant_state.dtype).contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        return bnb.nn.Linear4bit.forward(self, autocast_input(x))
+        # bitsandbytes' own forward, without its two side effects: repacking for AVX512, and casting the bias in place
+        x = autocast_input(x)
+        bnb.nn.modules.fix_4bit_weight_quant_state_from_module(self)
+        follows_input = not self.compute_type_is_set and x.dtype in (torch.float32, torch.bfloat16)
+        compute = x.to(x.dtype if follows_input else self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(compute.dtype)
+        return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=self.weight.quant_state).to(x.dtype)

@@ -10,15 +10,32 @@ with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_cen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import handoff, ops
 from ..formats import WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
-from ..linear import Branch, LinearSpec, NVFP4LoraLinear, draw_seed, fake_quantize, no_autocast
+from ..handoff import QuantizedInput
+from ..linear import (
+    Branch,
+    LinearSpec,
+    NVFP4LoraLinear,
+    dequantize_input,
+    draw_seed,
+    fake_quantize,
+    no_autocast,
+    quantize_input,
+)
+from ..reference import power_of_two_scale
 from . import FrozenLinear, FrozenOptions, autocast_input, register_backend
+
+PARAMETERS = (
+    *("weight", "weight_scales", "weight_gscale"),
+    *("backward_weight", "backward_scales", "backward_gscale"),
+    *("input_centre", "output_centre"),
+)
 
 
 def _frozen(data: Tensor) -> nn.Parameter:
@@ -43,10 +60,8 @@ class NVFP4FrozenLinear(FrozenLinear):
         w: QuantizedMatrix,
     ):
         super().__init__(in_features, out_features, bias, compute_dtype, options)
-        for name in ("weight", "weight_scales", "weight_gscale", "backward_weight", "backward_scales", "backward_gscale"):
+        for name in PARAMETERS:
             self.register_parameter(name, None)
-        self.input_centre: nn.Parameter | None = None
-        self.output_centre: nn.Parameter | None = None
         self._store(w)
 
     @classmethod
@@ -122,8 +137,20 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     def requantize_(self, weight: Tensor) -> None:
         self._check_dense(weight)
-        self._store(ops.quantize_weight(weight.detach().to(self.weight.device), WEIGHT))
+        weight = weight.detach().to(self.weight.device)
+        low, high = weight.aminmax()
+        needed = power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
+        # the scale that is there, if it is large enough: siblings share it
+        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, self.weight_gscale.view(torch.float32))))
         if self.input_centre is not None:
+            self.set_centre(self._centre)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {name: data for name, data in super().snapshot().items() if name not in ("input_centre", "output_centre")}
+
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        super().restore(snapshot)
+        if self.input_centre is not None:  # the constant belongs to the weight that is stored now
             self.set_centre(self._centre)
 
     def lora_input(self, x: Tensor) -> Tensor:
@@ -144,13 +171,19 @@ class NVFP4FrozenLinear(FrozenLinear):
             tuple(b.scaling for b in branches),
             tuple(b.dropout for b in branches),
         )
-        flat = [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
-        sr_seed = draw_seed() if self.options.gradients == "nvfp4_sr" and torch.is_grad_enabled() else None
-        back = self.backward_layout
-        out = None if self.output_centre is None else self.output_centre.view(torch.float32)
+        x2 = x.reshape(-1, self.in_features)
         with no_autocast(x):
+            shared = self._quantized_input(x, x2)
+            xd = x2.detach() if shared.exact else self._values(shared, x2) if branches else shared.values
+            flat = [t for part in shared.parts for t in part[:3]]
+            flat += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
+            # not only with autograd on: reentrant checkpointing draws its first seeds without, and must draw the same number
+            sr_seed = draw_seed() if self.options.gradients == "nvfp4_sr" and self.training else None
+            back = self.backward_layout
+            out = None if self.output_centre is None else self.output_centre.view(torch.float32)
             y = NVFP4LoraLinear.apply(
-                x.reshape(-1, self.in_features),
+                x2,
+                xd,
                 self.bias,
                 self._centre,
                 out,
@@ -161,6 +194,23 @@ class NVFP4FrozenLinear(FrozenLinear):
                 *flat,
             )
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _quantized_input(self, x: Tensor, x2: Tensor) -> QuantizedInput:
+        """x~, from whoever quantised x before, or made here and entered for the linears that read the same x."""
+        shared = handoff.get(x, self.options.terms, self.input_centre)
+        if shared is None:
+            with torch.no_grad():
+                parts = quantize_input(x2.detach(), self.options.terms, self._centre)
+            shared = QuantizedInput(tuple(parts), self.input_centre)
+            handoff.put(x, shared)
+        return shared
+
+    def _values(self, shared: QuantizedInput, x2: Tensor) -> Tensor:
+        """D(x~) in x's dtype, computed once for all linears of the site."""
+        if shared.values is None:
+            with torch.no_grad():
+                shared.values = dequantize_input(list(shared.parts), self._centre, x2.dtype)
+        return shared.values
 
     def extra_repr(self) -> str:
         o = self.options

@@ -1,0 +1,82 @@
+"""The side table through which quantised activations travel from producer to consumers.
+
+A module passes one tensor on, x. What its consumers want is x already quantised. So whoever quantises x first, the norm that
+produced it or the first linear that reads it, enters the result in a table under the tensor object itself, and the other linears
+of the site find it there: q, k and v quantise once, and keep the same codes for backward.
+
+Why this is safe:
+
+* The key is weak. When the last reference to x goes, the entry goes: nothing to clean up after an exception, no growth.
+* An entry counts only while ``x._version`` is what it was: an in-place edit of x makes it unfindable.
+* Activation checkpointing recomputes x as a new tensor object, which gets its own entry. Several forwards before one backward are
+  several tensors.
+* One table per thread (DataParallel runs replicas in threads), and none while ``torch.compile`` traces: there, every linear calls
+  the same functional operator on the same input, and the compiler merges the calls.
+
+Rejected: a Tensor subclass that carries its codes (every operator would need a rule), and module-level context passed by
+decoder layers (needs a patch for every architecture).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .formats import QuantizedMatrix
+
+
+@dataclass
+class QuantizedInput:
+    """x~ of one tensor x.
+
+    Attributes:
+        parts: one or two terms, each (M, K).
+        centre: the parameter that was subtracted before quantising (compared by identity), or None.
+        values: D(x~) (M, K) in x's dtype once somebody has computed it. Never x or a view of it: the entry would keep its own
+            key alive.
+        exact: x itself is D(x~) already (a fused producer returned it).
+    """
+
+    parts: tuple[QuantizedMatrix, ...]
+    centre: Tensor | None
+    values: Tensor | None = None
+    exact: bool = False
+    version: int = 0
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.table = WeakTensorKeyDictionary()
+
+
+_LOCAL = _Local()
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # inference tensors keep no version; nothing edits a norm's output there
+
+
+def put(x: Tensor, entry: QuantizedInput) -> None:
+    """Enter x~ for x. Does nothing while a compiler traces."""
+    if not torch.compiler.is_compiling():
+        entry.version = _version(x)
+        _LOCAL.table[x] = entry
+
+
+def get(x: Tensor, terms: int, centre: Tensor | None) -> QuantizedInput | None:
+    """x~ of x with this input spec, if somebody entered it and x has not changed since."""
+    if torch.compiler.is_compiling():
+        return None
+    entry = _LOCAL.table.get(x)
+    if entry is None or entry.version != _version(x) or len(entry.parts) != terms or entry.centre is not centre:
+        return None
+    return entry
+
+
+def live() -> int:
+    """Number of entries of this thread (for tests: 0 after a step)."""
+    return len(_LOCAL.table)
