@@ -7,7 +7,9 @@ of the site find it there: q, k and v quantise once, and keep the same codes for
 Why this is safe:
 
 * The key is weak. When the last reference to x goes, the entry goes: nothing to clean up after an exception, no growth.
-* An entry counts only while ``x._version`` is what it was: an in-place edit of x makes it unfindable.
+* An entry counts only while ``x._version`` is what it was: an in-place edit of x makes it unfindable. (Edits past the version
+  counter, through ``x.data`` or NumPy, are not seen.) Tensors made under ``torch.inference_mode`` have no version: there, only
+  what a producer entered for its own output counts.
 * Activation checkpointing recomputes x as a new tensor object, which gets its own entry. Several forwards before one backward are
   several tensors.
 * One table per thread (DataParallel runs replicas in threads), and none while ``torch.compile`` traces: there, every linear calls
@@ -56,14 +58,10 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version  # inference tensors keep no version; nothing edits a norm's output there
-
-
 def put(x: Tensor, entry: QuantizedInput) -> None:
     """Enter x~ for x. Does nothing while a compiler traces."""
-    if not torch.compiler.is_compiling():
-        entry.version = _version(x)
+    if not torch.compiler.is_compiling() and (entry.exact or not x.is_inference()):
+        entry.version = 0 if x.is_inference() else x._version
         _LOCAL.table[x] = entry
 
 
@@ -72,9 +70,9 @@ def get(x: Tensor, terms: int, centre: Tensor | None) -> QuantizedInput | None:
     if torch.compiler.is_compiling():
         return None
     entry = _LOCAL.table.get(x)
-    if entry is None or entry.version != _version(x) or len(entry.parts) != terms or entry.centre is not centre:
+    if entry is None or len(entry.parts) != terms or entry.centre is not centre:
         return None
-    return entry
+    return entry if x.is_inference() or entry.version == x._version else None
 
 
 def live() -> int:

@@ -37,6 +37,24 @@ REFUSED = {
 }
 
 
+def refuse_unsupported(config: LoraConfig, backend: str) -> None:
+    """Raise on what cannot work on a packed base and what PEFT would ignore or get wrong there.
+
+    Raises:
+        ValueError: naming the option and the way out.
+    """
+    for option, reason in REFUSED.items():
+        if getattr(config, option, None):
+            raise ValueError(
+                f"{option} does not work on a {backend} base: {reason}. Leave it out, or use a dense model with LoraConfig."
+            )
+    if config.init_lora_weights == "loftq":
+        raise ValueError(
+            f"init_lora_weights='loftq' quantises a dense base itself and cannot start from a {backend} one. "
+            "init_lora_weights='pissa' or 'olora' works on a packed base."
+        )
+
+
 class FrozenLoraLinear(PeftLoraLinear):
     """LoRA over a :class:`FrozenLinear`."""
 
@@ -48,17 +66,7 @@ class FrozenLoraLinear(PeftLoraLinear):
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         base = self.get_base_layer()
         init = config.init_lora_weights
-        for option, reason in REFUSED.items():
-            if getattr(config, option, None):
-                raise ValueError(
-                    f"{option} does not work on a {base.backend} base: {reason}. "
-                    "Leave it out, or use a dense model with LoraConfig."
-                )
-        if init == "loftq":
-            raise ValueError(
-                f"init_lora_weights='loftq' quantises a dense base itself and cannot start from a {base.backend} one. "
-                "init_lora_weights='pissa' or 'olora' works on a packed base."
-            )
+        refuse_unsupported(config, base.backend)
         needs_dense = (
             isinstance(init, str)
             and init.lower().startswith(DENSE_INITS)

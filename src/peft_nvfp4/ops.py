@@ -224,12 +224,8 @@ def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatri
 # ---------------------------------------------------------------------------------------------- matmul
 
 
-def _check_terms(count: int) -> None:
-    torch._check(count in (1, 2), lambda: f"matmul: an input has one or two terms, got {count}")
-
-
 def _check_matmul(x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype) -> None:
-    _check_terms(len(x_codes))
+    torch._check(len(x_codes) in (1, 2), lambda: f"matmul: an input has one or two terms, got {len(x_codes)}")
     for c, s, g in zip(x_codes, x_scales, x_gscale):
         _check_packed("matmul (input)", c, s, g, k)
     _check_packed("matmul (weight)", w_codes, w_scales, w_gscale, k)
@@ -275,7 +271,8 @@ def matmul(
     ``values`` (M, K) is the sum of the dequantised terms in ``dtype``, unrounded, if the caller has it: an emulating
     implementation then need not dequantise again; an FP4 kernel ignores it.
     """
-    _check_terms(len(terms))
+    if not 1 <= len(terms) <= 2:
+        raise RuntimeError(f"matmul: an input has one or two terms, got {len(terms)}")
     for t in terms:
         if t.k != w.k:
             raise RuntimeError(f"matmul: the input has K={t.k}, the weight K={w.k}")

@@ -54,6 +54,10 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
     def _adopt(cls, linear: bnb.nn.Linear4bit, options: FrozenOptions) -> NF4FrozenLinear:
         """Take over a layer of a model loaded with BitsAndBytesConfig, sharing its weight."""
         state = linear.weight.quant_state
+        if linear.weight.quant_type != "nf4":
+            raise ValueError(
+                f"this Linear4bit holds {linear.weight.quant_type}, not NF4; load the model with bnb_4bit_quant_type='nf4'"
+            )
         if getattr(state, "packing_format_for_cpu", False):
             raise ValueError(
                 "bitsandbytes has repacked this weight for AVX512-BF16 (it does so at the first forward in eval mode), which "

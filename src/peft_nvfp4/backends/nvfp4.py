@@ -178,7 +178,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             flat = [t for part in shared.parts for t in part[:3]]
             flat += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
             # not only with autograd on: reentrant checkpointing draws its first seeds without, and must draw the same number
-            sr_seed = draw_seed() if self.options.gradients == "nvfp4_sr" and self.training else None
+            sr_seed = draw_seed() if self.options.gradients == "nvfp4_sr" else None
             back = self.backward_layout
             out = None if self.output_centre is None else self.output_centre.view(torch.float32)
             y = NVFP4LoraLinear.apply(

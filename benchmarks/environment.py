@@ -1,0 +1,42 @@
+"""What a result was measured on: stamped into every file of ``benchmarks/results/``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+
+def environment() -> dict[str, str]:
+    """GPU, driver, processor, package versions and commit, as strings."""
+    stamp = {"python": platform.python_version(), "machine": platform.machine(), "commit": _commit()}
+    for package in ("torch", "triton", "transformers", "peft", "bitsandbytes"):
+        try:
+            stamp[package] = version(package)
+        except PackageNotFoundError:
+            stamp[package] = "absent"
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader"]
+        first = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
+        stamp["gpu"], stamp["driver"], stamp["max_sm_clock"] = first
+        stamp["cuda"] = str(torch.version.cuda)
+    return stamp
+
+
+def _commit() -> str:
+    """The commit of the source, from git or (where the tree travels without it) from $PEFT_NVFP4_COMMIT."""
+    if "PEFT_NVFP4_COMMIT" in os.environ:
+        return os.environ["PEFT_NVFP4_COMMIT"]
+    try:
+        return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+if __name__ == "__main__":
+    for key, value in environment().items():
+        print(f"{key}: {value}", file=sys.stdout)
