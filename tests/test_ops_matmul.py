@@ -74,15 +74,16 @@ def test_matmul_of_a_long_exact_sum(m, dtype, device):
 
 @by_bias
 @by_terms
-@by_rows
-def test_matmul_rounds_once_with_bf16_operands(m, terms, bias, monkeypatch):
+@by_dtype
+@pytest.mark.parametrize("m", [1, 17])
+def test_matmul_rounds_once_with_bf16_operands(m, dtype, terms, bias, monkeypatch):
     """The same where the CPU (as every GPU) multiplies BF16 natively: operands are exact, and the bias joins before the one
     rounding."""
     monkeypatch.setattr(reference, "_CPU_HAS_BF16", True)
     xs, w = [exact_matrix(m, 576, True, seed) for seed in range(terms)], exact_matrix(50, 576, False, 9)
     b = whole_bias(50, bias)
     expected = float64_product(xs, w) + (b.double() if bias else 0)
-    assert_same_bits(ops.matmul(xs, w, b, torch.bfloat16), expected.float().bfloat16(), "y")
+    assert_same_bits(ops.matmul(xs, w, b, dtype), expected.float().to(dtype), "y")
 
 
 @by_device

@@ -65,15 +65,26 @@ def test_one_block_by_hand():
     assert torch.signbit(reference.dequantize(q)).tolist() == [[c >= 8 for c in expected]]
 
 
-def test_equal_errors_keep_the_first_candidate():
-    """In units of 2**-9 with g = 1: amax / 6 = 12.8, nearest scale 13, squared error 263.5. Scale 11 (offset -2) has 11**2 from
-    77 that saturates at 66 and 3 * 3**2 from 47 to 44; 12 (offset -1) has 5**2 + 6 * 2**2 + 6 * 4**2 + 3 * 1; 22 (offset +6) has
-    11**2 + 3 * 3**2: 148 each, and no scale has less. The first in the order of the candidates is 11."""
-    block = torch.tensor([[77.0] + [22.0] * 6 + [44.0] * 6 + [47.0] * 3]) / 512
-    q = reference.quantize(block, WEIGHT, power(0))
-    assert q.scales[0, 0] == 11
-    assert (reference.dequantize(q) * 512).tolist() == [[66.0] + [22.0] * 6 + [44.0] * 9]
-    block = torch.tensor([[6.0] + [0.0] * 15])  # 6 = 1 * 6 = 1.5 * 4: no error either way, so amax / 6 stays
+@pytest.mark.parametrize(
+    ("block", "byte", "values"),
+    [
+        # Nearest 13, error 263.5. 11 (offset -2): 11**2 from 77 that saturates at 66, 3 * 3**2 from 47 to 44. 12 (offset -1):
+        # 5**2 + 6 * 2**2 + 6 * 4**2 + 3 * 1. 22 (offset +6): as 11. All three 148.
+        pytest.param([77] + [22] * 6 + [44] * 6 + [47] * 3, 11, [66] + [22] * 6 + [44] * 9, id="-2-before--1-and-6"),
+        # Nearest 4, error 16. 6 (offset +2): 2**2 from 22 to 24. 7 (offset +3): 1 from 22 to 21 and 12 * .5**2. Both 4.
+        pytest.param([22] + [3] * 12 + [0] * 3, 6, [24] + [3] * 12 + [0] * 3, id="2-before-3"),
+    ],
+)
+def test_equal_errors_keep_the_first_candidate(block, byte, values):
+    """In units of 2**-9, with g = 1, where scale n is byte n: no scale has a smaller error than those that tie."""
+    q = reference.quantize(torch.tensor([block]) / 512, WEIGHT, power(0))
+    assert q.scales[0, 0] == byte
+    assert (reference.dequantize(q) * 512).tolist() == [values]
+
+
+def test_equal_errors_keep_six():
+    """6 is 1 * 6 and 1.5 * 4, without error: amax / 6 stays."""
+    block = torch.tensor([[6.0] + [0.0] * 15])
     assert reference.quantize(block, NVFP4Format(rule="four_over_six"), power(0)).scales[0, 0] == 0x38
 
 

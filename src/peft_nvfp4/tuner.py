@@ -25,7 +25,7 @@ from torch import nn
 from .backends import FrozenLinear
 from .config import NVFP4LoraConfig
 from .freeze import dequantize_model, freeze_model, frozen_layers
-from .lora import FrozenLoraLinear
+from .lora import FrozenLoraLinear, refuse_unsupported
 
 _ORIGINALS: list[tuple[type, str, Any]] = []
 
@@ -64,6 +64,7 @@ def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> No
 
 def _prepare_model(original: Callable, self: LoraModel, peft_config: LoraConfig, model: nn.Module) -> None:
     if isinstance(peft_config, NVFP4LoraConfig):
+        refuse_unsupported(peft_config, peft_config.backend)  # before anything changes
         saved = [
             n for n in peft_config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())
         ]
