@@ -148,6 +148,8 @@ ERRORS = {  # what is wrong: the call, and words that the message must have: ope
     "swizzle-dtype": (lambda: ops.swizzle_scales(f32(4, 4)), "swizzle_scales: scales must be uint8.*float32"),
     "unswizzle-size": (lambda: ops.unswizzle_scales(f32(512).byte(), 129, 4), r"unswizzle_scales: \(129, 4\) .*1024.*got 512"),
     "unswizzle-ndim": (lambda: ops.unswizzle_scales(f32(1, 512).byte(), 128, 4), "unswizzle_scales: swizzled must have 1"),
+    "dequantize-dtype": (lambda: ops.dequantize(blank(3, 40), torch.int32), "dequantize: dtype must be .*got torch.int32"),
+    "dropout_mask-dtype": (lambda: ops.dropout_mask(f32(2).int(), 0.5, f32(()).long()), "dropout_mask: like must be .*int32"),
     "dropout_mask-p": (lambda: ops.dropout_mask(f32(2), 1.0, f32(()).long()), r"dropout_mask: p must be in \[0, 1\), got 1"),
     "dropout_mask-seed-shape": (lambda: ops.dropout_mask(f32(2), 0.5, f32(2).long()), r"dropout_mask: seed must .*\(2,\)"),
     "dropout_mask-seed": (lambda: ops.dropout_mask(f32(2), 0.5, f32(())), "dropout_mask: seed must be int64.*float32"),
@@ -281,6 +283,14 @@ def test_no_rows(device):
         y = ops.matmul([q, q], to(gaussian(6, 40, WEIGHT), device), torch.ones(6, device=device), torch.bfloat16)
         assert y.shape == (0, 6) and y.dtype == torch.bfloat16
     assert ops.dropout_mask(torch.empty(0, 8, device=device), 0.1, torch.tensor(1)).shape == (0, 8)
+
+
+def test_dropout_mask_is_a_constant():
+    """Multiplying x by the mask made for x is an ordinary product: the mask itself has no gradient."""
+    x = torch.randn(4, 8, requires_grad=True)
+    mask = ops.dropout_mask(x, 0.5, torch.tensor(SEED))
+    (x * mask).sum().backward()
+    assert torch.equal(x.grad, mask.detach())
 
 
 # ---------------------------------------------------------------------------------------------- compile

@@ -31,8 +31,9 @@ _DIRECT: dict[tuple[str, str], Callable] = {}
 """(operator, device type) -> implementation, for eager code: a call through the dispatcher costs tens of microseconds."""
 
 
-def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Callable:
-    """Register one operator with its reference implementation, its fake and a backward that explains itself.
+def _define(name: str, schema: str, impl: Callable, fake: Callable, constant: bool = False) -> Callable:
+    """Register one operator with its reference implementation, its fake and a backward that explains itself (or, for a result
+    that is ``constant`` in its inputs' values, one that is zero).
 
     Returns a function that calls the implementation straight where nothing would be lost by it (see :func:`_plain`) and the
     operator otherwise.
@@ -42,12 +43,14 @@ def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Callable:
     torch.library.register_fake(f"peft_nvfp4::{name}", fake)
 
     def backward(ctx, *grads):
+        if constant:
+            return (None,) * ctx.inputs
         raise RuntimeError(
             f"peft_nvfp4::{name} has no derivative (rounding is flat). Differentiate through a layer "
             "(NVFP4FrozenLinear) or through peft_nvfp4.linear.fake_quantize, which is straight-through."
         )
 
-    torch.library.register_autograd(f"peft_nvfp4::{name}", backward, setup_context=lambda ctx, inputs, output: None)
+    torch.library.register_autograd(f"peft_nvfp4::{name}", backward, setup_context=_count_inputs)
     op = getattr(torch.ops.peft_nvfp4, name)
 
     def call(first: Tensor | Sequence[Tensor], *rest):
@@ -58,6 +61,10 @@ def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Callable:
 
     call.op = op
     return call
+
+
+def _count_inputs(ctx, inputs, output) -> None:
+    ctx.inputs = len(inputs)
 
 
 def _plain(tensor: Tensor) -> bool:
@@ -154,7 +161,8 @@ CHUNK = 1 << 22
 
 
 def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -> QuantizedMatrix:
-    """``quantize`` for large matrices with one global scale: same bits, by chunks of rows, so that the temporaries stay small."""
+    """``quantize`` for large finite matrices with one global scale: same bits, by chunks of rows, so that the temporaries stay
+    small."""
     if gscale is None:
         low, high = w.aminmax() if w.numel() else (w.new_zeros(()), w.new_zeros(()))
         gscale = reference.power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
@@ -168,13 +176,18 @@ def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -
 # ---------------------------------------------------------------------------------------------- dequantize
 
 
-def _dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+def _check_dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> None:
     _check_packed("dequantize", codes, scales, gscale, k)
+    torch._check(dtype in FLOATS, lambda: f"dequantize: dtype must be float32, bfloat16 or float16, got {dtype}")
+
+
+def _dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    _check_dequantize(codes, scales, gscale, k, dtype)
     return reference.dequantize(QuantizedMatrix(codes, scales, gscale, k), dtype).contiguous()
 
 
 def _dequantize_fake(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    _check_packed("dequantize", codes, scales, gscale, k)
+    _check_dequantize(codes, scales, gscale, k, dtype)
     return codes.new_empty(codes.shape[0], k, dtype=dtype)
 
 
@@ -353,6 +366,7 @@ def _dropout_mask(like: Tensor, p: float, seed: Tensor) -> Tensor:
 
 
 def _check_dropout_mask(like: Tensor, p: float, seed: Tensor) -> None:
+    torch._check(like.dtype in FLOATS, lambda: f"dropout_mask: like must be float32, bfloat16 or float16, got {like.dtype}")
     torch._check(0.0 <= p < 1.0, lambda: f"dropout_mask: p must be in [0, 1), got {p}")
     _check_seed("dropout_mask", seed)
 
@@ -362,4 +376,6 @@ def _dropout_mask_fake(like: Tensor, p: float, seed: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-dropout_mask = _define("dropout_mask", "(Tensor like, float p, Tensor seed) -> Tensor", _dropout_mask, _dropout_mask_fake)
+dropout_mask = _define(
+    "dropout_mask", "(Tensor like, float p, Tensor seed) -> Tensor", _dropout_mask, _dropout_mask_fake, constant=True
+)
