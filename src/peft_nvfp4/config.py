@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig
 
 from .backends import BACKENDS, FrozenOptions
@@ -82,21 +84,36 @@ class NVFP4LoraConfig(LoraConfig):
         if not isinstance(base, LoraConfig):
             raise ValueError(f"{pretrained_model_name_or_path} holds a {base.peft_type} adapter, not LoRA")
         known = {f.name: getattr(base, f.name) for f in fields(LoraConfig) if f.init}
-        path = Path(pretrained_model_name_or_path, subfolder or "", SIDE_CAR)
-        return cls(**known, **_read_side_car(path)) if path.is_file() else cls(**known)
+        path = _find_side_car(pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
+        if path is None:
+            return cls(**known)
+        try:
+            return cls(**known, **_read_side_car(path))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _find_side_car(adapter: str, subfolder: str | None, hub_options: dict[str, Any]) -> Path | None:
+    """Path of the side-car next to an adapter, local or on the Hub; None if the adapter has none."""
+    folder = Path(adapter, subfolder or "")
+    if folder.is_dir():
+        return folder / SIDE_CAR if (folder / SIDE_CAR).is_file() else None
+    try:
+        return Path(hf_hub_download(str(adapter), SIDE_CAR, subfolder=subfolder, **hub_options))
+    except EntryNotFoundError:
+        return None
 
 
 def _read_side_car(path: Path) -> dict[str, Any]:
+    """The own fields in a side-car; the caller names the file in what is raised."""
     try:
         content = json.loads(path.read_text())
         version = content.pop("format_version")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a valid side-car file ({error}); delete it to load the adapter with default settings"
-        ) from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"not a valid side-car file ({error}); delete it to load the adapter with default settings") from error
     if version > SIDE_CAR_VERSION:
-        raise ValueError(f"{path} has format version {version}; this package reads up to {SIDE_CAR_VERSION}: upgrade peft_nvfp4")
+        raise ValueError(f"format version {version}; this package reads up to {SIDE_CAR_VERSION}: upgrade peft_nvfp4")
     unknown = content.keys() - set(OWN_FIELDS)
     if unknown:
-        raise ValueError(f"{path} holds unknown settings: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}")
     return content

@@ -14,6 +14,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -63,6 +64,7 @@ def freeze_model(
     FrozenOptions(weight_layouts, gradients)  # validates
     _check_names(model, skip_modules := tuple(skip_modules))
     names = plan(model, backend, skip_modules)
+    _warn_other_options(model, FrozenOptions(weight_layouts, gradients), accuracy)
     modules: dict[int, FrozenLinear] = {}  # a module registered under two names is one layer
     weights: dict[int, FrozenLinear] = {}  # two modules that share a weight share its packed form
     for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0):
@@ -86,6 +88,8 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[
 
     keep = _kept_dense(model)
     names, inside_tuner = [], ()
+    # PyTorch's own transformer layers have a fast path that reads .weight of their linears
+    opaque = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer))
     if isinstance(model, nn.Linear):
         raise ValueError("freeze_model replaces linears inside a module; a bare nn.Linear has no parent to be replaced in")
     for name, module in model.named_modules(remove_duplicate=False):
@@ -108,7 +112,7 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[
             or id(module) in keep
         ):
             continue
-        if _skipped(name, skip_modules) or not _convertible(name, module, backend):
+        if name.startswith(opaque) or _skipped(name, skip_modules) or not _convertible(name, module, backend):
             continue
         names.append(name)
     return names
@@ -142,6 +146,18 @@ def _check_names(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
     unmatched = [s for s in skip_modules if not any(_skipped(name, (s,)) for name in names)]
     if unmatched:
         warnings.warn(f"skip_modules matches no module: {', '.join(unmatched)}", stacklevel=4)
+
+
+def _warn_other_options(model: nn.Module, wanted: FrozenOptions, accuracy: str) -> None:
+    """Layers frozen before (by the first adapter's config) keep their options; say so where others are asked for now."""
+    for name, layer in frozen_layers(model):
+        options = replace(wanted, terms=input_terms(name.removesuffix(".base_layer"), accuracy))
+        if layer.backend == "nvfp4" and layer.options != options:
+            warnings.warn(
+                f"the model is frozen already and keeps its options: {name} has {layer.options}, asked for now {options}",
+                stacklevel=5,
+            )
+            return
 
 
 def _convertible(name: str, module: nn.Linear, backend: str) -> bool:

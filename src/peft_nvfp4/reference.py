@@ -241,10 +241,10 @@ def full_precision_sums(x: Tensor) -> Iterator[None]:
 
 
 def _biased_product(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    """``x @ w.T + bias`` where the bias meets the FP32 accumulator, before the one rounding. A GPU does so in the epilogue of a
-    BF16 product, for a BF16 bias; CPUs round in between, so the caller hands them FP32."""
-    if x.dtype == torch.float32 or bias.dtype == x.dtype:
-        return torch.addmm(bias.to(x.dtype), x, w.T)
+    """FP32 ``x @ w.T + bias``: the bias meets the accumulator before the one rounding. (``addmm`` in BF16 rounds in between on
+    CPUs, and on GPUs where cuBLAS has no epilogue for the shape: seen on an H200 at N=50.)"""
+    if x.dtype == torch.float32:
+        return torch.addmm(bias.float(), x, w.T)
     return torch.mm(x, w.T, out_dtype=torch.float32) + bias.float()
 
 

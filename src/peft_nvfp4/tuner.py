@@ -1,9 +1,9 @@
-"""How the package hooks into PEFT: four methods, wrapped when it is imported and put back by :func:`unregister`.
+"""How the package hooks into PEFT: a handful of methods, wrapped when it is imported and put back by :func:`unregister`.
 
 | method | what the wrapper adds |
 |---|---|
-| ``LoraModel._prepare_model`` | with an :class:`NVFP4LoraConfig`: freezes the base before PEFT lists its modules |
-| ``LoraModel._create_new_module`` | a :class:`FrozenLinear` target gets a :class:`FrozenLoraLinear`, for any LoRA config |
+| ``_prepare_model`` of ``LoraModel``, ``MixedModel`` | with our config: freezes the base before PEFT lists its modules |
+| ``LoraModel._create_new_module`` | a frozen target gets a :class:`FrozenLoraLinear`, for any LoRA config |
 | ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
 | ``BaseTuner.inject_adapter`` | other tuners (IA3, BOFT, ...) aimed at a frozen linear raise: they would read bytes as weights |
 
@@ -15,11 +15,13 @@ process, and would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from peft import AdaLoraConfig, LoraConfig, LoraModel
+from peft.tuners.mixed import MixedModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
 from .backends import FrozenLinear
@@ -35,6 +37,7 @@ def register() -> None:
     if _ORIGINALS:
         return
     _wrap(LoraModel, "_prepare_model", _prepare_model)
+    _wrap(MixedModel, "_prepare_model", _prepare_model)
     _wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
     _wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
     _wrap(BaseTuner, "inject_adapter", _inject_adapter)
@@ -68,14 +71,15 @@ def _prepare_model(original: Callable, self: LoraModel, peft_config: LoraConfig,
         saved = [
             n for n in peft_config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())
         ]
-        freeze_model(
-            model,
-            peft_config.backend,
-            accuracy=peft_config.accuracy,
-            weight_layouts=peft_config.weight_layouts,
-            gradients=peft_config.gradients,
-            skip_modules=[*(peft_config.skip_modules or ()), *saved],
-        )
+        with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
+            freeze_model(
+                model,
+                peft_config.backend,
+                accuracy=peft_config.accuracy,
+                weight_layouts=peft_config.weight_layouts,
+                gradients=peft_config.gradients,
+                skip_modules=[*(peft_config.skip_modules or ()), *saved],
+            )
     original(self, peft_config, model)  # layer_replication: clones share the packed weights
 
 
@@ -114,24 +118,40 @@ def _forget_quantization(model: nn.Module) -> None:
 
 def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     config = self.peft_config[adapter_name]
-    result = original(self, model, adapter_name, *args, **kwargs)
+    _refuse_frozen_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
     if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
+        return original(self, model, adapter_name, *args, **kwargs)
+    modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
+    result = original(self, model, adapter_name, *args, **kwargs)
+    wrapped = [name for name, module in model.named_modules() if _is_foreign_layer(module) and modules.get(name) is not module]
+    if not wrapped:
         return result
-    wrapped = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer)
+    backend = model.get_submodule(wrapped[0]).get_base_layer().backend
+    for name in wrapped:  # give the model back as it was
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, modules[name])
+    for parameter, flag in flags:
+        parameter.requires_grad = flag
+    raise ValueError(
+        f"{type(config).__name__} cannot adapt {wrapped[0]} (and {len(wrapped) - 1} more): it is frozen in {backend}, and this "
+        "method reads base weights directly. Use NVFP4LoraConfig or LoraConfig, or leave these modules out of target_modules."
+    )
+
+
+def _is_foreign_layer(module: nn.Module) -> bool:
+    """A tuner layer other than ours around a frozen linear."""
+    return (
+        isinstance(module, BaseTunerLayer)
         and isinstance(module.get_base_layer(), FrozenLinear)
         and not isinstance(module, FrozenLoraLinear)
-    ]
-    if wrapped:
-        for name, module in wrapped:  # give the model back as it was
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, module.get_base_layer())
-        backend = wrapped[0][1].get_base_layer().backend
-        raise ValueError(
-            f"{type(config).__name__} cannot adapt {wrapped[0][0]} (and {len(wrapped) - 1} more): it is frozen in {backend}, and "
-            "this method reads base weights directly. Use NVFP4LoraConfig or LoraConfig, or leave these modules out of "
-            "target_modules."
-        )
-    return result
+    )
+
+
+def _refuse_frozen_modules_to_save(model: nn.Module, modules_to_save: Iterable[str]) -> None:
+    for saved in modules_to_save:
+        for name, module in model.named_modules():
+            if (name == saved or name.endswith(f".{saved}")) and (frozen := frozen_layers(module)):
+                raise ValueError(
+                    f"modules_to_save names {name}, which is frozen in {frozen[0][1].backend} and cannot be trained in full. "
+                    f"Freeze the model with skip_modules=[{saved!r}] (NVFP4LoraConfig does so for its own modules_to_save)."
+                )
