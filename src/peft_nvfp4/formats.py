@@ -42,9 +42,9 @@ E2M1_THRESHOLDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.
 """Midpoints between neighbouring magnitudes, and whether a value on the midpoint goes up (ties go to the even code)."""
 
 GSCALE_EXPONENTS = (-115, 116)
-"""Range of log2(global scale). From -115 up, the smallest product that decides a rounding to nearest (2**-9 * 0.25 * gscale) is a
-normal FP32 number, so flushing of subnormals changes nothing; up to 116, the largest value 6 * 448 * gscale is finite. Rows smaller
-than about 6e-32 lose precision gracefully, values beyond 2.2e38 saturate."""
+"""Range of log2(global scale). From -115 up, the smallest product that decides a rounding to nearest, 2**-9 * 0.25 * gscale, is
+a normal FP32 number, so flushing of subnormals changes nothing; up to 116, the largest value 6 * 448 * gscale is finite. Rows
+smaller than about 6e-32 lose precision gracefully, values beyond 2.2e38 saturate."""
 
 K_ALIGN = 32
 """K is padded with zeros to this multiple inside the storage: 32 codes are the 16 bytes that tensor-core loads ask for."""

@@ -178,7 +178,7 @@ def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -
 
 def _check_dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> None:
     _check_packed("dequantize", codes, scales, gscale, k)
-    torch._check(dtype in FLOATS, lambda: f"dequantize: dtype must be float32, bfloat16 or float16, got {dtype}")
+    torch._check(dtype.is_floating_point, lambda: f"dequantize: dtype must be a floating one, got {dtype}")
 
 
 def _dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
