@@ -490,6 +490,8 @@ def test_linears_of_one_input_share_its_codes_and_no_more():
     shape = (576, 64)
     x, branches = make_input(shape[0]), [make_branches(shape, 1)[0] for _ in range(3)]
     layers = [make_layer(shape, 1), make_layer(shape, 1), make_layer(shape, 2)]
+    for layer in layers:
+        layer.shares_input = True  # as freeze_model finds for q/k/v and gate/up
     kept, outputs = {}, []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
         for layer, branch in zip(layers, branches):

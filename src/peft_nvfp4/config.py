@@ -7,12 +7,13 @@ anyone can load it without this package and without a warning. The fields below 
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import LoraConfig
 
 from .backends import BACKENDS, FrozenOptions
@@ -56,6 +57,12 @@ class NVFP4LoraConfig(LoraConfig):
         if self.accuracy not in ACCURACY:
             raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {self.accuracy!r}")
         FrozenOptions(self.weight_layouts, self.gradients)
+        from .tuner import registered  # not at the top: the tuner imports this module
+
+        if not registered():
+            warnings.warn(
+                "peft_nvfp4 is not registered with PEFT: this config freezes nothing. Call peft_nvfp4.register()", stacklevel=3
+            )
         if isinstance(self.skip_modules, str):
             raise TypeError("skip_modules is a list of module names, not a string")
 
@@ -100,6 +107,11 @@ def _find_side_car(adapter: str, subfolder: str | None, hub_options: dict[str, A
         return folder / SIDE_CAR if (folder / SIDE_CAR).is_file() else None
     try:
         return Path(hf_hub_download(str(adapter), SIDE_CAR, subfolder=subfolder, **hub_options))
+    except LocalEntryNotFoundError as error:  # offline: whether there is one cannot be known
+        raise ValueError(
+            f"cannot tell which settings {adapter} was trained with: its {SIDE_CAR} is not in the local cache and the Hub cannot "
+            "be reached. Download it once while online, or read the adapter with peft.LoraConfig"
+        ) from error
     except EntryNotFoundError:
         return None
 

@@ -14,14 +14,13 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
-from .reference import power_of_two_scale
+from .ops import FLOATS, weight_gscale
 from .sites import ACCURACY, fused_siblings, input_terms
 
 HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", "output_head", "summary"})
@@ -64,28 +63,55 @@ def freeze_model(
     FrozenOptions(weight_layouts, gradients)  # validates
     _check_names(model, skip_modules := tuple(skip_modules))
     names = plan(model, backend, skip_modules)
-    _warn_other_options(model, FrozenOptions(weight_layouts, gradients), accuracy)
     modules: dict[int, FrozenLinear] = {}  # a module registered under two names is one layer
     weights: dict[int, FrozenLinear] = {}  # two modules that share a weight share its packed form
+    _warn_upcast(model, names)
+    planned = set(names)
     for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0):
         linear = model.get_submodule(name)
         frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
         if frozen is None:
             options = FrozenOptions(weight_layouts, gradients, input_terms(name, accuracy))
-            frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, set(names)))
+            frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, planned))
+            frozen.shares_input = len(_siblings(model, name, planned)) > 1
             _carry_attributes(linear, frozen)
         modules[id(linear)] = weights[id(linear.weight)] = frozen
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, frozen)
         del linear
     _warn_dense_share(model, skip_modules)
+    if backend != "bf16":
+        _mark_quantised(model)
     return model
+
+
+def _warn_upcast(model: nn.Module, names: list[str]) -> None:
+    """A model loaded in 16 bits whose weights are FP32 now went through ``prepare_model_for_kbit_training``, which is meant for
+    models that are quantised already; and a model without a single linear to freeze is likely a mistake."""
+    if not names and not frozen_layers(model):
+        warnings.warn("no linear layer of this model can be frozen; it stays as it is", stacklevel=5)
+    loaded = getattr(getattr(model, "config", None), "dtype", None)
+    if names and loaded in (torch.bfloat16, torch.float16) and model.get_submodule(names[0]).weight.dtype == torch.float32:
+        warnings.warn(
+            f"the model was loaded in {loaded} and is float32 now, so activations will take twice the memory. If it went through "
+            "prepare_model_for_kbit_training, leave that call out (use model.gradient_checkpointing_enable() for checkpointing).",
+            stacklevel=5,
+        )
+
+
+def _mark_quantised(model: nn.Module) -> None:
+    """transformers looks at the dtype of some linear's weight to guess that of the activations, unless the config says that the
+    weights are quantised."""
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "to_dict"):
+            module.config._is_quantized = True
 
 
 def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[str]:
     """Dotted names of the linears to freeze, after every check that can fail."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    _refuse_other_quantisation(model)
     keep = _kept_dense(model)
     names, inside_tuner = [], ()
     # PyTorch's own transformer layers have a fast path that reads .weight of their linears
@@ -94,7 +120,10 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[
         raise ValueError("freeze_model replaces linears inside a module; a bare nn.Linear has no parent to be replaced in")
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, FrozenLinear) and module.backend != backend:
-            raise ValueError(f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}")
+            raise ValueError(
+                f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}. Reload the base "
+                "model, or make it dense with peft_nvfp4.dequantize_model"
+            )
         if isinstance(module, BaseTunerLayer):
             inside_tuner += (name + ".",)
             base = module.get_base_layer()
@@ -118,6 +147,17 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[
     return names
 
 
+def _refuse_other_quantisation(model: nn.Module) -> None:
+    """A model that another library quantised has its weights where this package does not look."""
+    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    method = str(getattr(method, "value", method))
+    if method not in ("bitsandbytes", "None"):
+        raise ValueError(f"the model is already quantised by {method!r}; load it without quantisation (or dequantise it) first")
+
+
 def _kept_dense(model: nn.Module) -> set[int]:
     """ids of linears that stay: output heads, tied to an embedding, wanted in FP32 by the model's class."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -127,7 +167,7 @@ def _kept_dense(model: nn.Module) -> set[int]:
     keep = set() if head is None else {id(head)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (
-            name.rpartition(".")[2] in HEADS or id(module.weight) in embeddings or _skipped(name, fp32)
+            name.rpartition(".")[2] in HEADS or id(getattr(module, "weight", None)) in embeddings or _skipped(name, fp32)
         ):
             keep.add(id(module))
     return keep
@@ -148,35 +188,24 @@ def _check_names(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
         warnings.warn(f"skip_modules matches no module: {', '.join(unmatched)}", stacklevel=4)
 
 
-def _warn_other_options(model: nn.Module, wanted: FrozenOptions, accuracy: str) -> None:
-    """Layers frozen before (by the first adapter's config) keep their options; say so where others are asked for now."""
-    for name, layer in frozen_layers(model):
-        options = replace(wanted, terms=input_terms(name.removesuffix(".base_layer"), accuracy))
-        if layer.backend == "nvfp4" and layer.options != options:
-            warnings.warn(
-                f"the model is frozen already and keeps its options: {name} has {layer.options}, asked for now {options}",
-                stacklevel=5,
-            )
-            return
-
-
 def _convertible(name: str, module: nn.Linear, backend: str) -> bool:
     """True for a plain nn.Linear with sound weights; raises on what must not be passed over silently."""
-    weight = module.weight
-    if not weight.is_floating_point():
-        kind = type(module).__name__
-        if backend == "nf4" and kind == "Linear4bit" and getattr(weight, "quant_type", "nf4") == "nf4":
+    weight = getattr(module, "weight", None)
+    if weight is None or hasattr(weight, "quant_state") or weight.dtype not in (*FLOATS, torch.float64):
+        stored = "no .weight" if weight is None else getattr(weight, "quant_type", str(weight.dtype))
+        if backend == "nf4" and stored == "nf4":
             return True
-        stored = getattr(weight, "quant_type", str(weight.dtype))
         adopt = ", or use backend='nf4', which adopts bitsandbytes' NF4 layers as they are." if stored == "nf4" else "."
         raise ValueError(
-            f"{name} is a {kind} whose weight is already quantised ({stored}); backend={backend!r} starts from dense "
-            f"weights. Load the model without quantization_config{adopt}"
+            f"{name} is a {type(module).__name__} whose weight is already quantised ({stored}); backend={backend!r} starts from "
+            f"dense weights. Load the model without quantization_config{adopt}"
         )
     if type(module) is not nn.Linear:
         return False
     if weight.is_meta:
         raise ValueError(f"the weight of {name} is not loaded (meta device, or offloaded to disk); load the whole model first")
+    if weight.dtype == torch.float64 and backend != "bf16":
+        raise ValueError(f"the weight of {name} is float64; cast the model to float32 or bfloat16 first")
     if backend != "bf16" and not torch.isfinite(weight).all():
         raise ValueError(f"the weight of {name} holds NaN or Inf; a quantised layer cannot represent them")
     return True
@@ -191,7 +220,7 @@ def _refuse_wrapped(name: str, backend: str) -> None:
 
 def _shared_gscale(model: nn.Module, name: str, planned: set[str]) -> torch.Tensor | None:
     """One global scale for sibling linears that read the same input; None for a linear alone."""
-    siblings = [s for s in fused_siblings(name) if s in planned or _is_frozen(model, s)]
+    siblings = _siblings(model, name, planned)
     if len(siblings) < 2:
         return None
     modules = [model.get_submodule(s) for s in siblings]
@@ -199,18 +228,19 @@ def _shared_gscale(model: nn.Module, name: str, planned: set[str]) -> torch.Tens
     for module in modules:
         if isinstance(module, FrozenLinear):  # converted before: it was given the group's scale (in an earlier call: its own)
             shared = getattr(module, "weight_gscale", None)
-            fits = shared is not None and own.is_floating_point() and _needed(own) <= shared.view(torch.float32).to(own.device)
+            fits = (
+                shared is not None and own.is_floating_point() and weight_gscale(own) <= shared.view(torch.float32).to(own.device)
+            )
             return shared.detach().view(torch.float32).to(own.device, copy=True) if fits else None
     weights = [module.weight for module in modules]
     if not all(w.is_floating_point() for w in weights):  # adopted from bitsandbytes
         return None
-    return torch.stack([_needed(w).to(own.device) for w in weights]).amax(0)
+    return torch.stack([weight_gscale(w).to(own.device) for w in weights]).amax(0)
 
 
-def _needed(weight: torch.Tensor) -> torch.Tensor:
-    """(1,) FP32: the global scale that a weight needs by itself."""
-    low, high = weight.detach().aminmax()
-    return power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
+def _siblings(model: nn.Module, name: str, planned: set[str]) -> list[str]:
+    """The linears, frozen or about to be, that read the same input as the named one (itself included)."""
+    return [s for s in fused_siblings(name) if s in planned or _is_frozen(model, s)]
 
 
 def _is_frozen(model: nn.Module, name: str) -> bool:
@@ -230,10 +260,12 @@ def _reuse(frozen: FrozenLinear | None, linear: nn.Linear) -> FrozenLinear | Non
 
 
 def _carry_attributes(linear: nn.Linear, frozen: FrozenLinear) -> None:
-    """What PEFT's preprocessing left on a layer for its initialisation (CorDA, LoRA-GA)."""
+    """What PEFT's preprocessing left on a layer for its initialisation (CorDA, LoRA-GA), and the user's hooks."""
     for attribute in ("eigens", "_peft_loraga_grad"):
         if hasattr(linear, attribute):
             setattr(frozen, attribute, getattr(linear, attribute))
+    for hooks in (key for key in vars(linear) if key.startswith(("_forward_", "_backward_")) and "hook" in key):
+        setattr(frozen, hooks, getattr(linear, hooks))  # the same dictionaries: handles can still remove what they added
 
 
 def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
@@ -281,9 +313,9 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     to the format's error. Layers inside an adapter are left alone (merge or unload the adapter first)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for name, layer in frozen_layers(model):
+    dense: dict[int, nn.Linear] = {}
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
         parent_name, _, child = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        if not isinstance(parent, BaseTunerLayer):
-            setattr(parent, child, layer.to_linear())
+        if isinstance(layer, FrozenLinear) and not isinstance(parent := model.get_submodule(parent_name), BaseTunerLayer):
+            setattr(parent, child, dense.setdefault(id(layer), layer.to_linear()))
     return model

@@ -7,8 +7,9 @@ of the site find it there: q, k and v quantise once, and keep the same codes for
 Why this is safe:
 
 * The key is weak. When the last reference to x goes, the entry goes: nothing to clean up after an exception, no growth.
-* An entry counts only while ``x._version`` is what it was: an in-place edit of x makes it unfindable. (Edits past the version
-  counter, through ``x.data`` or NumPy, are not seen.) Tensors made under ``torch.inference_mode`` have no version: there, only
+* An entry counts only while ``x._version`` and the address of its data are what they were: an in-place edit of x makes it
+  unfindable. (Edits past the version counter, through ``x.data`` or NumPy, are not seen; therefore only linears that are known to
+  share an input with others enter what they quantised.) Tensors made under ``torch.inference_mode`` have no version: there, only
   what a producer entered for its own output counts.
 * Activation checkpointing recomputes x as a new tensor object, which gets its own entry. Several forwards before one backward are
   several tensors.
@@ -38,6 +39,7 @@ class QuantizedInput:
     Attributes:
         parts: one or two terms, each (M, K).
         centre: the parameter that was subtracted before quantising (compared by identity), or None.
+        dtype: of x as it was quantised (autocast may have cast it).
         values: D(x~) (M, K) in x's dtype once somebody has computed it. Never x or a view of it: the entry would keep its own
             key alive.
         exact: x itself is D(x~) already (a fused producer returned it).
@@ -45,9 +47,10 @@ class QuantizedInput:
 
     parts: tuple[QuantizedMatrix, ...]
     centre: Tensor | None
+    dtype: torch.dtype
     values: Tensor | None = None
     exact: bool = False
-    version: int = 0
+    stamp: tuple[int, int] = (0, 0)
 
 
 class _Local(threading.local):
@@ -61,18 +64,22 @@ _LOCAL = _Local()
 def put(x: Tensor, entry: QuantizedInput) -> None:
     """Enter x~ for x. Does nothing while a compiler traces."""
     if not torch.compiler.is_compiling() and (entry.exact or not x.is_inference()):
-        entry.version = 0 if x.is_inference() else x._version
+        entry.stamp = _stamp(x)
         _LOCAL.table[x] = entry
 
 
-def get(x: Tensor, terms: int, centre: Tensor | None) -> QuantizedInput | None:
+def _stamp(x: Tensor) -> tuple[int, int]:
+    return (0 if x.is_inference() else x._version, x.data_ptr())
+
+
+def get(x: Tensor, terms: int, centre: Tensor | None, dtype: torch.dtype) -> QuantizedInput | None:
     """x~ of x with this input spec, if somebody entered it and x has not changed since."""
     if torch.compiler.is_compiling():
         return None
     entry = _LOCAL.table.get(x)
-    if entry is None or len(entry.parts) != terms or entry.centre is not centre:
+    if entry is None or len(entry.parts) != terms or entry.centre is not centre or entry.dtype != dtype:
         return None
-    return entry if x.is_inference() or entry.version == x._version else None
+    return entry if entry.stamp == _stamp(x) else None
 
 
 def live() -> int:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix
-from .reference import operand_dtype
+from .reference import cpu_operand
 
 GRADIENTS = ("nvfp4", "nvfp4_sr", "bf16")
 
@@ -48,7 +48,7 @@ class LinearSpec:
     """Everything about one call of :class:`NVFP4LoraLinear` that is not a tensor.
 
     Attributes:
-        k: logical K of the weight.
+        k, n: logical shape (n, k) of the weight.
         terms: 1 or 2 NVFP4 terms of the input.
         gradients: ``"nvfp4"`` (to nearest), ``"nvfp4_sr"`` (stochastic) or ``"bf16"`` (not quantised).
         scalings, dropouts: per branch.
@@ -70,15 +70,15 @@ def draw_seed() -> Tensor:
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` in a's dtype; on a CPU that is slow in 16 bits, through FP32."""
-    operand = operand_dtype(a.dtype, a.device)
+    operand = a.dtype if a.is_cuda else cpu_operand(a.dtype)
     return a @ b if operand == a.dtype else (a.to(operand) @ b.to(operand)).to(a.dtype)
 
 
 def add_mm(y: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     """``y + alpha * a @ b`` with FP32 accumulation and one rounding, into y; without y, ``alpha * a @ b``."""
-    operand = operand_dtype(a.dtype, a.device)
     if y is None:
         return mm(a, b) * alpha
+    operand = a.dtype if a.is_cuda else cpu_operand(a.dtype)
     if operand == a.dtype == y.dtype:
         return y.addmm_(a, b, alpha=alpha)
     return torch.addmm(y.to(operand), a.to(operand), b.to(operand), alpha=alpha).to(y.dtype)
@@ -105,41 +105,54 @@ def quantize_input(x: Tensor, terms: int, centre: Tensor | None) -> list[Quantiz
 
 def dequantize_input(parts: list[QuantizedMatrix], centre: Tensor | None, dtype: torch.dtype) -> Tensor:
     """D(x~) (M, K), summed in FP32 and rounded once to ``dtype``."""
-    if len(parts) == 1 and centre is None:
+    if len(parts) == 1 and centre is None and dtype != torch.float16:
         return ops.dequantize(parts[0], dtype)
     total = ops.dequantize(parts[0])
     for part in parts[1:]:
         total = total + ops.dequantize(part)
-    return (total if centre is None else total + centre).to(dtype)
+    total = total if centre is None else total + centre
+    # a rounding up of the largest value may pass FP16's end where x itself did not
+    return total.clamp(-65504.0, 65504.0).to(dtype) if dtype == torch.float16 else total.to(dtype)
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
+    """``values`` in the forward, x's gradient in the backward."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, terms: int, centre: Tensor | None) -> Tensor:
-        return dequantize_input(quantize_input(x, terms, centre), centre, x.dtype)
+    def forward(ctx, x: Tensor, values: Tensor) -> Tensor:
+        return values.view(x.shape).clone()  # an output must not be the caller's tensor
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return dy, None, None
+        return dy, None
 
 
 def fake_quantize(x: Tensor, terms: int = 1, centre: Tensor | None = None) -> Tensor:
-    """D(x~) for x (..., K), with the straight-through gradient: what a LoRA variant sees as its input."""
-    return _StraightThrough.apply(x.reshape(-1, x.shape[-1]), terms, centre).view(x.shape)
+    """D(x~) for x (..., K), with the straight-through gradient."""
+    with torch.no_grad():
+        parts = quantize_input(x.detach().reshape(-1, x.shape[-1]), terms, centre)
+        values = dequantize_input(parts, centre, x.dtype)
+    return StraightThrough.apply(x, values)
 
 
 # ---------------------------------------------------------------------------------------------- LoRA arithmetic
 
 
-def _masked(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    return x if p == 0.0 else x * ops.dropout_mask(x, p, seed)
+def _mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
+    """Which elements of x dropout keeps; None without dropout."""
+    return None if p == 0.0 else ops.dropout_mask(x, p, seed) != 0
+
+
+def _masked(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
+    """Dropout of x. The factor is a number, not a tensor in x's dtype: 1/(1-p) rounded to BF16 would be biased."""
+    return x if keep is None else (x * keep) * (1.0 / (1.0 - p))
 
 
 def _lora_forward(
     y: Tensor | None, x: Tensor, a: Tensor, b: Tensor, scaling: float, p: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(y plus the contribution of one branch (M, N), h (M, r)), in x's dtype. y is changed in place where that saves a pass."""
-    h = mm(_masked(x, p, seed), a.to(x.dtype).T)
+    h = mm(_masked(x, _mask(x, p, seed), p), a.to(x.dtype).T)
     return add_mm(y, h, b.to(x.dtype).T, scaling), h
 
 
@@ -148,22 +161,24 @@ def _lora_backward(
     dy: Tensor,
     x: Tensor,
     h: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scaling: float,
-    p: float,
-    seed: Tensor | None,
-    needs_dx: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(dx, if given, plus the branch's contribution, or None; dA; dB). dA and dB in the dtype of A and B."""
+    branch: tuple[Tensor, Tensor, float, float, Tensor | None],
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, if given, plus the branch's contribution; dA; dB), None where ``needs`` (of x, A, B) says so. dA and dB in the dtype
+    of A and B; branch = (A, B, scaling, dropout, seed)."""
+    a, b, scaling, p, seed = branch
+    needs_dx, needs_da, needs_db = needs
+    db = (mm(dy.T, h.to(dy.dtype)) * scaling).to(b.dtype) if needs_db else None
+    if not (needs_dx or needs_da):
+        return None, None, db
+    keep = _mask(x, p, seed)
     g = mm(dy, b.to(dy.dtype)) * scaling
-    da = mm(g.T, _masked(x, p, seed)).to(a.dtype)
-    db = (mm(dy.T, h.to(dy.dtype)) * scaling).to(b.dtype)
+    da = mm(g.T, _masked(x, keep, p)).to(a.dtype) if needs_da else None
     if not needs_dx:
         return None, da, db
-    if p == 0.0:
+    if keep is None:
         return add_mm(dx, g, a.to(dy.dtype)), da, db
-    extra = _masked(mm(g, a.to(dy.dtype)), p, seed)
+    extra = _masked(mm(g, a.to(dy.dtype)), keep, p)
     return extra if dx is None else dx + extra, da, db
 
 
@@ -183,7 +198,8 @@ class LoraBranch(torch.autograd.Function):
     def backward(ctx, dy):
         x, h, a, b, seed = ctx.saved_tensors
         with no_autocast(dy):
-            dx, da, db = _lora_backward(None, dy.to(x.dtype), x, h, a, b, ctx.scaling, ctx.p, seed, ctx.needs_input_grad[0])
+            branch = (a, b, ctx.scaling, ctx.p, seed)
+            dx, da, db = _lora_backward(None, dy.to(x.dtype), x, h, branch, ctx.needs_input_grad[:3])
         return dx, da, db, None, None, None
 
 
@@ -196,6 +212,10 @@ def lora_branch(x: Tensor, branch: Branch) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------- the Function
+
+
+FIXED_INPUTS = 13
+"""Inputs of :class:`NVFP4LoraLinear` before the variable ones: x, xd, bias, two of the centre, six of W, a seed, the spec."""
 
 
 class NVFP4LoraLinear(torch.autograd.Function):
@@ -214,7 +234,7 @@ class NVFP4LoraLinear(torch.autograd.Function):
         w = QuantizedMatrix(w_codes, w_scales, w_gscale, spec.k)
         parts, branches = _terms(flat[: 3 * spec.terms], spec.k), _triples(flat[3 * spec.terms :])
         constant = bias if centre_out is None else centre_out if bias is None else bias.float() + centre_out
-        unrounded = centre is None and (spec.terms == 1 or x.dtype == torch.float32)
+        unrounded = centre is None and (x.dtype == torch.float32 or x.dtype == torch.bfloat16 and spec.terms == 1)
         y = ops.matmul(parts, w, constant, x.dtype, xd if unrounded else None)
         hidden = []
         for (a, b, seed), scaling, p in zip(branches, spec.scalings, spec.dropouts):
@@ -240,11 +260,13 @@ class NVFP4LoraLinear(torch.autograd.Function):
             grads: list[Tensor | None] = []
             if n:
                 xd = dequantize_input(_terms(flat[: 3 * spec.terms], spec.k), centre, dy.dtype)
-            for (a, b, seed), h, scaling, p in zip(_triples(flat[3 * spec.terms :]), hidden, spec.scalings, spec.dropouts):
-                dx, da, db = _lora_backward(dx, dy, xd, h, a, b, scaling, p, seed, needs_dx)
+            first = FIXED_INPUTS + 3 * spec.terms  # of the branches, among the inputs
+            for i, ((a, b, seed), h) in enumerate(zip(_triples(flat[3 * spec.terms :]), hidden)):
+                needs = (needs_dx, *ctx.needs_input_grad[first + 3 * i : first + 3 * i + 2])
+                dx, da, db = _lora_backward(dx, dy, xd, h, (a, b, spec.scalings[i], spec.dropouts[i], seed), needs)
                 grads += [da, db, None]
             dbias = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return dx, None, dbias, *([None] * (10 + 3 * spec.terms)), *grads
+        return dx, None, dbias, *([None] * (FIXED_INPUTS - 3 + 3 * spec.terms)), *grads
 
 
 def _triples(flat):
@@ -259,7 +281,7 @@ def _input_gradient(dy: Tensor, w6: list[Tensor | None], spec: LinearSpec, sr_se
     """The frozen weight's part of dx (M, K)."""
     w = QuantizedMatrix(w6[0], w6[1], w6[2], spec.k)
     if spec.gradients == "bf16":
-        return mm(dy, ops.dequantize(w, operand_dtype(dy.dtype, dy.device)).to(dy.dtype))
+        return mm(dy, ops.dequantize(w, dy.dtype))
     w_b = ops.transpose_requantize(w, WEIGHT_BACKWARD) if w6[3] is None else QuantizedMatrix(w6[3], w6[4], w6[5], spec.n)
     q = ops.quantize(dy, GRADIENT) if spec.gradients == "nvfp4" else ops.quantize(dy, GRADIENT_STOCHASTIC, seed=sr_seed)
     return ops.matmul([q], w_b, None, dy.dtype)

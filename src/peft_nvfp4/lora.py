@@ -28,6 +28,7 @@ from .backends import FrozenLinear
 from .linear import Branch, lora_branch
 
 DENSE_INITS = ("pissa", "corda", "olora", "mica", "orthogonal", "lora_ga")
+INITS = (*DENSE_INITS, "gaussian", "eva", "loftq")
 DENSE_VARIANTS = ("velora_config", "use_bdlora")
 """Initialisations and variants that read the base weight (or its dtype) when an adapter is made."""
 
@@ -48,7 +49,10 @@ def refuse_unsupported(config: LoraConfig, backend: str) -> None:
             raise ValueError(
                 f"{option} does not work on a {backend} base: {reason}. Leave it out, or use a dense model with LoraConfig."
             )
-    if config.init_lora_weights == "loftq":
+    init = config.init_lora_weights
+    if isinstance(init, str) and not init.lower().startswith(INITS):
+        raise ValueError(f"unknown init_lora_weights={init!r}; known: True, False, {', '.join(INITS)}")
+    if init == "loftq":
         raise ValueError(
             f"init_lora_weights='loftq' quantises a dense base itself and cannot start from a {backend} one. "
             "init_lora_weights='pissa' or 'olora' works on a packed base."

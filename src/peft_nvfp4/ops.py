@@ -160,12 +160,16 @@ CHUNK = 1 << 22
 """Elements quantised at a time by :func:`quantize_weight`: the FP32 temporaries of a chunk take some 100 MB."""
 
 
+def weight_gscale(w: Tensor) -> Tensor:
+    """(1,) FP32: the global scale that a finite weight needs, without a copy of it."""
+    low, high = w.detach().aminmax() if w.numel() else (w.new_zeros(()), w.new_zeros(()))
+    return reference.power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
+
+
 def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -> QuantizedMatrix:
     """``quantize`` for large finite matrices with one global scale: same bits, by chunks of rows, so that the temporaries stay
     small."""
-    if gscale is None:
-        low, high = w.aminmax() if w.numel() else (w.new_zeros(()), w.new_zeros(()))
-        gscale = reference.power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
+    gscale = weight_gscale(w) if gscale is None else gscale
     step = max(1, CHUNK // max(1, w.shape[1]))
     parts = [quantize(w[i : i + step], fmt, gscale) for i in range(0, max(1, w.shape[0]), step)]
     if len(parts) == 1:

@@ -15,6 +15,7 @@ What to know before changing a line:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -78,8 +79,11 @@ def _squared_error(mag_g: Tensor, index: Tensor, s: Tensor) -> Tensor:
     return e[..., 0]
 
 
+@functools.lru_cache
 def _grid(device: torch.device) -> Tensor:
-    return torch.tensor(E2M1_GRID, dtype=torch.float32, device=device)
+    """The eight magnitudes; kept per device, since making it anew would wait for a copy to a GPU every time."""
+    with torch.inference_mode(False):
+        return torch.tensor(E2M1_GRID, dtype=torch.float32, device=device)
 
 
 def _round_to_grid(mag: Tensor, sg: Tensor) -> Tensor:
@@ -163,12 +167,14 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor
     return (values.view(rows, blocks, BLOCK) * s[..., None]).view(rows, blocks * BLOCK)[:, : q.k]
 
 
+@functools.lru_cache
 def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Table from a byte to its two values, seen as one integer twice as wide: one look-up for two codes."""
-    grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype)
-    byte = torch.arange(256)
-    pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
-    return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
+    with torch.inference_mode(False):
+        grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype)
+        byte = torch.arange(256)
+        pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
+        return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -190,12 +196,10 @@ def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatri
 # ---------------------------------------------------------------------------------------------- matrix product
 
 
-def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """BF16 for a BF16 result where the device multiplies BF16 fast, else FP32. Both hold every dequantised value exactly; on a
-    CPU without AVX512-BF16 the BF16 product is five times slower (measured: 44 ms against 8 ms for 240x576x1536)."""
-    if dtype != torch.bfloat16 or (device.type == "cpu" and not _CPU_HAS_BF16):
-        return torch.float32
-    return torch.bfloat16
+def cpu_operand(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which a CPU multiplies matrices of ``dtype`` fast: FP32 for 16-bit ones, unless it has BF16 instructions. (Without
+    AVX512-BF16 a BF16 product takes five times as long: measured 44 ms against 8 ms for 240x576x1536.)"""
+    return torch.bfloat16 if dtype == torch.bfloat16 and _CPU_HAS_BF16 else torch.float32
 
 
 _CPU_HAS_BF16 = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
@@ -206,46 +210,51 @@ def matmul(
 ) -> Tensor:
     """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + bias`` in ``dtype``: exact products, FP32 accumulation, one rounding.
 
-    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between devices. Two terms: in
-    BF16 they are laid side by side along K and meet in the same accumulator; in FP32 they are added first, which is exact but
-    for residuals below 2**-17 of their block.
+    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between devices. GPUs get
+    BF16 operands, which hold every dequantised value exactly, also for FP32 results: faster, and out of reach of the TF32 switch.
+    On a CPU the two terms are added in FP32 first, which is exact but for residuals below 2**-17 of their block.
 
     Args:
         values: sum_t D(x_t), if the caller has it in ``dtype`` without rounding (one term, or FP32).
     """
-    operand = operand_dtype(dtype, w.codes.device) if bias is None or w.codes.is_cuda else torch.float32
+    if w.codes.is_cuda:
+        return _matmul_cuda(terms, w, bias, dtype, values)
+    operand = cpu_operand(dtype) if len(terms) == 1 and bias is None else torch.float32
+    x = values.to(operand) if values is not None else sum(dequantize(t, operand) for t in terms)
     wd = dequantize(w, operand)
-    if values is not None:
-        x = values.to(operand)
-    elif operand == torch.float32:
-        x = sum(dequantize(t, operand) for t in terms)
-    else:
-        x = torch.cat([dequantize(t, operand) for t in terms], dim=1)
-        wd = wd if len(terms) == 1 else torch.cat([wd] * len(terms), dim=1)
-    with full_precision_sums(x):
-        return (x @ wd.T if bias is None else _biased_product(x, wd, bias)).to(dtype)
+    # the bias joins before the one rounding: addmm in BF16 would round in between
+    return (x @ wd.T if bias is None else torch.addmm(bias.to(operand), x, wd.T)).to(dtype)
+
+
+def _matmul_cuda(
+    terms: list[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, values: Tensor | None
+) -> Tensor:
+    wd = dequantize(w, torch.bfloat16).T
+    with full_precision_sums():
+        if len(terms) == 1:
+            x = dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)
+            if bias is None and dtype == torch.bfloat16:
+                return x @ wd
+            y = torch.mm(x, wd, out_dtype=torch.float32)
+        else:
+            y = torch.mm(dequantize(terms[0], torch.bfloat16), wd, out_dtype=torch.float32)
+            y += torch.mm(dequantize(terms[1], torch.bfloat16), wd, out_dtype=torch.float32)
+    return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 @contextmanager
-def full_precision_sums(x: Tensor) -> Iterator[None]:
+def full_precision_sums() -> Iterator[None]:
     """cuBLAS may split K and add the parts in BF16 (seen on an H200 at M=3, K=1000: rounded twice). Not within this context."""
     backend = torch.backends.cuda.matmul
-    if not x.is_cuda or not backend.allow_bf16_reduced_precision_reduction:
+    before = backend.allow_bf16_reduced_precision_reduction
+    if not before:
         yield
         return
     backend.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        backend.allow_bf16_reduced_precision_reduction = True
-
-
-def _biased_product(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    """FP32 ``x @ w.T + bias``: the bias meets the accumulator before the one rounding. (``addmm`` in BF16 rounds in between on
-    CPUs, and on GPUs where cuBLAS has no epilogue for the shape: seen on an H200 at N=50.)"""
-    if x.dtype == torch.float32:
-        return torch.addmm(bias.float(), x, w.T)
-    return torch.mm(x, w.T, out_dtype=torch.float32) + bias.float()
+        backend.allow_bf16_reduced_precision_reduction = before
 
 
 # ---------------------------------------------------------------------------------------------- layout of scales

@@ -15,19 +15,21 @@ process, and would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from peft import AdaLoraConfig, LoraConfig, LoraModel
 from peft.tuners.mixed import MixedModel
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
-from .backends import FrozenLinear
+from .backends import FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
 from .freeze import dequantize_model, freeze_model, frozen_layers
 from .lora import FrozenLoraLinear, refuse_unsupported
+from .sites import input_terms
 
 _ORIGINALS: list[tuple[type, str, Any]] = []
 
@@ -44,13 +46,19 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Remove the hooks: PEFT is as it was before the import. Models made before keep working."""
+    """Remove the hooks: PEFT is as it was before the import. Models made before keep working; a new ``NVFP4LoraConfig`` would
+    freeze nothing (it warns), and a new adapter over a frozen layer could not be merged."""
     while _ORIGINALS:
         owner, name, original = _ORIGINALS.pop()
         if original is None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+def registered() -> bool:
+    """Whether the hooks are installed."""
+    return bool(_ORIGINALS)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> None:
@@ -65,22 +73,47 @@ def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> No
     setattr(owner, name, staticmethod(hooked) if static else hooked)
 
 
-def _prepare_model(original: Callable, self: LoraModel, peft_config: LoraConfig, model: nn.Module) -> None:
+def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig, model: nn.Module) -> None:
     if isinstance(peft_config, NVFP4LoraConfig):
         refuse_unsupported(peft_config, peft_config.backend)  # before anything changes
-        saved = [
-            n for n in peft_config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())
-        ]
-        with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
-            freeze_model(
-                model,
-                peft_config.backend,
-                accuracy=peft_config.accuracy,
-                weight_layouts=peft_config.weight_layouts,
-                gradients=peft_config.gradients,
-                skip_modules=[*(peft_config.skip_modules or ()), *saved],
-            )
+        if frozen := frozen_layers(model):
+            _check_same_base(frozen, peft_config)
+        elif _has_targets(peft_config, model):  # without any, PEFT will raise: leave the model as it is
+            _freeze(peft_config, model)
     original(self, peft_config, model)  # layer_replication: clones share the packed weights
+
+
+def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
+    saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
+    with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
+        freeze_model(
+            model,
+            config.backend,
+            accuracy=config.accuracy,
+            weight_layouts=config.weight_layouts,
+            gradients=config.gradients,
+            skip_modules=[*(config.skip_modules or ()), *saved],
+        )
+
+
+def _check_same_base(frozen: list[tuple[str, FrozenLinear]], config: NVFP4LoraConfig) -> None:
+    """A further adapter must ask for the base that is there: changing it would change what the others were trained on."""
+    for name, layer in frozen:
+        terms = input_terms(name.removesuffix(".base_layer"), config.accuracy)
+        wanted = FrozenOptions(config.weight_layouts, config.gradients, terms)
+        if layer.backend != config.backend or (layer.backend == "nvfp4" and layer.options != wanted):
+            raise ValueError(
+                f"the base is frozen already: {name} is {layer.backend!r} with {layer.options}, this config asks for "
+                f"{config.backend!r} with {wanted}. Give the same settings, use a plain LoraConfig (which takes the base as it "
+                "is), or reload the base model."
+            )
+
+
+def _has_targets(config: LoraConfig, model: nn.Module) -> bool:
+    """Whether target_modules matches anything; unset or special values are PEFT's to resolve."""
+    if not config.target_modules or config.target_modules == "all-linear" or config.target_parameters:
+        return True
+    return any(check_target_module_exists(config, name) for name, _ in model.named_modules())
 
 
 def _create_new_module(
@@ -89,6 +122,9 @@ def _create_new_module(
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if not isinstance(base, FrozenLinear):
         return original(lora_config, adapter_name, target, **kwargs)
+    if lora_config.fan_in_fan_out:
+        warnings.warn("fan_in_fan_out is set to True but the target module is a linear layer. Setting it to False.", stacklevel=2)
+        lora_config.fan_in_fan_out = False
     if kwargs.get("parameter_name"):
         raise ValueError(
             f"target_parameters names {kwargs['parameter_name']!r} of a frozen {base.backend} linear, which is packed bytes. "
@@ -98,12 +134,23 @@ def _create_new_module(
 
 
 def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
+    if merge:
+        _set_dense_dtype(self.model)
     model = original(self, merge=merge, **kwargs)
     if merge and frozen_layers(model):
         dequantize_model(model)
     if merge and not frozen_layers(model):
         _forget_quantization(model)
     return model
+
+
+def _set_dense_dtype(model: nn.Module) -> None:
+    """Adopted bitsandbytes layers become dense in the dtype of the model around them, that of its embedding."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if embedding is not None and embedding.weight.is_floating_point():
+        for _, layer in frozen_layers(model):
+            if layer.dense_dtype is not None:
+                layer.dense_dtype = embedding.weight.dtype
 
 
 def _forget_quantization(model: nn.Module) -> None:

@@ -24,6 +24,11 @@ from ..linear import GRADIENTS, Branch, lora_branch
 WEIGHT_LAYOUTS = ("cached", "transient")
 
 
+def frozen(data: Tensor) -> nn.Parameter:
+    """A parameter without gradient."""
+    return nn.Parameter(data, requires_grad=False)
+
+
 @dataclass(frozen=True)
 class FrozenOptions:
     """How one layer computes; every backend takes what concerns it, so that changing the backend is changing one word.
@@ -55,6 +60,8 @@ class FrozenLinear(nn.Linear):
         backend: the registry's word.
         options: see :class:`FrozenOptions`.
         compute_dtype: dtype that :meth:`dequantize` returns; follows ``.to(dtype)`` and ``.half()``.
+        dense_dtype: dtype of what :meth:`to_linear` makes, where it is not ``compute_dtype`` (an adopted bitsandbytes layer
+            computes in one dtype and belongs to a model in another).
     """
 
     backend: ClassVar[str]
@@ -64,8 +71,9 @@ class FrozenLinear(nn.Linear):
     ):
         nn.Module.__init__(self)  # not nn.Linear's: it would allocate the dense weight
         self.in_features, self.out_features = in_features, out_features
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.bias = None if bias is None else frozen(bias.detach())
         self.compute_dtype = compute_dtype
+        self.dense_dtype: torch.dtype | None = None
         self.options = options
 
     # -- what a backend provides
@@ -111,24 +119,32 @@ class FrozenLinear(nn.Linear):
             raise AttributeError("the weight is dense right now")  # hasattr() is False, PEFT takes .weight
         return self.weight
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """The stored tensors, to be given back to :meth:`restore`. Packed ones by reference (nothing changes them in place), the
-        bias as a copy."""
-        return {name: p.data.clone() if name == "bias" else p.data for name, p in self.named_parameters(recurse=False)}
+    def snapshot(self) -> dict[str, nn.Parameter]:
+        """The stored parameters, to be given back to :meth:`restore`. Packed ones by reference: nothing changes them in place,
+        :meth:`requantize_` binds new ones (another layer may share the old). The bias as a copy."""
+        state = dict(self.named_parameters(recurse=False))
+        if self.bias is not None:
+            state["bias"] = nn.Parameter(self.bias.detach().clone(), requires_grad=self.bias.requires_grad)
+        return state
 
-    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+    def restore(self, snapshot: Mapping[str, nn.Parameter]) -> None:
         """Put back exactly the bytes of a snapshot, on the device where the layer is now. (A dense weight or bias follows a cast
         that the layer has seen since.)"""
-        for name, data in snapshot.items():
-            parameter = getattr(self, name)
-            parameter.data = data.to(parameter.device, parameter.dtype, copy=name == "bias")
+        for name, saved in snapshot.items():
+            now = getattr(self, name)
+            if name == "bias":
+                now.data = saved.data.to(now.device, now.dtype, copy=True)
+            elif saved.device == now.device and saved.dtype == now.dtype:
+                setattr(self, name, saved)
+            else:
+                setattr(self, name, frozen(saved.data.to(now.device, now.dtype)))
 
     @contextmanager
     def dense_weight(self, requantize: bool = True) -> Iterator[nn.Parameter]:
         """Within the context ``self.weight`` is dense FP32, for code that reads or rewrites it (merging, PiSSA, OLoRA, ...).
         What was changed is requantised on leaving, unless ``requantize`` is False or an exception ends the context."""
         packed = self.weight
-        self.weight = nn.Parameter(self.dequantize(torch.float32).clone(), requires_grad=False)
+        self.weight = frozen(self.dequantize(torch.float32).clone())
         try:
             yield self.weight
             after = self.weight.data
@@ -138,14 +154,15 @@ class FrozenLinear(nn.Linear):
             self.requantize_(after)
 
     def to_linear(self, weight: Tensor | None = None, bias: Tensor | None = None) -> nn.Linear:
-        """A dense ``nn.Linear`` in ``compute_dtype`` with the dequantised (or the given) weight and bias."""
-        weight = self.dequantize() if weight is None else weight.to(self.compute_dtype)
+        """A dense ``nn.Linear`` in ``dense_dtype`` (or ``compute_dtype``) with the dequantised, or the given, weight and bias."""
+        dtype = self.dense_dtype or self.compute_dtype
+        weight = self.dequantize(dtype) if weight is None else weight.to(dtype)
         bias = self.bias if bias is None else bias
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=bias is not None)
-        linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        linear.weight = frozen(weight.detach().clone())
         if bias is not None:
-            linear.bias = nn.Parameter(bias.detach().to(self.compute_dtype).clone(), requires_grad=False)
+            linear.bias = frozen(bias.detach().to(dtype).clone())
         return linear.train(self.training)
 
     def frozen_bytes(self) -> int:

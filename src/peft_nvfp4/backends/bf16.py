@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import FrozenLinear, FrozenOptions, register_backend
+from . import FrozenLinear, FrozenOptions, frozen, register_backend
 
 
 @register_backend("bf16")
@@ -21,7 +21,7 @@ class DenseFrozenLinear(FrozenLinear):
         cls, linear: nn.Linear, options: FrozenOptions | None = None, *, gscale: Tensor | None = None
     ) -> DenseFrozenLinear:
         layer = cls(linear.in_features, linear.out_features, linear.bias, linear.weight.dtype, options or FrozenOptions())
-        layer.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
+        layer.weight = frozen(linear.weight.detach())
         return layer.train(linear.training)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -29,7 +29,7 @@ class DenseFrozenLinear(FrozenLinear):
 
     def requantize_(self, weight: Tensor) -> None:
         self._check_dense(weight)
-        self.weight.data = weight.detach().to(self.weight.device, self.weight.dtype)  # a new tensor: snapshots stay valid
+        self.weight = frozen(weight.detach().to(self.weight.device, self.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)

@@ -69,6 +69,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         layer.weight, layer.quant_state, layer.quant_storage = linear.weight, linear.quant_state, linear.quant_storage
         layer.compute_type_is_set = linear.compute_type_is_set
         layer.weight.module = layer
+        layer.dense_dtype = state.dtype if state is not None else None
         return layer.train(linear.training)
 
     def _store(self, weight: Tensor) -> None:

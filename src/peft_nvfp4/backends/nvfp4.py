@@ -22,14 +22,13 @@ from ..linear import (
     Branch,
     LinearSpec,
     NVFP4LoraLinear,
+    StraightThrough,
     dequantize_input,
     draw_seed,
-    fake_quantize,
     no_autocast,
     quantize_input,
 )
-from ..reference import power_of_two_scale
-from . import FrozenLinear, FrozenOptions, autocast_input, register_backend
+from . import FrozenLinear, FrozenOptions, autocast_input, frozen, register_backend
 
 PARAMETERS = (
     *("weight", "weight_scales", "weight_gscale"),
@@ -38,8 +37,14 @@ PARAMETERS = (
 )
 
 
-def _frozen(data: Tensor) -> nn.Parameter:
-    return nn.Parameter(data, requires_grad=False)
+PACK_ON_GPU = 1 << 18
+"""Weights of at least so many elements that are on the CPU are packed on the GPU, if there is one: same bits, in a fraction of
+the time."""
+
+
+def _packing_device(weight: Tensor) -> torch.device:
+    large = weight.device.type == "cpu" and weight.numel() >= PACK_ON_GPU
+    return torch.device("cuda") if large and torch.cuda.is_available() else weight.device
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -48,7 +53,13 @@ def _bytes(t: Tensor) -> Tensor:
 
 @register_backend("nvfp4")
 class NVFP4FrozenLinear(FrozenLinear):
-    """Frozen linear in NVFP4, W4A4."""
+    """Frozen linear in NVFP4, W4A4.
+
+    Attributes:
+        shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
+    """
+
+    shares_input = False
 
     def __init__(
         self,
@@ -76,10 +87,11 @@ class NVFP4FrozenLinear(FrozenLinear):
         weight = linear.weight.detach()
         if not torch.isfinite(weight).all():
             raise ValueError("weight holds NaN or Inf; a quantised layer cannot represent them")
-        w = ops.quantize_weight(weight, WEIGHT, gscale)
+        home, weight = weight.device, weight.to(_packing_device(weight))
+        w = ops.quantize_weight(weight, WEIGHT, None if gscale is None else gscale.to(weight.device))
         options = options or FrozenOptions()
         layer = cls(linear.in_features, linear.out_features, linear.bias, weight.dtype, options, w)
-        return layer.train(linear.training)
+        return layer.train(linear.training).to(home)
 
     # -- storage
 
@@ -92,11 +104,7 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix) -> None:
         for name, data in ((codes, q.codes), (scales, q.scales), (gscale, _bytes(q.gscale))):
-            parameter = getattr(self, name)
-            if parameter is None:
-                setattr(self, name, _frozen(data))
-            else:
-                parameter.data = data  # a new tensor: a snapshot of the old one stays as it is
+            setattr(self, name, frozen(data))  # a new parameter: snapshots, and layers that share the old one, keep it
 
     @property
     def forward_layout(self) -> QuantizedMatrix:
@@ -123,8 +131,8 @@ class NVFP4FrozenLinear(FrozenLinear):
         if tuple(mu.shape) != (self.in_features,) or not torch.isfinite(mu).all():
             raise ValueError(f"the centre must hold {self.in_features} finite values, got shape {tuple(mu.shape)}")
         mu = mu.detach().to(self.weight.device, torch.float32)
-        self.input_centre = _frozen(_bytes(mu))
-        self.output_centre = _frozen(_bytes(self.dequantize(torch.float32) @ mu))
+        self.input_centre = frozen(_bytes(mu))
+        self.output_centre = frozen(_bytes(self.dequantize(torch.float32) @ mu))
 
     @property
     def _centre(self) -> Tensor | None:
@@ -138,29 +146,32 @@ class NVFP4FrozenLinear(FrozenLinear):
     def requantize_(self, weight: Tensor) -> None:
         self._check_dense(weight)
         weight = weight.detach().to(self.weight.device)
-        low, high = weight.aminmax()
-        needed = power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
+        needed = ops.weight_gscale(weight)
         # the scale that is there, if it is large enough: siblings share it
         self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, self.weight_gscale.view(torch.float32))))
         if self.input_centre is not None:
             self.set_centre(self._centre)
 
-    def snapshot(self) -> dict[str, Tensor]:
+    def snapshot(self) -> dict[str, nn.Parameter]:
         return {name: data for name, data in super().snapshot().items() if name not in ("input_centre", "output_centre")}
 
-    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+    def restore(self, snapshot: Mapping[str, nn.Parameter]) -> None:
         super().restore(snapshot)
         if self.input_centre is not None:  # the constant belongs to the weight that is stored now
             self.set_centre(self._centre)
 
     def lora_input(self, x: Tensor) -> Tensor:
-        return fake_quantize(autocast_input(x), self.options.terms, self._centre)
+        key, x = x, autocast_input(x)
+        x2 = x.reshape(-1, self.in_features)
+        with no_autocast(x):
+            shared = self._quantized_input(key, x2)
+            return x if shared.exact else StraightThrough.apply(x, self._values(shared, x2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora_forward(x, ())
 
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        x = autocast_input(x)
+        key, x = x, autocast_input(x)  # autocast makes a new tensor for every reader: what they share is x as it came
         if x.shape[-1] != self.in_features:
             raise ValueError(f"the input's last dimension must be {self.in_features}, got shape {tuple(x.shape)}")
         spec = LinearSpec(
@@ -173,7 +184,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         )
         x2 = x.reshape(-1, self.in_features)
         with no_autocast(x):
-            shared = self._quantized_input(x, x2)
+            shared = self._quantized_input(key, x2)
             xd = x2.detach() if shared.exact else self._values(shared, x2) if branches else shared.values
             flat = [t for part in shared.parts for t in part[:3]]
             flat += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
@@ -195,14 +206,16 @@ class NVFP4FrozenLinear(FrozenLinear):
             )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _quantized_input(self, x: Tensor, x2: Tensor) -> QuantizedInput:
-        """x~, from whoever quantised x before, or made here and entered for the linears that read the same x."""
-        shared = handoff.get(x, self.options.terms, self.input_centre)
+    def _quantized_input(self, key: Tensor, x2: Tensor) -> QuantizedInput:
+        """x~ of the tensor that the layer was called with (x2 is the same, cast and flattened): from whoever quantised it before,
+        or made here and, where other linears read the same input, entered for them."""
+        shared = handoff.get(key, self.options.terms, self.input_centre, x2.dtype)
         if shared is None:
             with torch.no_grad():
                 parts = quantize_input(x2.detach(), self.options.terms, self._centre)
-            shared = QuantizedInput(tuple(parts), self.input_centre)
-            handoff.put(x, shared)
+            shared = QuantizedInput(tuple(parts), self.input_centre, x2.dtype)
+            if self.shares_input:
+                handoff.put(key, shared)
         return shared
 
     def _values(self, shared: QuantizedInput, x2: Tensor) -> Tensor:
@@ -215,11 +228,3 @@ class NVFP4FrozenLinear(FrozenLinear):
     def extra_repr(self) -> str:
         o = self.options
         return f"{super().extra_repr()}, terms={o.terms}, weight_layouts={o.weight_layouts}, gradients={o.gradients}"
-
-
-def expected_bytes(out_features: int, in_features: int, layouts: int) -> int:
-    """Bytes of ``layouts`` (1 or 2) NVFP4 layouts of an (out, in) weight, global scales included."""
-    from ..formats import packed_bytes
-
-    total = packed_bytes(out_features, in_features) + 4
-    return total if layouts == 1 else total + packed_bytes(in_features, out_features) + 4
