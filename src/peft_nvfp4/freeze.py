@@ -67,7 +67,7 @@ def freeze_model(
     weights: dict[int, FrozenLinear] = {}  # two modules that share a weight share its packed form
     _warn_upcast(model, names)
     planned = set(names)
-    for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0):
+    for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
         linear = model.get_submodule(name)
         frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
         if frozen is None:

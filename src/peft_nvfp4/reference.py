@@ -108,7 +108,7 @@ def _choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format) -> Te
     else:
         nearest = bits.int()
         candidates = [(nearest + offset).clamp(1, E4M3_MAX_BITS).to(torch.uint8) for offset in MSE_OFFSETS]
-    mag_g = mag / g[..., None]  # exact: g is a power of two
+    mag_g = torch.where(amax[..., None] > 0, mag, 0.0) / g[..., None]  # exact: g is a power of two
 
     def error(candidate: Tensor) -> Tensor:
         s = e4m3_decode(candidate)
@@ -143,11 +143,11 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
         per_row = amax.amax(-1) if k else amax.new_zeros(rows)
         gscale = power_of_two_scale(per_row if fmt.global_scale == "row" else _amax_or_zero(per_row))
     g = gscale[:, None]
-    bits = _choose_scales(torch.where(finite[..., None], mag, 0.0), amax, g, fmt)
+    bits = _choose_scales(mag, amax, g, fmt)
     sg = e4m3_decode(bits) * g
     index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
     codes = index | (torch.signbit(blocks).to(torch.uint8) << 3)
-    codes = torch.where(((sg > 0) & finite)[..., None], codes, 0)
+    codes *= ((sg > 0) & finite)[..., None]
     return QuantizedMatrix(pack(codes.view(rows, kp)), torch.where(finite, bits, E4M3_NAN), gscale, k)
 
 
