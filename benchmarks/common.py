@@ -62,9 +62,19 @@ def fits(run: Callable[[], object], device: torch.device) -> bool:
         run()
         synchronize(device)
         return True
-    except torch.OutOfMemoryError:
-        pass
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
     release(device)
+    return False
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Also behind another error (a failed capture ends with one of its own) and from libraries that raise their own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or re.search(r"out of memory|ALLOC_FAILED", str(error)):
+            return True
+        error = error.__context__
     return False
 
 
@@ -269,8 +279,13 @@ def category(kernel: str, own: frozenset[str]) -> str:
 def own_kernels() -> frozenset[str]:
     """Names of the Triton kernels defined in the modules of peft_nvfp4 that are loaded."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("peft_nvfp4.")]
-    values = [value for module in modules for value in vars(module).values()]
-    return frozenset(v.fn.__name__ for v in values if type(v).__name__ in ("JITFunction", "Autotuner", "Heuristics"))
+    kernels = [v for m in modules for v in vars(m).values() if type(v).__name__ in ("JITFunction", "Autotuner", "Heuristics")]
+    names = set()
+    for kernel in kernels:
+        while hasattr(kernel, "fn"):
+            kernel = kernel.fn
+        names.add(kernel.__name__)
+    return frozenset(names)
 
 
 def profile(step: Callable[[], object], device: torch.device, steps: int = 2) -> dict[str, Any]:
@@ -306,7 +321,7 @@ def profile(step: Callable[[], object], device: torch.device, steps: int = 2) ->
 
 
 def table(rows: list[dict], columns: dict[str, Callable[[dict], Any]]) -> str:
-    """Rows as aligned text; a column that has no value for a row prints a dash."""
+    """Rows as aligned text. A missing value prints as a dash, a column without values not at all; no columns, no table."""
 
     def cell(row: dict, column: Callable[[dict], Any]) -> str:
         try:
@@ -318,8 +333,10 @@ def table(rows: list[dict], columns: dict[str, Callable[[dict], Any]]) -> str:
         return "-" if value is None else str(value)
 
     lines = [list(columns)] + [[cell(row, column) for column in columns.values()] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join("  ".join(f"{c:>{w}}" if i else f"{c:<{w}}" for i, (c, w) in enumerate(zip(line, widths))) for line in lines)
+    kept = [column for column in zip(*lines) if any(text != "-" for text in column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    aligned = [[f"{text:<{w}}" if text is line[0] else f"{text:>{w}}" for text, w in zip(line, widths)] for line in zip(*kept)]
+    return "\n" + "\n".join(map("  ".join, aligned)) if len(kept) > 1 else ""
 
 
 def liger_version() -> dict[str, str]:

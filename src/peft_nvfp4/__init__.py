@@ -5,8 +5,10 @@
 Importing the package installs its hooks into PEFT (:func:`register`); :func:`unregister` removes them.
 """
 
+from . import kernels
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
+from .dataflow.attach import attach, detach
 from .freeze import dequantize_model, freeze_model, frozen_bytes
 from .tuner import register, unregister
 from .version import __version__
@@ -17,11 +19,15 @@ __all__ = [
     "FrozenLinear",
     "FrozenOptions",
     "NVFP4LoraConfig",
+    "attach",
     "dequantize_model",
+    "detach",
     "freeze_model",
     "frozen_bytes",
+    "kernels",
     "register",
     "unregister",
 ]
 
 register()
+kernels.load()

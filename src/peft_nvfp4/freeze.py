@@ -264,7 +264,9 @@ def _carry_attributes(linear: nn.Linear, frozen: FrozenLinear) -> None:
     for attribute in ("eigens", "_peft_loraga_grad"):
         if hasattr(linear, attribute):
             setattr(frozen, attribute, getattr(linear, attribute))
-    for hooks in (key for key in vars(linear) if key.startswith(("_forward_", "_backward_")) and "hook" in key):
+    for hooks in (
+        key for key in vars(linear) if key.startswith(("_forward_", "_backward_", "_is_full_backward_")) and "hook" in key
+    ):
         setattr(frozen, hooks, getattr(linear, hooks))  # the same dictionaries: handles can still remove what they added
 
 

@@ -117,8 +117,8 @@ class FrozenLoraLinear(PeftLoraLinear):
     def _forward_with_variants(self, x: Tensor, active: list[str], variant_kwargs: dict[str, Any]) -> Tensor:
         """DoRA and the like: PEFT's own forward of the variant, on the input that a branch of this base sees."""
         base = self.get_base_layer()
-        y = base(x)
-        dtype, x = y.dtype, base.lora_input(x)
+        y, x = base.forward_with_lora_input(x)
+        dtype = y.dtype
         for name in active:
             if name in self.lora_variant:
                 cast = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
@@ -131,8 +131,7 @@ class FrozenLoraLinear(PeftLoraLinear):
         """Rows of one batch through different adapters (inference); ``"__base__"`` is none."""
         base = self.get_base_layer()
         variant_kwargs = {key: kwargs.pop(key, None) for key in VARIANT_KWARG_KEYS}
-        y = base(x)
-        x = base.lora_input(x)
+        y, x = base.forward_with_lora_input(x)
         offsets = variant_kwargs.get("alora_offsets")
         for name in dict.fromkeys(adapter_names):
             if name == "__base__" or name not in self.lora_A:

@@ -16,7 +16,7 @@ What to know before changing a line:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -218,7 +218,7 @@ def matmul(
         values: sum_t D(x_t), if the caller has it in ``dtype`` without rounding (one term, or FP32).
     """
     if w.codes.is_cuda:
-        return _matmul_cuda(terms, w, bias, dtype, values)
+        return matmul_cuda(terms, w, bias, dtype, values)
     operand = cpu_operand(dtype) if len(terms) == 1 and bias is None else torch.float32
     x = values.to(operand) if values is not None else sum(dequantize(t, operand) for t in terms)
     wd = dequantize(w, operand)
@@ -226,9 +226,15 @@ def matmul(
     return (x @ wd.T if bias is None else torch.addmm(bias.to(operand), x, wd.T)).to(dtype)
 
 
-def _matmul_cuda(
-    terms: list[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, values: Tensor | None
+def matmul_cuda(
+    terms: list[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None,
+    dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor] = dequantize,
 ) -> Tensor:
+    """:func:`matmul` on a GPU without FP4 tensor cores: BF16 products with FP32 results. ``dequantize`` may be a kernel."""
     wd = dequantize(w, torch.bfloat16).T
     with full_precision_sums():
         if len(terms) == 1:

@@ -102,6 +102,10 @@ class FrozenLinear(nn.Linear):
         """What a LoRA branch sees of input x: x itself, unless the backend quantises activations."""
         return x
 
+    def forward_with_lora_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``forward(x)`` and ``lora_input(x)``, sharing what they share."""
+        return self(x), self.lora_input(x)
+
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         """``forward(x)`` plus plain LoRA branches, x (..., in_features) -> (..., out_features)."""
         x = autocast_input(x)

@@ -161,50 +161,55 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.set_centre(self._centre)
 
     def lora_input(self, x: Tensor) -> Tensor:
+        return self.forward_with_lora_input(x)[1]
+
+    def forward_with_lora_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         key, x = x, autocast_input(x)
-        x2 = x.reshape(-1, self.in_features)
+        x2 = self._flat(x)
         with no_autocast(x):
             shared = self._quantized_input(key, x2)
-            return x if shared.exact else StraightThrough.apply(x, self._values(shared, x2))
+            y = self._product(x2, shared, ())
+            seen = x if shared.exact else StraightThrough.apply(x, self._values(shared, x2))
+        return y.view(*x.shape[:-1], self.out_features), seen
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora_forward(x, ())
 
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         key, x = x, autocast_input(x)  # autocast makes a new tensor for every reader: what they share is x as it came
+        x2 = self._flat(x)
+        with no_autocast(x):
+            y = self._product(x2, self._quantized_input(key, x2), branches)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _flat(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise ValueError(f"the input's last dimension must be {self.in_features}, got shape {tuple(x.shape)}")
-        spec = LinearSpec(
-            self.in_features,
-            self.out_features,
-            self.options.terms,
-            self.options.gradients,
-            tuple(b.scaling for b in branches),
-            tuple(b.dropout for b in branches),
+        return x.reshape(-1, self.in_features)
+
+    def _product(self, x2: Tensor, shared: QuantizedInput, branches: Sequence[Branch]) -> Tensor:
+        """(M, out_features): the frozen product and the branches, for x2 (M, in_features) with x~ in ``shared``."""
+        options = self.options
+        scalings, dropouts = tuple(b.scaling for b in branches), tuple(b.dropout for b in branches)
+        spec = LinearSpec(self.in_features, self.out_features, options.terms, options.gradients, scalings, dropouts)
+        xd = x2.detach() if shared.exact else self._values(shared, x2) if branches else shared.values
+        flat = [t for part in shared.parts for t in part[:3]]
+        flat += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
+        # not only with autograd on: reentrant checkpointing draws its first seeds without, and must draw the same number
+        sr_seed = draw_seed() if options.gradients == "nvfp4_sr" else None
+        back = self.backward_layout
+        return NVFP4LoraLinear.apply(
+            x2,
+            xd,
+            self.bias,
+            self._centre,
+            None if self.output_centre is None else self.output_centre.view(torch.float32),
+            *self.forward_layout[:3],
+            *(back[:3] if back is not None else (None, None, None)),
+            sr_seed,
+            spec,
+            *flat,
         )
-        x2 = x.reshape(-1, self.in_features)
-        with no_autocast(x):
-            shared = self._quantized_input(key, x2)
-            xd = x2.detach() if shared.exact else self._values(shared, x2) if branches else shared.values
-            flat = [t for part in shared.parts for t in part[:3]]
-            flat += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
-            # not only with autograd on: reentrant checkpointing draws its first seeds without, and must draw the same number
-            sr_seed = draw_seed() if self.options.gradients == "nvfp4_sr" else None
-            back = self.backward_layout
-            out = None if self.output_centre is None else self.output_centre.view(torch.float32)
-            y = NVFP4LoraLinear.apply(
-                x2,
-                xd,
-                self.bias,
-                self._centre,
-                out,
-                *self.forward_layout[:3],
-                *(back[:3] if back is not None else (None, None, None)),
-                sr_seed,
-                spec,
-                *flat,
-            )
-        return y.view(*x.shape[:-1], self.out_features)
 
     def _quantized_input(self, key: Tensor, x2: Tensor) -> QuantizedInput:
         """x~ of the tensor that the layer was called with (x2 is the same, cast and flattened): from whoever quantised it before,

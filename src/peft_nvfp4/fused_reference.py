@@ -1,0 +1,236 @@
+"""The fused producers in plain PyTorch: what the kernels in :mod:`peft_nvfp4.kernels` must reproduce bit for bit.
+
+A *producer* makes the input of frozen linears and quantises it on the way: an RMSNorm (with the residual addition before it)
+or the product ``act(gate) * up`` of a gated MLP. Quantisation itself is :mod:`peft_nvfp4.reference`; this file adds what lies
+around it and settles, once, the order of every floating-point operation:
+
+* All arithmetic is FP32, each operation rounded on its own (no fused multiply-add). Results that leave in BF16 are rounded
+  once, and what is quantised is the rounded value: the codes are those of the un-fused module followed by ``quantize``.
+* A mean over a row is independent of the order of its terms (:func:`row_sum`): blocks of 16 are summed by halving in FP32,
+  the block sums then as 64-bit integers on a scale set by the largest. That is exact addition, so threads may share the work
+  as they like, and it is more accurate than any FP32 order.
+* The square root and the divisions are IEEE-rounded (:func:`reciprocal` says why it clears a bit). The exponential is a
+  polynomial of its own (:func:`sigmoid`): ``exp`` of a CPU, of CUDA and of Triton differ in the last bits, then codes would too.
+
+Compared with transformers: ``LlamaRMSNorm`` differs only by the last bit of its FP32 mean and rsqrt, so that about one y in
+10^4 is rounded to the other BF16 neighbour. ``act(gate) * up`` is rounded once here, twice there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import reference
+from .formats import ACTIVATION, BLOCK, GRADIENT, QuantizedMatrix, padded_k
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+GAMMA_RANGE = (2.0**-14, 2.0**64)
+"""Outside this range of a norm's |weight|, the channel's share of the backward's correction term is dropped: D(y) / weight would
+be noise."""
+
+# ---------------------------------------------------------------------------------------------- terms
+
+
+def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> list[QuantizedMatrix]:
+    """x (M, K) as one or two NVFP4 terms with a global scale per row; the second quantises what the first left over."""
+    if centre is not None:
+        x = x.float() - centre
+    parts = [reference.quantize(x, ACTIVATION)]
+    if terms == 2:
+        parts.append(reference.quantize(x.float() - reference.dequantize(parts[0]), ACTIVATION))
+    return parts
+
+
+def dequantize_terms(parts: Sequence[QuantizedMatrix], centre: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of the terms and the centre (K,), in FP32 and in this order, rounded once to ``dtype``."""
+    total = reference.dequantize(parts[0])
+    for part in parts[1:]:
+        total = total + reference.dequantize(part)
+    return (total if centre is None else total + centre).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------- order-free sums
+
+FIXED_POINT_BITS = 46
+"""Fraction bits below the leading bit of the largest block sum: 2**14 blocks (K up to 262,144) fit in 63 bits."""
+
+_EXPONENT_RANGE = (48, 254)  # biased; below 2**-79 the resolution stays at 2**-125 so that both factors are normal numbers
+
+
+def row_sum(values: Tensor) -> Tensor:
+    """Sum of every row of (M, K) float32, the same for any order of adding. A row with Inf or NaN gives the larger of them."""
+    rows, k = values.shape
+    v = F.pad(values, (0, padded_k(k) - k)).view(rows, -1, BLOCK)
+    while v.shape[-1] > 1:
+        half = v.shape[-1] // 2
+        v = v[..., :half] + v[..., half:]
+    partial = v[..., 0]
+    largest = (partial.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # magnitudes compare like their bits, NaN last
+    finite = largest < 0x7F800000
+    exponent = (largest >> 23).clamp(*_EXPONENT_RANGE)
+    up = ((254 + FIXED_POINT_BITS - exponent) << 23).view(torch.float32)
+    down = ((exponent - FIXED_POINT_BITS) << 23).view(torch.float32)
+    fixed = (torch.where(finite, partial, 0.0) * up).to(torch.int64).sum(-1, keepdim=True)
+    return torch.where(finite, fixed.float() * down, largest.view(torch.float32))[:, 0]
+
+
+def reciprocal(d: Tensor) -> Tensor:
+    """1 / d, IEEE-rounded, of d with its last bit cleared. A kernel gets that from an approximate reciprocal and two Newton steps
+    (7 instructions instead of 20), correctly for every mantissa except the one of 24 ones: checked over all of them."""
+    return 1.0 / (d.view(torch.int32) & -2).view(torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------- RMSNorm
+
+
+class NormOutput(NamedTuple):
+    parts: list[QuantizedMatrix]  # one or two terms of y - centre, each (M, d)
+    y: Tensor  # (M, d), D(y~) in x's dtype: the sum of the terms and the centre, rounded once
+    rstd: Tensor  # (M,) float32
+    residual: Tensor | None  # (M, d) x + residual in x's dtype, where a residual was given
+
+
+def norm_weight(gamma: Tensor, plus_one: bool) -> Tensor:
+    """The factor per channel, FP32: gamma, or 1 + gamma (Gemma)."""
+    return 1.0 + gamma.float() if plus_one else gamma.float()
+
+
+def rmsnorm(x: Tensor, gamma: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    """(y in x's dtype, rstd (M,)). Rounding as in transformers: Llama rounds x * rstd to x's dtype before multiplying by gamma,
+    Gemma (``plus_one``) multiplies by 1 + gamma in FP32."""
+    xf = x.float()
+    variance = row_sum(xf * xf) * (1.0 / x.shape[1])
+    rstd = reciprocal((variance + eps).double().sqrt().float())  # torch's FP32 root on a CPU is off by an ulp in 16 % of cases
+    normed = xf * rstd[:, None]
+    if not plus_one:
+        normed = normed.to(x.dtype).float()
+    return (norm_weight(gamma, plus_one) * normed).to(x.dtype), rstd
+
+
+def rmsnorm_quantize(
+    x: Tensor, residual: Tensor | None, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int
+) -> NormOutput:
+    """RMSNorm of x (+ residual), quantised: x, residual (M, d), gamma (d,), centre (d,) float32."""
+    if residual is not None:
+        residual = x = x + residual
+    y, rstd = rmsnorm(x, gamma, eps, plus_one)
+    parts = quantize_terms(y, centre, terms)
+    return NormOutput(parts, dequantize_terms(parts, centre, x.dtype), rstd, residual)
+
+
+def rmsnorm_backward(
+    dy: Tensor,
+    parts: Sequence[QuantizedMatrix],
+    centre: Tensor | None,
+    gamma: Tensor,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    plus_one: bool,
+) -> Tensor:
+    """Gradient of the norm's input from the codes of its output.
+
+    With x^ = x * rstd and y = w * x^ (w the weight): dx = rstd * (w * dy - x^ * mean(w * dy * x^)). Only y is kept, as
+    D = D(y~), so x^ = D / w, and w cancels in the mean: c = mean(dy * D), dx = rstd * (w * dy - (D / w) * c). The correction
+    is about 1/sqrt(d) of dx, so the 4-bit error in it hardly matters. ``residual_grad`` (M, d), the gradient that arrives
+    around the norm, is added before the one rounding.
+    """
+    w = norm_weight(gamma, plus_one)
+    usable = (w.abs() >= GAMMA_RANGE[0]) & (w.abs() <= GAMMA_RANGE[1])
+    inverse = torch.where(usable, reciprocal(w), 0.0)
+    d = dequantize_terms(parts, centre, torch.float32)
+    g = dy.float()
+    c = row_sum(g * d) * (1.0 / dy.shape[1])
+    dx = rstd[:, None] * (w * g - (d * inverse) * c[:, None])
+    return (dx if residual_grad is None else dx + residual_grad.float()).to(dy.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- act(gate) * up
+
+LOG2E = 1.4426950408889634
+EXP2_COEFFICIENTS = (0.009582852013409138, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163)
+"""2**f on [-1/2, 1/2] as 1 + f * (...), highest power first: minimax, relative error 3e-6 (BF16's is 4e-3)."""
+EXP2_MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which then stands in the low bits
+EXP2_LIMIT = 125.0
+
+GELU_C0 = 1.5957691216057308  # 2 * sqrt(2 / pi)
+GELU_C1 = 0.07135481282553446  # GELU_C0 * 0.044715
+
+
+def sigmoid(z: Tensor) -> Tensor:
+    """1 / (1 + exp(-z)), FP32, from additions, multiplications and one division alone."""
+    t = (z * -LOG2E).clamp(-EXP2_LIMIT, EXP2_LIMIT)
+    magic = t + EXP2_MAGIC
+    f = t - (magic - EXP2_MAGIC)
+    p = torch.full_like(f, EXP2_COEFFICIENTS[0])
+    for c in (*EXP2_COEFFICIENTS[1:], 1.0):
+        p = p * f + c
+    exponent = magic.view(torch.int32) << 23  # the integer; the bits of EXP2_MAGIC itself leave at the top
+    return reciprocal((p.view(torch.int32) + exponent).view(torch.float32) + 1.0)
+
+
+def _gate(g: Tensor, act: str) -> tuple[Tensor, Tensor | float]:
+    """(sigma, slope) with act(g) = g * sigma(k(g)) and slope = k'(g). silu: k = g; gelu_tanh: k = 2 sqrt(2/pi) (g + .044715 g^3),
+    since (1 + tanh(k / 2)) / 2 = sigma(k)."""
+    if act == "silu":
+        return sigmoid(g), 1.0
+    square = g * g
+    return sigmoid(g * (square * GELU_C1 + GELU_C0)), square * (3.0 * GELU_C1) + GELU_C0
+
+
+class GatedOutput(NamedTuple):
+    parts: list[QuantizedMatrix]  # terms of h - centre, each (M, f)
+    h: Tensor  # (M, f), D(h~) in gate's dtype
+    gate: QuantizedMatrix  # kept for backward, one term
+    up: QuantizedMatrix
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int) -> GatedOutput:
+    """h = act(gate) * up, rounded once to gate's dtype and quantised, with the copies of gate and up that backward needs."""
+    g = gate.float()
+    sigma, _ = _gate(g, act)
+    parts = quantize_terms(((g * sigma) * up.float()).to(gate.dtype), centre, terms)
+    h = dequantize_terms(parts, centre, gate.dtype)
+    return GatedOutput(parts, h, reference.quantize(gate, ACTIVATION), reference.quantize(up, ACTIVATION))
+
+
+class GatedGrads(NamedTuple):
+    dgate: Tensor  # (M, f) in dh's dtype
+    dup: Tensor
+    quantized: list[QuantizedMatrix]  # of dgate and dup, where asked for
+    parts: list[QuantizedMatrix]  # terms of the recomputed h, where asked for
+
+
+def silu_mul_backward(
+    dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, centre: Tensor | None, act: str, quantize: bool, recompute_terms: int
+) -> GatedGrads:
+    """Gradients of gate and up from their codes.
+
+    With a = act(g) = g * s, s = sigma(k(g)): da/dg = s + g * s * (1 - s) * k'(g) = s * (1 + g * (1 - s) * k'(g)), so
+    dup = dh * a and dgate = dh * u * da/dg.
+
+    Args:
+        quantize: also return both gradients in NVFP4 (rows, to nearest): they are the dy of the gate and up projections.
+        recompute_terms: 1 or 2 to make h~ anew from D(gate) and D(up) instead of having kept it; 0 not to.
+    """
+    g, u, d = reference.dequantize(gate), reference.dequantize(up), dh.float()
+    sigma, slope = _gate(g, act)
+    a = g * sigma
+    dgate = ((d * u) * (sigma * ((g * (1.0 - sigma)) * slope + 1.0))).to(dh.dtype)
+    dup = (d * a).to(dh.dtype)
+    quantized = [reference.quantize(t, GRADIENT) for t in (dgate, dup)] if quantize else []
+    parts = quantize_terms((a * u).to(dh.dtype), centre, recompute_terms) if recompute_terms else []
+    return GatedGrads(dgate, dup, quantized, parts)
+
+
+# ---------------------------------------------------------------------------------------------- dropout
+
+
+def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    """x times :func:`peft_nvfp4.reference.dropout_mask`, in x's dtype."""
+    return x * reference.dropout_mask(tuple(x.shape), p, seed, x.device, x.dtype)

@@ -1,0 +1,188 @@
+"""Which implementation of an operator runs, and why: the one place of the package that looks at hardware.
+
+:func:`load` gives every operator that has a Triton kernel an implementation for CUDA tensors. That is a table entry: Triton is
+imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
+:func:`status` says per operator what runs and, where it is the plain-PyTorch reference, why. The two compute the same bits; the
+environment variable ``PEFT_NVFP4_KERNELS=reference`` (read by :func:`load`) forces the reference.
+
+>>> print(kernels.status())
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .. import fused_ops, ops, reference
+from ..formats import QuantizedMatrix
+
+VARIABLE = "PEFT_NVFP4_KERNELS"
+CAPABILITY = (8, 0)
+"""Oldest GPU the kernels are written for (BF16 and FP16 pair arithmetic)."""
+WIDEST_ROW = 32768
+"""Kernels that hold a row in one program leave wider rows to the reference."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Triton implementation: ``function`` of ``peft_nvfp4.kernels.triton_<module>``, for arguments that ``check`` accepts.
+    ``whole_row``: its first argument is a matrix whose rows must fit in one program."""
+
+    module: str
+    function: str
+    check: Callable
+    reference: Callable
+    whole_row: bool = False
+
+
+def _fused(module: str, function: str, whole_row: bool = True) -> Kernel:
+    return Kernel(module, function, *fused_ops.OPERATORS[function], whole_row)
+
+
+KERNELS = {
+    "quantize": Kernel("quantize", "quantize", ops._check_quantize, ops._quantize),
+    "quantize_terms": _fused("quantize", "quantize_terms"),
+    "dequantize": Kernel("dequantize", "dequantize", ops._check_dequantize, ops._dequantize),
+    "dequantize_terms": _fused("dequantize", "dequantize_terms", whole_row=False),
+    "transpose_requantize": Kernel(
+        "transpose",
+        "transpose_requantize",
+        lambda codes, scales, gscale, k, rule: ops._check_packed("transpose_requantize", codes, scales, gscale, k),
+        ops._transpose_requantize,
+    ),
+    "rmsnorm_quantize": _fused("norm", "rmsnorm_quantize"),
+    "rmsnorm_backward": _fused("norm", "rmsnorm_backward"),
+    "silu_mul_quantize": _fused("mlp", "silu_mul_quantize"),
+    "silu_mul_backward": _fused("mlp", "silu_mul_backward"),
+    "dropout": _fused("random", "dropout", whole_row=False),
+    "dropout_mask": Kernel("random", "dropout_mask", ops._check_dropout_mask, ops._dropout_mask),
+}
+
+PLAIN = {
+    "matmul": "dequantise, then the BF16 GEMM of PyTorch: exact products",
+    "pack": "no kernel, not in a training step",
+    "unpack": "no kernel, not in a training step",
+    "swizzle_scales": "no kernel, once per weight",
+    "unswizzle_scales": "no kernel, once per weight",
+}
+"""Operators that are plain PyTorch everywhere, and why."""
+
+_loaded: str | None = None  # None before load(), then "" or the reason why no kernel was registered
+
+
+# ---------------------------------------------------------------------------------------------- choosing
+
+
+@cache
+def _obstacle() -> str:
+    """Why the Triton kernels cannot run on this machine's GPU; empty if they can. Imports Triton and asks the driver."""
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        return f"needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, this GPU has {capability[0]}.{capability[1]}"
+    try:
+        importlib.import_module(f"{__name__}.triton_blocks")
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return ""
+
+
+@cache
+def implementation(name: str) -> Callable:
+    """The Triton implementation of an operator with its argument check, whether or not this machine can run it."""
+    kernel = KERNELS[name]
+    function = getattr(importlib.import_module(f"{__name__}.triton_{kernel.module}"), kernel.function)
+
+    def run(*args):
+        kernel.check(*args)
+        if kernel.whole_row and not 0 < args[0].shape[1] <= WIDEST_ROW:
+            return kernel.reference(*args)
+        return function(*args)
+
+    return run
+
+
+def _on_cuda(name: str) -> Callable:
+    """What is registered for CUDA tensors: decides at the first call."""
+
+    def call(*args):
+        return (KERNELS[name].reference if _obstacle() else implementation(name))(*args)
+
+    return call
+
+
+def _emulated_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype):
+    """The product on a GPU without FP4 tensor cores: dequantise with the kernel, then PyTorch's BF16 GEMM."""
+    ops._check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype)
+    terms = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(x_codes, x_scales, x_gscale)]
+    w = QuantizedMatrix(w_codes, w_scales, w_gscale, k)
+    return reference.matmul_cuda(terms, w, bias, dtype, values, ops.dequantize)
+
+
+def load() -> None:
+    """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing.
+
+    Raises:
+        ValueError: ``PEFT_NVFP4_KERNELS`` has an unknown value.
+    """
+    global _loaded
+    if _loaded is not None:
+        return
+    choice = os.environ.get(VARIABLE, "").strip().lower()
+    if choice not in ("", "auto", "reference"):
+        raise ValueError(f"{VARIABLE}={choice!r}: choose 'auto' (or unset it) or 'reference'")
+    if choice == "reference":
+        _loaded = f"{VARIABLE}=reference"
+    elif importlib.util.find_spec("triton") is None:
+        _loaded = "Triton is not installed (pip install triton)"
+    else:
+        _loaded = ""
+        for name in KERNELS:
+            ops.register_kernel(name, "cuda", _on_cuda(name))
+        ops.register_kernel("matmul", "cuda", _emulated_matmul)
+
+
+# ---------------------------------------------------------------------------------------------- reporting
+
+
+@dataclass(frozen=True)
+class OperatorStatus:
+    """One line of :func:`status`."""
+
+    operator: str
+    implementation: str  # "triton" or "reference"
+    device: str
+    note: str  # why not Triton, or its limits
+
+
+@dataclass(frozen=True)
+class Status:
+    """What runs where. Prints as a table."""
+
+    operators: tuple[OperatorStatus, ...]
+
+    def __str__(self) -> str:
+        rows = [("operator", "implementation", "device", "note")]
+        rows += [(o.operator, o.implementation, o.device, o.note) for o in self.operators]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
+
+
+def status() -> Status:
+    """Implementation of every operator on this machine. Asks the GPU driver and imports Triton if there is a GPU."""
+    if not torch.cuda.is_available():
+        device, reason = "cpu", "no CUDA device"
+    else:
+        device, reason = torch.cuda.get_device_name(), _loaded if _loaded is not None else "kernels.load() was not called"
+        reason = reason or _obstacle()
+    lines = []
+    for name, kernel in KERNELS.items():
+        limit = f"rows up to {WIDEST_ROW}, wider ones: reference" if kernel.whole_row else ""
+        lines.append(OperatorStatus(name, "reference" if reason else "triton", device, reason or limit))
+    lines += [OperatorStatus(name, "reference", device, note) for name, note in PLAIN.items()]
+    return Status(tuple(lines))

@@ -1,0 +1,163 @@
+"""Rounding to E2M1 in Triton, without a chain of seven comparisons.
+
+The code (0..7) of a magnitude q = |x| / (s g) is the nearest integer, ties to even, of the concave function
+min(2 q, q + 2, q / 2 + 4), capped at 7; adding 2**23 to an FP32 number (1024 to an FP16 one) rounds it to an integer in exactly
+that way, and the code stands in the low bits. What must be exact is the comparison of x with the midpoints, that is q there:
+
+* ``MODE == EXACT``: q0 = x r with r about 1 / (s g); the remainder x - q0 s g is exact in a fused multiply-add (s g has 4
+  significant bits), and q0 + remainder * r is the correctly rounded quotient. It equals a midpoint t only if x = s g t: otherwise
+  x differs from s g t by an ulp of x, which is more than half an ulp of q (mantissas: ulp ratio 2 m_t / m_x > 1).
+* ``MODE == FAST``: x has at most 8 significant bits (BF16). Then x / (s g) differs from a midpoint by 1/256 of it or not at all,
+  and rounding x r to FP16 (11 bits) gives the midpoint exactly where it should. The rest runs on pairs of FP16 numbers, half the
+  instructions. It needs values that *are* BF16: BF16 inputs, and what a first term left of them (x - D(x) fits 8 bits: either
+  D(x) = 0, or D(x) is within a factor 2 of x).
+* ``MODE == PAIR``: FAST in inline PTX on (even k, odd k) pairs. LLVM finds the pairs of FAST by itself only sometimes.
+* ``MODE == CONVERT`` (SM100 and later): EXACT's quotient through the FP4 conversion instruction. Not run yet.
+
+No result depends on the last bits of r, on the order of lanes, or on contraction (compile with ``enable_fp_fusion=False``).
+"""
+
+import triton
+import triton.language as tl
+
+from . import triton_tables
+
+EXACT = tl.constexpr(triton_tables.EXACT)
+FAST = tl.constexpr(triton_tables.FAST)
+PAIR = tl.constexpr(triton_tables.PAIR)
+CONVERT = tl.constexpr(triton_tables.CONVERT)
+
+TWO23: tl.constexpr = tl.constexpr(8388608.0)
+
+
+@triton.jit
+def _fp16(like, value: tl.constexpr):
+    return tl.full(like.shape, value, tl.float16)
+
+
+@triton.jit
+def quotient(x, sg, r):
+    """x / sg, correctly rounded where it matters (see the module's docstring), from r about 1 / sg; NaN if x r overflows."""
+    q = x * r
+    return tl.fma(tl.fma(q, sg * -1.0, x), r, q)
+
+
+@triton.jit
+def round_e2m1(x, sg, r, ok, MODE: tl.constexpr):
+    """Round x (NB, 8) to the grid under the scale sg and its approximate reciprocal r, both (NB, 1).
+
+    Returns (nibble, grid value in FP32). Where not ok (NB, 1), both are 0: the cap of the magnitude does that at no cost. The
+    nibble stands in the low 4 bits of an int32, under FAST of an FP16 number in 1024..1039.
+    """
+    if MODE == FAST:
+        q = (x * r).to(tl.float16)
+        sign = q.to(tl.int16, bitcast=True) & tl.where(ok, -32768, 0).to(tl.int16)
+        q = tl.abs(q)
+        n = tl.minimum(tl.fma(q, _fp16(q, 2.0), _fp16(q, 1028.0)), q + _fp16(q, 1030.0))
+        cap = tl.where(ok, 1035.0, 1028.0).to(tl.float16)
+        n = tl.minimum(n, tl.minimum(tl.fma(q, _fp16(q, 0.5), _fp16(q, 1032.0)), cap))  # 1028 + code
+        grid = tl.maximum(tl.fma(n, _fp16(q, 0.5), _fp16(q, -514.0)), n - _fp16(q, 1030.0))
+        grid = tl.maximum(grid, tl.fma(n, _fp16(q, 2.0), _fp16(q, -2064.0)))  # max(c / 2, c - 2, 2 c - 8)
+        grid = (grid.to(tl.int16, bitcast=True) | sign).to(tl.float16, bitcast=True)
+        four = (sign | 0x4400).to(tl.float16, bitcast=True)  # +4 or -4: 1028 + code - four = 1024 + code + (0 or 8)
+        return n - four, grid.to(tl.float32)
+    else:
+        q = quotient(tl.abs(x), sg, r)
+        n = tl.minimum(tl.fma(q, 2.0, TWO23), q + (TWO23 + 2.0))
+        cap = tl.where(ok, TWO23 + 7.0, TWO23)
+        n = tl.minimum(n, tl.minimum(tl.fma(q, 0.5, TWO23 + 4.0), cap))
+        sign = (x.to(tl.int32, bitcast=True) >> 28) & tl.where(ok, 8, 0)
+        nibble = n.to(tl.int32, bitcast=True) | sign
+        return nibble, decode_e2m1(nibble)
+
+
+@triton.jit
+def decode_e2m1(nibble):
+    """FP32 value of a code 0..15 (int32): exponent and mantissa bits moved to FP32's, whose subnormals are E2M1's at 2**-126."""
+    bits = ((nibble & 8) << 28) | ((nibble & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+
+
+@triton.jit
+def pack_nibbles(lo, hi, MODE: tl.constexpr):
+    """Bytes (uint8) of the nibbles of even and odd k, as round_e2m1 returns them."""
+    if MODE == FAST:
+        byte = tl.fma(hi - _fp16(hi, 1024.0), _fp16(hi, 16.0), lo)
+        return byte.to(tl.int16, bitcast=True).to(tl.uint8)
+    else:
+        return (lo | (hi << 4)).to(tl.uint8)
+
+
+@triton.jit
+def round_pairs(lo, hi, ok):
+    """round_e2m1's FAST and pack_nibbles in inline PTX, from the quotients: (byte int32, grid values lo and hi in FP32)."""
+    sign_mask = tl.where(ok, -2147450880, 0)  # 0x80008000
+    cap = tl.where(ok, 0x640B640B, 0x64046404)  # 1028 + 7 or 1028
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 q, sign, a, b, n, w, grid, two, half;
+        .reg .b16 l, h;
+        cvt.rn.f16x2.f32 q, $4, $3;
+        and.b32 sign, q, $5;
+        and.b32 q, q, 0x7FFF7FFF;
+        mov.b32 two, 0x40004000;
+        mov.b32 half, 0x38003800;
+        mov.b32 a, 0x64046404;
+        fma.rn.f16x2 n, q, two, a;
+        mov.b32 a, 0x64066406;
+        add.rn.f16x2 b, q, a;
+        min.f16x2 n, n, b;
+        mov.b32 a, 0x64086408;
+        fma.rn.f16x2 b, q, half, a;
+        min.f16x2 n, n, b;
+        min.f16x2 n, n, $6;
+        or.b32 w, sign, 0x44004400;
+        sub.rn.f16x2 w, n, w;
+        shr.u32 a, w, 12;
+        lop3.b32 $0, a, w, 0xF0, 0xE4;
+        mov.b32 a, 0xE004E004;
+        fma.rn.f16x2 grid, n, half, a;
+        mov.b32 a, 0xE406E406;
+        add.rn.f16x2 b, n, a;
+        max.f16x2 grid, grid, b;
+        mov.b32 a, 0xE808E808;
+        fma.rn.f16x2 b, n, two, a;
+        max.f16x2 grid, grid, b;
+        or.b32 grid, grid, sign;
+        mov.b32 {l, h}, grid;
+        cvt.f32.f16 $1, l;
+        cvt.f32.f16 $2, h;
+        }""",
+        "=r,=f,=f,f,f,r,r",
+        [lo, hi, sign_mask, cap],
+        dtype=(tl.int32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def round_to(lo, hi, dtype: tl.constexpr, MODE: tl.constexpr):
+    """(lo, hi) rounded to ``dtype``, in FP32 again. In PTX under PAIR: after long arithmetic the compiler converts one by one, at
+    a quarter of the speed. (After short arithmetic it does better on its own, by multiplying in BF16 pairs.)"""
+    if MODE == PAIR:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000; }", "=f,=f,f,f", [lo, hi],
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def convert_pairs(lo, hi, sg, r, ok):
+    """Bytes (int32) of two FP32 tensors by the SM100+ instruction: to nearest even, saturating; lo goes to the low nibble."""
+    lo_q = tl.minimum(tl.maximum(lo * r, -16.0), 16.0)  # far beyond the grid x r may overflow, and Inf - Inf is NaN
+    hi_q = tl.minimum(tl.maximum(hi * r, -16.0), 16.0)
+    lo = tl.fma(tl.fma(lo_q, sg * -1.0, lo), r, lo_q)
+    hi = tl.fma(tl.fma(hi_q, sg * -1.0, hi), r, hi_q)
+    byte = tl.inline_asm_elementwise(
+        "{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, $2, $1; cvt.u32.u8 $0, t; }", "=r,f,f", [lo, hi],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.where(ok, byte, 0)

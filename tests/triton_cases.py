@@ -1,0 +1,260 @@
+"""What the Triton kernels are checked on: operators with arguments, and the comparison of a kernel with its reference.
+
+A *case* is an operator with arguments. Its kernel and its plain-PyTorch reference get the same ones on the same device, and all
+outputs must agree in every bit (any NaN equals any NaN). Used by test_triton.py and by ``benchmarks/bench_ops.py --check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from _assertions import DISTRIBUTIONS, SEED, sample
+from torch import Tensor
+
+from peft_nvfp4 import fused_reference, kernels, reference
+from peft_nvfp4.formats import ACTIVATION, NVFP4Format
+
+GROUPS = ("quantize", "terms", "dequantize", "transpose", "norm", "mlp", "random")
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+
+
+class Case(NamedTuple):
+    group: str
+    operator: str
+    label: str
+    make: Callable[[], tuple]  # arguments of the operator, on the CPU
+
+
+# ---------------------------------------------------------------------------------------------- inputs
+
+
+def awkward(rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    """One row or more of every distribution of tests/_assertions.py, and rows that the fast paths could get wrong: blocks whose
+    scale rounds to zero and holds -0.0, saturating and barely scaled blocks, all ties of all scales in BF16."""
+    names = list(DISTRIBUTIONS)
+    each = -(-rows // (len(names) + 2))
+    x = [sample(name, each, k).float() for name in names]
+    generator = torch.Generator().manual_seed(rows * 1000 + k)
+    tiny = torch.randn(each, k, generator=generator) * 2e-4
+    tiny[:, ::3] = -0.0
+    tiny[:, : k // 2 : 16] = 900.0
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 9.0])
+    ties = (
+        ties[torch.randint(0, 10, (each, k), generator=generator)]
+        * torch.tensor([1.0, 1.125, 1.25, 1.875]).repeat(each, k)[:, :k]
+    )
+    x = torch.cat([*x, tiny, ties * torch.randint(-1, 2, (each, k), generator=generator)])
+    return x[torch.randperm(len(x), generator=generator)[:rows]].to(dtype)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = FP32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def weight_of_norm(k: int, dtype: torch.dtype) -> Tensor:
+    """Includes zero, tiny, negative and large channels."""
+    gamma = normal(k, seed=5)
+    gamma[:: max(k // 7, 1)] = 0.0
+    gamma[1 :: max(k // 5, 1)] = 1e-6
+    gamma[2 :: max(k // 3, 1)] = 300.0
+    return gamma.to(dtype)
+
+
+def quantized(x: Tensor, terms: int = 1) -> list:
+    return fused_reference.quantize_terms(x, None, terms)
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def _quantize_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    def make(k, dtype, rule, per_row, stochastic=False, given=None):
+        seed = torch.tensor(SEED) if stochastic else None
+        return awkward(rows, k, dtype), given, seed, rule, per_row, stochastic
+
+    one = torch.tensor([2.0**-9])
+    for k in widths:
+        for dtype in (BF16, FP32, FP16):
+            if k == widths[-1] or dtype == BF16:
+                name = f"{str(dtype)[6:]} K={k}"
+                yield Case("quantize", "quantize", f"max6 row {name}", lambda k=k, d=dtype: make(k, d, "max6", True))
+                yield Case(
+                    "quantize", "quantize", f"max6 given {name}", lambda k=k, d=dtype: make(k, d, "max6", False, False, one)
+                )
+    k = widths[-1]
+    for dtype in (BF16, FP32):
+        for rule, per_row in (("four_over_six", False), ("four_over_six", True), ("max6", False), ("mse", False)):
+            label = f"{rule} {'row' if per_row else 'tensor'} {str(dtype)[6:]} K={k}"
+            yield Case("quantize", "quantize", label, lambda r=rule, p=per_row, d=dtype: make(k, d, r, p))
+        for per_row in (True, False):
+            label = f"stochastic {'row' if per_row else 'tensor'} {str(dtype)[6:]} K={k}"
+            yield Case("quantize", "quantize", label, lambda p=per_row, d=dtype: make(k, d, "max6", p, True))
+    rows_given = lambda: torch.exp2(torch.arange(rows).float() % 7 - 9)  # noqa: E731
+    yield Case("quantize", "quantize", f"max6 given per row K={k}", lambda: make(k, BF16, "max6", True, False, rows_given()))
+
+
+def _terms_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    def make(k, dtype, terms, centred):
+        return awkward(rows, k, dtype), normal(k, seed=3) if centred else None, terms
+
+    for k in widths:
+        for dtype, terms, centred in ((BF16, 1, False), (BF16, 2, False), (BF16, 2, True), (FP32, 2, False)):
+            if k == widths[-1] or dtype == BF16 and not centred:
+                label = f"{terms} term(s){' centred' if centred else ''} {str(dtype)[6:]} K={k}"
+                yield Case("terms", "quantize_terms", label, lambda a=(k, dtype, terms, centred): make(*a))
+
+
+def _dequantize_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    def one(k, dtype, rule="max6", scale="row"):
+        q = reference.quantize(awkward(rows, k, FP32), NVFP4Format(rule, scale))
+        return *q, dtype
+
+    def two(k, dtype, terms, centred):
+        parts = quantized(awkward(rows, k, FP32), terms)
+        lists = ([p[i] for p in parts] for i in range(3))
+        return *lists, normal(k, seed=3) if centred else None, k, dtype
+
+    for k in widths:
+        for dtype in (BF16, FP32, FP16):
+            if k == widths[-1] or dtype == BF16:
+                yield Case("dequantize", "dequantize", f"{str(dtype)[6:]} K={k}", lambda a=(k, dtype): one(*a))
+        yield Case("dequantize", "dequantize_terms", f"2 terms centred K={k}", lambda k=k: two(k, BF16, 2, True))
+    yield Case("dequantize", "dequantize", f"tensor scale K={k}", lambda: one(k, BF16, "mse", "tensor"))
+    yield Case("dequantize", "dequantize_terms", f"2 terms K={k}", lambda: two(k, BF16, 2, False))
+
+
+def _transpose_cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
+    def make(n, k, scale, rule):
+        fmt = NVFP4Format("max6", scale)
+        return *reference.quantize(awkward(n, k, FP32), fmt), rule
+
+    for i, (n, k) in enumerate(shapes):
+        for rule in ("four_over_six", "max6") if i == 0 else ("four_over_six",):
+            for scale in ("tensor", "row") if i == 0 else ("tensor",):
+                yield Case("transpose", "transpose_requantize", f"{rule} {scale} {n}x{k}", lambda a=(n, k, scale, rule): make(*a))
+
+
+def _norm_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    def forward(k, dtype, residual, plus_one, terms, centred):
+        x = awkward(rows, k, dtype)
+        r = normal(rows, k, seed=1, dtype=dtype) if residual else None
+        gamma = weight_of_norm(k, FP32 if plus_one else dtype)
+        return x, r, gamma, normal(k, seed=3) if centred else None, 1e-5, plus_one, terms
+
+    def backward(k, dtype, residual, plus_one, terms, centred):
+        x, r, gamma, centre, *rest = forward(k, dtype, residual, plus_one, terms, centred)
+        x = torch.where(x.isfinite(), x, 1.0).clamp(-1e4, 1e4)  # statistics as they are in training; dy stays awkward
+        out = fused_reference.rmsnorm_quantize(x, None, gamma, centre, *rest)
+        lists = ([p[i] for p in out.parts] for i in range(3))
+        return awkward(rows, k, dtype), *lists, centre, gamma, out.rstd, r, plus_one
+
+    for k in widths:
+        variants = (
+            (k, BF16, False, False, 1, False),
+            (k, BF16, True, False, 2, False),
+            (k, BF16, True, True, 2, True),
+            (k, FP32, True, False, 1, False),
+        )
+        for a in variants:
+            if k == widths[-1] or a[1] == BF16 and not a[5]:
+                names = "residual", "plus_one"
+                flags = " ".join([str(a[1])[6:], *(n for n, on in zip(names, a[2:4]) if on), f"{a[4]} term(s)"])
+                label = f"{flags}{' centred' if a[5] else ''} K={k}"
+                yield Case("norm", "rmsnorm_quantize", label, lambda a=a: forward(*a))
+                yield Case("norm", "rmsnorm_backward", label, lambda a=a: backward(*a))
+
+
+def _mlp_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    def forward(k, dtype, act, terms, centred):
+        return awkward(rows, k, dtype), normal(rows, k, seed=2, dtype=dtype), normal(k, seed=3) if centred else None, act, terms
+
+    def backward(k, dtype, act, quantize, recompute):
+        gate, up = (reference.quantize(t, ACTIVATION) for t in forward(k, FP32, act, 1, False)[:2])
+        return awkward(rows, k, dtype), *gate[:3], *up[:3], None, act, quantize, recompute
+
+    for k in widths:
+        variants = (
+            (k, BF16, "silu", 1, False),
+            (k, BF16, "gelu_tanh", 2, False),
+            (k, BF16, "silu", 2, True),
+            (k, FP32, "silu", 1, False),
+        )
+        for a in variants:
+            if k == widths[-1] or a[1:] == (BF16, "silu", 1, False):
+                label = f"{a[2]} {str(a[1])[6:]} {a[3]} term(s){' centred' if a[4] else ''} K={k}"
+                yield Case("mlp", "silu_mul_quantize", label, lambda a=a: forward(*a))
+        variants = (
+            (k, BF16, "silu", False, 0),
+            (k, BF16, "gelu_tanh", True, 2),
+            (k, BF16, "silu", True, 0),
+            (k, FP32, "silu", True, 1),
+        )
+        for a in variants:
+            if k == widths[-1] or a[1:] == (BF16, "silu", False, 0):
+                label = f"{a[2]} {str(a[1])[6:]}{' quantised' if a[3] else ''}{' recompute' if a[4] else ''} K={k}"
+                yield Case("mlp", "silu_mul_backward", label, lambda a=a: backward(*a))
+
+
+def _random_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    for k in widths:
+        for dtype in (BF16, FP32):
+            for op in ("dropout", "dropout_mask"):
+                make = lambda k=k, dtype=dtype: (awkward(rows, k, dtype), 0.1, torch.tensor(SEED))  # noqa: E731
+                yield Case("random", op, f"{str(dtype)[6:]} {rows}x{k}", make)
+
+
+def cases(group: str, rows: int, widths: tuple[int, ...], weights: tuple[tuple[int, int], ...]) -> list[Case]:
+    """All cases of a group. The last width gets every variant, the others the common ones."""
+    if group == "transpose":
+        return list(_transpose_cases(weights))
+    make = {"quantize": _quantize_cases, "terms": _terms_cases, "dequantize": _dequantize_cases, "norm": _norm_cases}
+    return list((make | {"mlp": _mlp_cases, "random": _random_cases})[group](rows, widths))
+
+
+# ---------------------------------------------------------------------------------------------- comparison
+
+
+def _moved(argument, device: str):
+    if isinstance(argument, Tensor):
+        return argument.to(device)
+    return [t.to(device) for t in argument] if isinstance(argument, list) else argument
+
+
+def difference(got: Tensor, expected: Tensor) -> tuple[int, str]:
+    """(elements that differ, the first of them); -1 where dtype or shape do."""
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return -1, f"{got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
+    got, expected = got.contiguous(), expected.to(got.device).contiguous()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
+    wrong = got.view(integer) != expected.view(integer)
+    if got.dtype.is_floating_point:
+        wrong &= ~(got.isnan() & expected.isnan())
+    count = int(wrong.sum())
+    at = tuple(wrong.nonzero()[0].tolist()) if count else ()
+    return count, f"{at}: {got[at].item()}, expected {expected[at].item()}" if count else ""
+
+
+def run_case(case: Case, device: str) -> list[str]:
+    """Descriptions of the outputs in which kernel and reference differ."""
+    arguments = [_moved(a, device) for a in case.make()]
+    kernel = kernels.KERNELS[case.operator]
+    with torch.no_grad():
+        got, expected = kernels.implementation(case.operator)(*arguments), kernel.reference(*arguments)
+    if isinstance(got, Tensor):
+        got, expected = (got,), (expected,)
+    assert len(got) == len(expected)
+    found = [(i, *difference(g, e)) for i, (g, e) in enumerate(zip(got, expected))]
+    return [f"{case.operator} {case.label}: output {i}: {n} of {got[i].numel()} differ, {text}" for i, n, text in found if n]
+
+
+ON_GPU = {  # group -> rows, widths, weights
+    "quantize": (200, (10, 576, 1000, 2048, 8192), ()),
+    "terms": (200, (10, 576, 1000, 2048, 8192), ()),
+    "dequantize": (200, (10, 576, 1000, 2048, 8192), ()),
+    "transpose": (0, (), ((1000, 576), (8192, 2048), (2048, 8192), (10, 40))),
+    "norm": (200, (10, 576, 1000, 2048, 8192), ()),
+    "mlp": (200, (10, 576, 1000, 2048, 8192), ()),
+    "random": (200, (1000, 2048), ()),
+}
