@@ -12,8 +12,8 @@ around it and settles, once, the order of every floating-point operation:
 * The square root and the divisions are IEEE-rounded (:func:`reciprocal` says why it clears a bit). The exponential is a
   polynomial of its own (:func:`sigmoid`): ``exp`` of a CPU, of CUDA and of Triton differ in the last bits, then codes would too.
 
-Compared with transformers: ``LlamaRMSNorm`` differs only by the last bit of its FP32 mean and rsqrt, so that about one y in
-10^4 is rounded to the other BF16 neighbour. ``act(gate) * up`` is rounded once here, twice there.
+Compared with transformers: the norms differ only by the last bits of the FP32 mean and root, so that about one y in 10^5 is the
+other BF16 neighbour. ``act(gate) * up`` is rounded once here and twice there, which every fourth value shows.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ GELU_C1 = 0.07135481282553446  # GELU_C0 * 0.044715
 
 
 def sigmoid(z: Tensor) -> Tensor:
-    """1 / (1 + exp(-z)), FP32, from additions, multiplications and one division alone."""
+    """1 / (1 + exp(-z)), FP32, from additions, multiplications and one division alone; relative error below 5e-6 for |z| < 30."""
     t = (z * -LOG2E).clamp(-EXP2_LIMIT, EXP2_LIMIT)
     magic = t + EXP2_MAGIC
     f = t - (magic - EXP2_MAGIC)

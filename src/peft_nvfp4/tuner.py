@@ -27,6 +27,7 @@ from torch import nn
 
 from .backends import FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
+from .dataflow.attach import detach
 from .freeze import dequantize_model, freeze_model, frozen_layers
 from .lora import FrozenLoraLinear, refuse_unsupported
 from .sites import input_terms
@@ -134,6 +135,7 @@ def _create_new_module(
 
 
 def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
+    detach(self.model)  # fused norms and MLPs belong to frozen layers with adapters
     if merge:
         _set_dense_dtype(self.model)
     model = original(self, merge=merge, **kwargs)

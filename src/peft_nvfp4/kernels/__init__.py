@@ -100,8 +100,12 @@ def implementation(name: str) -> Callable:
 
     def run(*args):
         kernel.check(*args)
-        if kernel.whole_row and not 0 < args[0].shape[1] <= WIDEST_ROW:
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+        if kernel.whole_row and not 0 < first.shape[1] <= WIDEST_ROW:
             return kernel.reference(*args)
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):  # Triton launches on the current device, wherever its arguments live
+                return function(*args)
         return function(*args)
 
     return run
