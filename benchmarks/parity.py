@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from environment import environment
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, data, ops
-from peft_nvfp4.backends import FrozenLinear
+from peft_nvfp4.backends import FrozenLinear, nvfp4
 from peft_nvfp4.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC
 from peft_nvfp4.freeze import frozen_layers
 
@@ -34,6 +35,7 @@ def count_mismatches(a, b) -> tuple[int, int]:
 
 def compare_weights(device: str) -> dict[str, int]:
     """Freeze the same weights on the CPU and on the device."""
+    nvfp4.PACK_ON_GPU = sys.maxsize  # what is on the CPU is packed there
     model, _ = data.load_smollm2(dtype=torch.bfloat16)
     config = NVFP4LoraConfig(target_modules="all-linear")
     on_cpu = get_peft_model(copy.deepcopy(model), config)
