@@ -30,7 +30,7 @@ def tuned(family: str, **settings):
 
 def loss_and_gradients(model):
     model.zero_grad()
-    loss = model(input_ids=IDS, labels=IDS).loss
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
