@@ -136,6 +136,11 @@ def test_gradient_accumulation(backend, parts):
 # ---------------------------------------------------------------------------------------------- activation checkpointing
 
 
+def checkpointing_enable(model):
+    """transformers renamed gradient_checkpointing_enable after 5.12."""
+    return getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+
+
 @by_backend
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no-dropout", "dropout"])
@@ -144,7 +149,7 @@ def test_checkpointing_leaves_gradients_bit_equal(backend, reentrant, dropout):
     settings = dict(backend=backend, lora_dropout=dropout, init_lora_weights=False)
     expected = gradients(adapted(**settings))
     model = adapted(**settings)
-    model.base_model.model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointing_enable(model.base_model.model)({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     calls = []
     layer = next(m for m in model.modules() if isinstance(m, FrozenLoraLinear))
@@ -159,7 +164,7 @@ def test_checkpointing_with_stochastic_gradients(backend):
     settings = dict(backend=backend, gradients="nvfp4_sr", lora_dropout=0.1, init_lora_weights=False)
     expected = gradients(adapted(**settings))
     model = adapted(**settings)
-    model.base_model.model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpointing_enable(model.base_model.model)({"use_reentrant": False})
     assert same_tensors(gradients(model), expected)
 
 
