@@ -62,7 +62,7 @@ def refuse_unsupported(config: LoraConfig, backend: str) -> None:
 class FrozenLoraLinear(PeftLoraLinear):
     """LoRA over a :class:`FrozenLinear`."""
 
-    _unmerged: dict[str, Tensor] | None = None  # snapshot of the frozen layer while adapters are merged
+    _unmerged: dict[str, nn.Parameter] | None = None  # snapshot of the frozen layer while adapters are merged
     _in_dense = False  # PEFT's own merge is running on the dense weight
 
     # -- making an adapter
