@@ -17,7 +17,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.flash_attention import get_target_dtype
 
-from peft_nvfp4 import BACKENDS, FrozenLinear, NVFP4LoraConfig, freeze_model, linear, ops, reference, register, unregister
+from peft_nvfp4 import (
+    BACKENDS,
+    FrozenLinear,
+    NVFP4LoraConfig,
+    freeze_model,
+    fused_ops,
+    linear,
+    reference,
+    register,
+    unregister,
+)
 from peft_nvfp4.backends import FrozenOptions
 from peft_nvfp4.config import SIDE_CAR
 from peft_nvfp4.freeze import dequantize_model, frozen_layers
@@ -288,10 +298,9 @@ def test_full_precision_sums_puts_the_flag_back(monkeypatch, flag):
 
 @pytest.mark.parametrize("kind", (torch.bfloat16, torch.float16, "dora"), ids=str)
 def test_inputs_are_quantised_once(llama, monkeypatch, kind):
-    targets = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
-    model = get_peft_model(llama(), config(accuracy="paper", use_dora=kind == "dora", target_modules=targets))
-    calls, quantize = [], ops.quantize
-    monkeypatch.setattr(ops, "quantize", lambda x, *args, **kwargs: calls.append(x.dtype) or quantize(x, *args, **kwargs))
+    model = get_peft_model(llama(), config(accuracy="paper", use_dora=kind == "dora", target_modules="all-linear"))
+    calls, quantize = [], fused_ops.quantize_terms
+    monkeypatch.setattr(fused_ops, "quantize_terms", lambda x, *args: calls.append(x.dtype) or quantize(x, *args))
     with nullcontext() if kind == "dora" else torch.autocast("cpu", dtype=kind):
         model(IDS)
     assert calls == [torch.float32 if kind == "dora" else kind] * 8  # two layers, sites q/k/v, o, gate/up, down

@@ -32,8 +32,8 @@ class NVFP4LoraConfig(LoraConfig):
         backend: storage and arithmetic of the frozen linears. ``"nvfp4"``: PACT, W4A4. ``"nf4"``: QLoRA through bitsandbytes.
             ``"bf16"``: plain LoRA. Changing this word is the only change needed to compare them.
         accuracy: (nvfp4) terms in which activations are quantised. ``"paper"``: one everywhere. ``"balanced"``: two where a norm
-            feeds the linears, which gives back most of what 4-bit activations cost for about a third more FP4 GEMM work.
-            ``"high"``: two everywhere, as accurate as BF16 activations.
+            feeds the linears, which in a simulation gave back most of what 4-bit activations cost for about a third more FP4 GEMM
+            work. ``"high"``: two everywhere, there as accurate as BF16 activations.
         weight_layouts: (nvfp4) ``"cached"`` keeps a forward and a backward layout of every weight (9 bits a weight),
             ``"transient"`` makes the backward one at each use (4.5 bits, slower, the same result bit for bit).
         gradients: (nvfp4) rounding of the gradient that enters the FP4 input-gradient GEMM: ``"nvfp4"`` to nearest,

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
-from .formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix
+from . import fused_ops, ops
+from .formats import GRADIENT, GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix
 from .reference import cpu_operand
 
 GRADIENTS = ("nvfp4", "nvfp4_sr", "bf16")
@@ -95,24 +95,15 @@ def no_autocast(x: Tensor):
 
 def quantize_input(x: Tensor, terms: int, centre: Tensor | None) -> list[QuantizedMatrix]:
     """x (M, K) as one or two NVFP4 terms; the second quantises what the first left over (FP32 difference)."""
-    if centre is not None:
-        x = x.float() - centre
-    parts = [ops.quantize(x, ACTIVATION)]
-    if terms == 2:
-        parts.append(ops.quantize(x.float() - ops.dequantize(parts[0]), ACTIVATION))
-    return parts
+    return fused_ops.quantize_terms(x, centre, terms)
 
 
 def dequantize_input(parts: list[QuantizedMatrix], centre: Tensor | None, dtype: torch.dtype) -> Tensor:
     """D(x~) (M, K), summed in FP32 and rounded once to ``dtype``."""
-    if len(parts) == 1 and centre is None and dtype != torch.float16:
-        return ops.dequantize(parts[0], dtype)
-    total = ops.dequantize(parts[0])
-    for part in parts[1:]:
-        total = total + ops.dequantize(part)
-    total = total if centre is None else total + centre
+    if dtype != torch.float16:
+        return fused_ops.dequantize_terms(parts, centre, dtype)
     # a rounding up of the largest value may pass FP16's end where x itself did not
-    return total.clamp(-65504.0, 65504.0).to(dtype) if dtype == torch.float16 else total.to(dtype)
+    return fused_ops.dequantize_terms(parts, centre, torch.float32).clamp(-65504.0, 65504.0).to(dtype)
 
 
 class StraightThrough(torch.autograd.Function):
