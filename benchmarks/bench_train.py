@@ -11,6 +11,7 @@ A case is a method and options, joined by dashes: ``nvfp4-paper-transient-ckpt``
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 import warnings
@@ -28,8 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from peft_nvfp4 import NVFP4LoraConfig, handoff
-from peft_nvfp4.dataflow.attach import attach, detach
+from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, graph_status, handoff
 
 #         hidden, inter, layers, heads, kv heads, head_dim, vocab, tied, RoPE factor
 SHAPES = {
@@ -44,6 +44,7 @@ R, ALPHA, LABELS = 16, 32, 32
 SHARED = {
     "ckpt": "checkpointing of every decoder layer (not reentrant)",
     "compile": "torch.compile of model and loss",
+    "graphs": "peft_nvfp4.enable_cuda_graphs: forward and backward of the decoder replayed",
     "graph": "the whole step (forward, backward, optimizer) captured in a CUDA graph",
     "hf": "loss as transformers computes it: logits at all positions (Liger: its fused loss over all positions)",
 }
@@ -56,7 +57,7 @@ STOCK = {
 OWN = {
     **dict.fromkeys(("paper", "balanced", "high"), "accuracy preset"),
     "transient": "weight_layouts='transient'",
-    "noattach": "without fused norms and MLPs",
+    "noattach": "fused=False: norms and MLPs as they are",
 }
 OPTIONS = {"bf16": SHARED | STOCK, "qlora": SHARED | STOCK, "nvfp4": SHARED | OWN}
 GROUPS = {
@@ -66,6 +67,7 @@ GROUPS = {
     "table": "bf16 bf16-hf bf16-liger bf16-compile qlora qlora-liger bf16-ckpt nvfp4-paper nvfp4-paper-transient "
     "nvfp4-paper-ckpt nvfp4 nvfp4-transient nvfp4-ckpt nvfp4-high",
     "graph": "bf16-graph nvfp4-paper-graph nvfp4-graph",
+    "graphs": "bf16-graphs nvfp4-paper-graphs nvfp4-paper-transient-graphs nvfp4-graphs",
 }
 GROUPS["all"] = " ".join(dict.fromkeys(" ".join(GROUPS.values()).split()))
 
@@ -143,11 +145,10 @@ def build(case: Case, shape: str, attention: str, device: torch.device):
     common_fields = {"r": R, "lora_alpha": ALPHA, "target_modules": TARGETS}
     if case.method == "nvfp4":
         layouts = "transient" if "transient" in case else "cached"
-        config = NVFP4LoraConfig(**common_fields, accuracy=case.accuracy, weight_layouts=layouts)
+        fused = "noattach" not in case
+        config = NVFP4LoraConfig(**common_fields, accuracy=case.accuracy, weight_layouts=layouts, fused=fused)
         model = get_peft_model(model, config)
-        report = attach(model)
-        notes["attach"] = "detached" if "noattach" in case else str(report)
-        model = detach(model) if "noattach" in case else model
+        notes["attach"] = str(model.base_model.nvfp4_report) if fused else "not fused"
     elif "ours" in case:
         model = get_peft_model(model, NVFP4LoraConfig(**common_fields, backend="nf4" if case.method == "qlora" else "bf16"))
     else:
@@ -157,6 +158,8 @@ def build(case: Case, shape: str, attention: str, device: torch.device):
         for p in model.parameters():
             if p.requires_grad and not {"lora32", "amp"} & case.options:
                 p.data = p.data.to(torch.bfloat16)
+    if "graphs" in case:
+        enable_cuda_graphs(model)
     if "ckpt" in case:
         model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train(), rope, notes
@@ -245,13 +248,17 @@ class Trainer:
 def measure(trainer: Trainer, args: argparse.Namespace, before: dict[str, int]) -> dict:
     """Everything but the step time, which :func:`run_shape` takes with all cases in turn."""
     breaks = counters["graph_break"].total()
-    trainer.prepare(args.batch, args.seq, args.warmup)
     # a graph's replay allocates nothing: the peak is that of its capture
-    row = common.peak_memory(trainer.capture, args.device, before)
+    prepare = functools.partial(trainer.prepare, args.batch, args.seq, args.warmup)
+    row = common.peak_memory(prepare, args.device, before)
+    if "graphs" not in trainer.case:
+        row = common.peak_memory(trainer.capture, args.device, before)
     row["host_ms"] = common.host_ms(trainer.step, args.device)
     row |= common.profile(trainer.step, args.device)
     if "compile" in trainer.case:
         row["graph_breaks"] = counters["graph_break"].total() - breaks
+    elif "graphs" in trainer.case:
+        row["graphs"] = str(graph_status(trainer.model))
     elif "graph" not in trainer.case:  # another sequence length would compile or capture anew
 
         def forward_at(seq: int):
@@ -369,7 +376,7 @@ def run_shape(shape: str, cases: list[Case], args: argparse.Namespace, rows: lis
 
 def expected_saved(case: Case, shape: str) -> float | None:
     """Bytes per token and layer that the design allows for (27,880 for the paper preset on Llama-1B)."""
-    if case.method != "nvfp4" or {"noattach", "ckpt", "compile"} & case.options:
+    if case.method != "nvfp4" or {"noattach", "ckpt", "compile", "graph", "graphs"} & case.options:
         return None
     d, f, _, heads, kv, head_dim, *_ = SHAPES[shape]
     q, k = heads * head_dim, kv * head_dim

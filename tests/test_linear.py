@@ -382,17 +382,25 @@ def stored(t):
     return t.untyped_storage().nbytes()
 
 
+def copies(branches, dtype=torch.float32):
+    """Bytes of the adapters as the products use them: s * B, and A where it is cast or stacked with others."""
+    stacked = sum(b.dropout == 0 for b in branches) > 1
+    a = sum(b.a.numel() for b in branches if dtype != b.a.dtype or stacked and b.dropout == 0)
+    return dtype.itemsize * (a + sum(b.b.numel() for b in branches))
+
+
 @by_terms
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("adapters, dropout", ((1, 0.0), (1, 0.3), (2, 0.3)), ids=("1adapter", "1adapter-p0.3", "2adapters-p0.3"))
 def test_bytes_kept_for_backward(terms, dtype, adapters, dropout):
-    """Codes, block scales and one FP32 scale a token for every term, r values a token and a seed for every branch, no more."""
+    """Codes, block scales and one FP32 scale a token for every term, r values a token and a seed for every branch, and the adapters
+    in the activations' dtype, no more."""
     shape = (576, 64)
     layer, branches = make_layer(shape, terms, dtype=dtype), make_branches(shape, adapters, dropout)
     x = make_input(shape[0], dtype)
     kept, y = kept_for_backward(layer, x, branches)
     formula = terms * (packed_bytes(M, shape[0]) + 4 * M) + sum(M * r * dtype.itemsize for r in RANKS[:adapters])
-    formula += 8 * adapters * bool(dropout)
+    formula += 8 * adapters * bool(dropout) + copies(branches, dtype)
     assert sum(map(stored, kept)) == formula
     assert not [t.shape for t in kept if t.is_floating_point() and t.numel() >= x.numel()]
     assert y.requires_grad  # the hooks saw a graph
@@ -411,7 +419,7 @@ def test_branches_over_an_unquantised_input_share_it():
     branches, x = make_branches(shape, 2, 0.3), make_input(shape[0])
     layer = BACKENDS["bf16"].quantize(nn.Linear(*shape))
     kept, _ = kept_for_backward(layer, x, branches)
-    assert sum(map(stored, kept)) == stored(x) + sum(M * r * 4 for r in RANKS) + 2 * 8
+    assert sum(map(stored, kept)) == stored(x) + sum(M * r * 4 for r in RANKS) + 2 * 8 + copies(branches)
 
 
 # ---------------------------------------------------------------------------------------------- ways of calling
@@ -498,7 +506,7 @@ def test_linears_of_one_input_share_its_codes_and_no_more():
             outputs.append(layer.lora_forward(x, [branch]))
     own = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
     own |= {t.untyped_storage().data_ptr() for b in branches for t in b[:2]}
-    formula = (1 + 2) * (packed_bytes(M, shape[0]) + 4 * M) + 3 * M * RANKS[0] * 4
+    formula = (1 + 2) * (packed_bytes(M, shape[0]) + 4 * M) + 3 * M * RANKS[0] * 4 + sum(copies([b]) for b in branches)
     assert sum(stored(t) for pointer, t in kept.items() if pointer not in own) == formula
     for layer, branch, y in zip(layers, branches, outputs):
         assert_same_bits(y.detach(), layer.lora_forward(x.detach().clone(), [branch]).detach(), "y")

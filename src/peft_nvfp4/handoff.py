@@ -13,17 +13,25 @@ Why this is safe:
   what a producer entered for its own output counts.
 * Activation checkpointing recomputes x as a new tensor object, which gets its own entry. Several forwards before one backward are
   several tensors.
-* One table per thread (DataParallel runs replicas in threads), and none while ``torch.compile`` traces: there, every linear calls
-  the same functional operator on the same input, and the compiler merges the calls.
+* One table per thread (DataParallel runs replicas in threads).
+
+While ``torch.compile`` traces there is no table: what a producer enters for its own output becomes an attribute of the traced
+tensor, which exists during tracing only, so that the graph passes the codes on; other linears of a site call the same functional
+operator on the same input, and the compiler merges the calls.
+
+The table also carries outputs. Linears of one site are computed together when the first of them is called
+(:class:`peft_nvfp4.backends.nvfp4.Site`); the others collect theirs from the entry of the tensor they are called with.
 
 Rejected: a Tensor subclass that carries its codes (every operator would need a rule), and module-level context passed by
-decoder layers (needs a patch for every architecture).
+decoder layers (needs a patch for every architecture). Attributes instead of the table in eager code, too: they would travel with
+pickled and deep-copied tensors.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +51,10 @@ class QuantizedInput:
         values: D(x~) (M, K) in x's dtype once somebody has computed it. Never x or a view of it: the entry would keep its own
             key alive.
         exact: x itself is D(x~) already (a fused producer returned it).
+        stamp: what x was when it was entered.
+        entered: it is in the table (or on the traced tensor).
+        outputs: of linears of the site that were computed before they were called, by the identity of the layer. Their autograd
+            graph must not hold x itself: see :meth:`peft_nvfp4.backends.nvfp4.Site.product`.
     """
 
     parts: tuple[QuantizedMatrix, ...]
@@ -51,6 +63,12 @@ class QuantizedInput:
     values: Tensor | None = None
     exact: bool = False
     stamp: tuple[int, int] = (0, 0)
+    entered: bool = False
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+ATTRIBUTE = "_peft_nvfp4"
+"""Of a tensor while a compiler traces."""
 
 
 class _Local(threading.local):
@@ -62,9 +80,13 @@ _LOCAL = _Local()
 
 
 def put(x: Tensor, entry: QuantizedInput) -> None:
-    """Enter x~ for x. Does nothing while a compiler traces."""
-    if not torch.compiler.is_compiling() and (entry.exact or not x.is_inference()):
-        entry.stamp = _stamp(x)
+    """Enter x~ for x, if it is safe to find it there."""
+    if torch.compiler.is_compiling():
+        entry.entered = entry.exact
+        if entry.exact:
+            setattr(x, ATTRIBUTE, entry)
+    elif entry.exact or not x.is_inference():
+        entry.stamp, entry.entered = _stamp(x), True
         _LOCAL.table[x] = entry
 
 
@@ -74,12 +96,11 @@ def _stamp(x: Tensor) -> tuple[int, int]:
 
 def get(x: Tensor, terms: int, centre: Tensor | None, dtype: torch.dtype) -> QuantizedInput | None:
     """x~ of x with this input spec, if somebody entered it and x has not changed since."""
-    if torch.compiler.is_compiling():
-        return None
-    entry = _LOCAL.table.get(x)
+    compiling = torch.compiler.is_compiling()
+    entry = getattr(x, ATTRIBUTE, None) if compiling else _LOCAL.table.get(x)
     if entry is None or len(entry.parts) != terms or entry.centre is not centre or entry.dtype != dtype:
         return None
-    return entry if entry.stamp == _stamp(x) else None
+    return entry if compiling or entry.stamp == _stamp(x) else None
 
 
 def live() -> int:

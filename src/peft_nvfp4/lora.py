@@ -25,7 +25,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from .backends import FrozenLinear
-from .linear import Branch, lora_branch
+from .branches import Branch, lora_branch
 
 DENSE_INITS = ("pissa", "corda", "olora", "mica", "orthogonal", "lora_ga")
 INITS = (*DENSE_INITS, "gaussian", "eva", "loftq")
@@ -89,6 +89,13 @@ class FrozenLoraLinear(PeftLoraLinear):
         dropout = self.lora_dropout[adapter]
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
         return Branch(self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter], p)
+
+    def plain_branches(self) -> list[Branch] | None:
+        """The branches that a call adds now; None where forward is more than them (a variant such as DoRA)."""
+        if self.disable_adapters or self.merged:
+            return []
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        return None if any(name in self.lora_variant for name in active) else [self._branch(name) for name in active]
 
     def _add_lora_bias(self, y: Tensor, adapter: str) -> Tensor:
         bias = self.lora_B[adapter].bias

@@ -19,7 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..linear import GRADIENTS, Branch, lora_branch
+from ..branches import Branch, lora_branch
+from ..linear import GRADIENTS
 
 WEIGHT_LAYOUTS = ("cached", "transient")
 

@@ -11,6 +11,7 @@ with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_cen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,14 @@ from ..formats import WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 from ..handoff import QuantizedInput
 from ..linear import (
     Branch,
+    Frozen,
     LinearSpec,
-    NVFP4LoraLinear,
+    NVFP4Linears,
+    SiteSpec,
     StraightThrough,
     dequantize_input,
     draw_seed,
+    flatten,
     no_autocast,
     quantize_input,
 )
@@ -57,9 +61,11 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     Attributes:
         shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
+        site: those linears, where a run of the model has shown which they are (:func:`peft_nvfp4.attach`): computed together.
     """
 
     shares_input = False
+    site: Site | None = None
 
     def __init__(
         self,
@@ -168,7 +174,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         x2 = self._flat(x)
         with no_autocast(x):
             shared = self._quantized_input(key, x2)
-            y = self._product(x2, shared, ())
+            (y,) = product([(self, ())], x2, shared)
             seen = x if shared.exact else StraightThrough.apply(x, self._values(shared, x2))
         return y.view(*x.shape[:-1], self.out_features), seen
 
@@ -179,7 +185,11 @@ class NVFP4FrozenLinear(FrozenLinear):
         key, x = x, autocast_input(x)  # autocast makes a new tensor for every reader: what they share is x as it came
         x2 = self._flat(x)
         with no_autocast(x):
-            y = self._product(x2, self._quantized_input(key, x2), branches)
+            shared = self._quantized_input(key, x2)
+            if self.site is None or torch.compiler.is_compiling():
+                (y,) = product([(self, branches)], x2, shared)
+            else:
+                y = self.site.product(self, branches, x2, shared)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _flat(self, x: Tensor) -> Tensor:
@@ -187,29 +197,13 @@ class NVFP4FrozenLinear(FrozenLinear):
             raise ValueError(f"the input's last dimension must be {self.in_features}, got shape {tuple(x.shape)}")
         return x.reshape(-1, self.in_features)
 
-    def _product(self, x2: Tensor, shared: QuantizedInput, branches: Sequence[Branch]) -> Tensor:
-        """(M, out_features): the frozen product and the branches, for x2 (M, in_features) with x~ in ``shared``."""
-        options = self.options
-        scalings, dropouts = tuple(b.scaling for b in branches), tuple(b.dropout for b in branches)
-        spec = LinearSpec(self.in_features, self.out_features, options.terms, options.gradients, scalings, dropouts)
-        xd = x2.detach() if shared.exact else self._values(shared, x2) if branches else shared.values
-        flat = [t for part in shared.parts for t in part[:3]]
-        flat += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
+    def _frozen(self) -> Frozen:
+        """This layer's tensors as the Function takes them."""
         # not only with autograd on: reentrant checkpointing draws its first seeds without, and must draw the same number
-        sr_seed = draw_seed() if options.gradients == "nvfp4_sr" else None
+        sr_seed = draw_seed() if self.options.gradients == "nvfp4_sr" else None
+        constant = None if self.output_centre is None else self.output_centre.view(torch.float32)
         back = self.backward_layout
-        return NVFP4LoraLinear.apply(
-            x2,
-            xd,
-            self.bias,
-            self._centre,
-            None if self.output_centre is None else self.output_centre.view(torch.float32),
-            *self.forward_layout[:3],
-            *(back[:3] if back is not None else (None, None, None)),
-            sr_seed,
-            spec,
-            *flat,
-        )
+        return Frozen(self.bias, constant, *self.forward_layout[:3], *(back[:3] if back is not None else (None,) * 3), sr_seed)
 
     def _quantized_input(self, key: Tensor, x2: Tensor) -> QuantizedInput:
         """x~ of the tensor that the layer was called with (x2 is the same, cast and flattened): from whoever quantised it before,
@@ -233,3 +227,85 @@ class NVFP4FrozenLinear(FrozenLinear):
     def extra_repr(self) -> str:
         o = self.options
         return f"{super().extra_repr()}, terms={o.terms}, weight_layouts={o.weight_layouts}, gradients={o.gradients}"
+
+
+# ---------------------------------------------------------------------------------------------- linears of one input
+
+
+def product(
+    members: Sequence[tuple[NVFP4FrozenLinear, Sequence[Branch]]], x2: Tensor, shared: QuantizedInput
+) -> tuple[Tensor, ...]:
+    """y (M, out_features) of every layer and its branches, for x2 (M, in_features) with x~ in ``shared``."""
+    first = members[0][0]
+    branched = any(len(branches) for _, branches in members)
+    xd = x2.detach() if shared.exact else first._values(shared, x2) if branched else shared.values
+    specs = tuple(
+        LinearSpec(
+            layer.out_features,
+            layer.options.gradients,
+            tuple(b.scaling for b in branches),
+            tuple(b.dropout for b in branches),
+        )
+        for layer, branches in members
+    )
+    spec = SiteSpec(first.in_features, first.options.terms, specs)
+    frozen, sources = [], []
+    for layer, branches in members:  # seeds in the order of the layers: together or one by one, the numbers are the same
+        sources += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
+        frozen.append(layer._frozen())
+    flat = flatten(shared.parts, frozen, sources)
+    return NVFP4Linears.apply(x2, xd, first._centre, spec, *flat)
+
+
+@dataclass
+class _Output:
+    """Of a layer that was computed before it was called, and what it was computed with."""
+
+    y: Tensor
+    branches: Sequence[Branch]
+    grad: bool
+
+
+class Site:
+    """The frozen linears that read one tensor, computed together when the first of them is called with it.
+
+    Attributes:
+        members: the layers, or the LoRA layers around them.
+    """
+
+    def __init__(self, members: Sequence[nn.Module]):
+        self.members = list(members)
+
+    def product(self, layer: NVFP4FrozenLinear, branches: Sequence[Branch], x2: Tensor, shared: QuantizedInput) -> Tensor:
+        """y of ``layer``. Whatever else the site has to compute from the same x is left for its layers in ``shared``."""
+        grad = torch.is_grad_enabled()
+        ready: _Output | None = shared.outputs.pop(id(layer), None)
+        if ready is not None and ready.grad == grad and _same(ready.branches, branches):
+            return ready.y
+        # a leaf's gradient accumulator holds the leaf: kept outputs would keep x, and with it their own entry, alive
+        if not shared.entered or x2.requires_grad and x2.grad_fn is None:
+            return product([(layer, branches)], x2, shared)[0]
+        group = [(layer, branches)] + self._others(layer)
+        y, *ys = product(group, x2, shared)
+        for (other, its), output in zip(group[1:], ys):
+            shared.outputs[id(other)] = _Output(output, its, grad)
+        return y
+
+    def _others(self, layer: NVFP4FrozenLinear) -> list[tuple[NVFP4FrozenLinear, Sequence[Branch]]]:
+        """The other layers with their branches, but for those whose forward is more than that."""
+        found, member = [], False
+        for module in self.members:
+            base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+            if base is layer:
+                member = True
+                continue
+            branches = module.plain_branches() if hasattr(module, "plain_branches") else ()
+            if branches is not None and base.options.terms == layer.options.terms and base.input_centre is layer.input_centre:
+                found.append((base, branches))
+        return found if member else []  # a replica of DataParallel refers to the original's site
+
+
+def _same(first: Sequence[Branch], second: Sequence[Branch]) -> bool:
+    return len(first) == len(second) and all(
+        x.a is y.a and x.b is y.b and x.scaling == y.scaling and x.dropout == y.dropout for x, y in zip(first, second)
+    )

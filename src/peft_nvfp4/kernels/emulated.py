@@ -1,0 +1,182 @@
+"""fprop and dgrad on a GPU without FP4 tensor cores: exact emulation by BF16 GEMMs of dequantised operands.
+
+BF16 holds every dequantised value exactly, and its tensor cores accumulate in FP32: the function is that of the FP4 instruction.
+What is summed is laid side by side along K and becomes one GEMM (:mod:`triton_operands`), the adapters' low-rank products and the
+constants included. Operands of large inputs are made for :data:`ROWS` rows at a time, which bounds the extra memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import linear_ops, ops
+from ..formats import GRADIENT_STOCHASTIC, QuantizedMatrix
+from ..reference import full_precision_sums
+from . import triton_operands as operands
+
+ROWS = 2048
+"""Rows of an operand at a time, where all of them would take more than :data:`OPERAND_BYTES`. Fewer would leave a large GPU's
+multiprocessors without a tile."""
+OPERAND_BYTES = 48 << 20
+SMALL_ROWS = 64
+"""Up to here a product is bound by the weight's bytes, and decoding it in the loop (triton_matmul) is faster."""
+WIDEST = 32768
+
+
+def _chunks(rows: int, columns: int) -> Iterator[slice]:
+    step = rows if rows * columns * 2 <= OPERAND_BYTES else ROWS
+    return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
+
+
+def _aligned(columns: int) -> int:
+    """GEMMs want rows of a multiple of 16 bytes."""
+    return -(-columns // 8) * 8
+
+
+def _columns(constant: Tensor) -> Tensor:
+    """A constant (N,) as BF16 columns (N, c) that sum to it: 1, or for FP32 3 (24 significant bits)."""
+    if constant.dtype == torch.bfloat16:
+        return constant[:, None]
+    first = constant.to(torch.bfloat16)
+    rest = constant.float() - first.float()
+    second = rest.to(torch.bfloat16)
+    return torch.stack([first, second, (rest - second.float()).to(torch.bfloat16)], dim=1)
+
+
+# ---------------------------------------------------------------------------------------------- fprop
+
+
+def fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, k, dtype):
+    """The operator ``fprop``."""
+    arguments = (x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, k, dtype)
+    linear_ops.check_fprop(*arguments)
+    terms = linear_ops._matrices(x_codes, x_scales, x_gscale, k)
+    weights = linear_ops._matrices(w_codes, w_scales, w_gscale, k)
+    m = x_codes[0].shape[0]
+    if dtype != torch.bfloat16 or k == 0:
+        return linear_ops.reference_fprop(*arguments)
+    if m <= SMALL_ROWS or len(terms) == 1 and not hidden and all(c is None for c in constants):
+        return _separate(terms, weights, constants, values, hidden, ups, owner)
+    extras, columns = [], []
+    for i, constant in enumerate(constants):
+        own = [j for j, of in enumerate(owner) if of == i]
+        added = [] if constant is None else [_columns(constant)]
+        extras.append(_join([ups[j] for j in own] + added))
+        columns += [hidden[j] for j in own] + [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
+    return _side_by_side(terms, weights, extras, _join(columns))
+
+
+def _join(pieces: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0] if pieces else None
+
+
+def _separate(terms, weights, constants, values, hidden, ups, owner) -> list[Tensor]:
+    """Every product by itself, and the low-rank one added to it, in BF16: rounded a second time, but in few launches."""
+    ys = []
+    for i, (w, constant) in enumerate(zip(weights, constants)):
+        y = ops.matmul(terms, w, constant, torch.bfloat16, values)
+        for h, up, of in zip(hidden, ups, owner):
+            y = y.addmm_(h, up.T) if of == i else y
+        ys.append(y)
+    return ys
+
+
+def _side_by_side(
+    terms: Sequence[QuantizedMatrix],
+    weights: Sequence[QuantizedMatrix],
+    extras: Sequence[Tensor | None],
+    columns: Tensor | None,
+) -> list[Tensor]:
+    """x = [D(term 1) | D(term 2) | columns] against [D(W) | D(W) | extra]; the extra columns of a linear stand at its place among
+    those of all, zeros elsewhere."""
+    m, k, copies = terms[0].codes.shape[0], weights[0].k, len(terms)
+    used = 0 if columns is None else columns.shape[1]
+    width = _aligned(copies * k + used) - copies * k
+    chunks = list(_chunks(m, copies * k + width))
+    x, ys, first = None, [], 0
+    for w, extra in zip(weights, extras):
+        n = w.codes.shape[0]
+        wd = w.gscale.new_empty(n, copies * k + width, dtype=torch.bfloat16)
+        operands.write_operand(wd, w, copies, extra, first, width)
+        first += 0 if extra is None else extra.shape[1]
+        y = wd.new_empty(m, n)
+        for rows in chunks:
+            if x is None or len(chunks) > 1:
+                x = _input_operand(terms, columns, width, rows)
+            with full_precision_sums():
+                torch.mm(x, wd.T, out=y[rows])
+        ys.append(y)
+    return ys
+
+
+def _input_operand(terms: Sequence[QuantizedMatrix], columns: Tensor | None, width: int, rows: slice) -> Tensor:
+    k, count = terms[0].k, rows.stop - rows.start
+    x = terms[0].gscale.new_empty(count, len(terms) * k + width, dtype=torch.bfloat16)
+    for i, term in enumerate(terms):
+        part = QuantizedMatrix(
+            term.codes[rows], term.scales[rows], term.gscale[rows] if term.gscale.shape[0] > 1 else term.gscale, k
+        )
+        operands.write_operand(x[:, i * k :], part)
+    _fill(x[:, len(terms) * k :], columns, rows)
+    return x
+
+
+def _fill(out: Tensor, columns: Tensor | None, rows: slice) -> None:
+    """The last columns of an operand: what is given, then zeros."""
+    used = 0 if columns is None else columns.shape[1]
+    if used:
+        out[:, :used].copy_(columns[rows])
+    if used < out.shape[1]:
+        out[:, used:].zero_()
+
+
+# ---------------------------------------------------------------------------------------------- dgrad
+
+
+def dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k: int) -> Tensor:
+    """The operator ``dgrad``."""
+    linear_ops.check_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
+    weights = linear_ops._matrices(w_codes, w_scales, w_gscale, [dy.shape[1] for dy in dys])
+    m, columns = dys[0].shape[0], sum(w.k for w in weights)
+    if dys[0].dtype != torch.bfloat16 or m <= SMALL_ROWS or k == 0 or not all(0 < w.k <= WIDEST for w in weights):
+        return linear_ops.reference_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
+    together = len(dys) == 1 or m * columns * 2 <= OPERAND_BYTES
+    dx = dys[0].new_empty(m, k)
+    for group in [range(len(dys))] if together else [[i] for i in range(len(dys))]:
+        first = group[0] == 0
+        _accumulate(dx, [(dys[i], weights[i], seeds[i]) for i in group], g if first else None, a if first else None, first)
+    return dx
+
+
+def _accumulate(dx: Tensor, members: Sequence[tuple], g: Tensor | None, a: Tensor | None, first: bool) -> None:
+    """dx = (or, if not first, +=) [D(Q(dy)) ... | g] @ [D(W_b) ... | A.T].T"""
+    columns = sum(w.k for _, w, _ in members)
+    width = _aligned(columns + (0 if g is None else g.shape[1])) - columns
+    wd, at = dx.new_empty(dx.shape[1], columns + width), 0
+    for i, (_, w, _) in enumerate(members):
+        last = i == len(members) - 1
+        operands.write_operand(wd[:, at:], w, 1, a.T if last and a is not None else None, 0, width if last else 0)
+        at += w.k
+    for rows in _chunks(dx.shape[0], columns + width):
+        operand, at = dx.new_empty(rows.stop - rows.start, columns + width), 0
+        for dy, w, seed in members:
+            _rounded(operand[:, at : at + w.k], dy, seed, rows)
+            at += w.k
+        _fill(operand[:, columns:], g, rows)
+        with full_precision_sums():
+            if first:
+                torch.mm(operand, wd.T, out=dx[rows])
+            else:
+                dx[rows].addmm_(operand, wd.T)
+
+
+def _rounded(out: Tensor, dy: Tensor, seed: Tensor | None, rows: slice) -> None:
+    """D(Q(dy)) of some rows into out."""
+    if seed is None:
+        operands.write_rounded(out, dy[rows])
+        return
+    q = ops.quantize(dy, GRADIENT_STOCHASTIC, seed=seed)  # of all rows: an element's random number depends on its place in dy
+    operands.write_operand(out, QuantizedMatrix(q.codes[rows], q.scales[rows], q.gscale[rows], q.k))
