@@ -24,6 +24,7 @@ import torch
 from environment import environment
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -306,10 +307,11 @@ def check_checkpointing(trainer: Trainer, args: argparse.Namespace) -> dict:
     """Are the gradients the same bits with checkpointing? And simply again? (Deterministic algorithms on.)"""
     trainer.prepare(args.batch, args.seq, 2)  # makes B nonzero
     torch.use_deterministic_algorithms(True, warn_only=True)
+    backend = [SDPBackend.FLASH_ATTENTION] if args.device.type == "cuda" else [SDPBackend.MATH]  # cuDNN's backward varies
 
     def gradients() -> list[torch.Tensor]:
         trainer.optimizer.zero_grad(set_to_none=True)
-        with trainer.context():
+        with trainer.context(), sdpa_kernel(backend):
             trainer.loss().backward()
         return [p.grad for p in trainer.model.parameters() if p.requires_grad]
 

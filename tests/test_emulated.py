@@ -47,10 +47,10 @@ def site(name, terms, constant, m, device):
     dys = [random(m, 2 * n, seed=40 + i).to(BF16).to(device)[:, ::2] for i, (n, _) in enumerate(linears)]
     g = random(m, rank, seed=50).to(BF16).to(device) if rank else None
     a = random(rank, k, seed=51).to(BF16).to(device) if rank else None
-    return (parts, None, weights, constants, hidden, ups, owner, BF16), (dys, backward, g, a)
+    return (parts, None, weights, constants, hidden, ups, owner, None, BF16), (dys, backward, g, a)
 
 
-def exact_fprop(parts, values, weights, constants, hidden, ups, owner, dtype):
+def exact_fprop(parts, values, weights, constants, hidden, ups, owner, a, dtype):
     """y in FP64, and the sum of the magnitudes of what it is made of."""
     results = []
     for i, (w, constant) in enumerate(zip(weights, constants)):
@@ -111,9 +111,19 @@ def check(device):
         for name in SITES:
             for terms, constant in ((1, None), (2, BF16), (2, torch.float32)):
                 forward, (dys, weights, g, a) = site(name, terms, constant, m, device)
-                parts, values, ws, constants, hidden, ups, owner, dtype = forward
-                ys = emulated.fprop(*packed(parts), *packed(ws), constants, None, hidden, ups, owner, ws[0].k, dtype)
+                parts, values, ws, constants, hidden, ups, owner, _, dtype = forward
+                ys = emulated.fprop(*packed(parts), *packed(ws), constants, None, hidden, ups, owner, None, ws[0].k, dtype)
                 label = f"{name} terms={terms} constant={constant} chunks={chunks}"
+                if a is not None:  # h made inside
+                    made = [None] * len(hidden)
+                    *others, h = emulated.fprop(*packed(parts), *packed(ws), constants, None, made, ups, owner, a, ws[0].k, dtype)
+                    d = sum(reference.dequantize(p).double() for p in parts)
+                    wrong += [] if close(h, d @ a.double().T, d.abs() @ a.double().abs().T, 2) else [f"h {label}"]
+                    split = list(h.split([up.shape[1] for up in ups], 1))
+                    exact = exact_fprop(parts, None, ws, constants, split, ups, owner, None, dtype)
+                    wrong += [
+                        f"fprop with a {label}: y {i}" for i, (y, e) in enumerate(zip(others, exact)) if not close(y, *e, 1)
+                    ]
                 wrong += [
                     f"fprop {label}: y {i}" for i, (y, e) in enumerate(zip(ys, exact_fprop(*forward))) if not close(y, *e, 1)
                 ]
@@ -156,8 +166,8 @@ def test_the_reference_is_the_exact_product(name, terms, constant):
 
 def test_operators_are_registered_properly():
     forward, (dys, weights, g, a) = site("qkv", 2, BF16, 9, "cpu")
-    parts, values, ws, constants, hidden, ups, owner, dtype = forward
-    arguments = (*packed(parts), *packed(ws), constants, values, hidden, ups, owner, ws[0].k, dtype)
+    parts, values, ws, constants, hidden, ups, owner, _, dtype = forward
+    arguments = (*packed(parts), *packed(ws), constants, values, [None] * len(hidden), ups, owner, a, ws[0].k, dtype)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.peft_nvfp4.fprop.default, arguments, test_utils=checks)
     arguments = (dys, *packed(weights), [None] * len(dys), g, a, ws[0].k)
@@ -165,7 +175,7 @@ def test_operators_are_registered_properly():
 
 
 BAD = {
-    "rows": (lambda f: f[4].__setitem__(0, f[4][0][:5]), r"h must be \(9, r\)"),
+    "rows": (lambda f: f[4].__setitem__(0, f[4][0][:5]), r"h must be \(9, 4\)"),
     "constant": (lambda f: f[3].__setitem__(0, torch.zeros(5)), r"a constant must be \(64,\)"),
     "weight": (lambda f: f[2].__setitem__(0, QuantizedMatrix(*f[2][0][:3], 70)), "codes of a matrix|K="),
 }

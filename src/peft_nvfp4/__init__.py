@@ -9,7 +9,9 @@ from . import kernels
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, detach
+from .dataflow.loss import attach_loss, detach_loss, linear_cross_entropy
 from .freeze import dequantize_model, freeze_model, frozen_bytes
+from .graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
 from .tuner import register, unregister
 from .version import __version__
 
@@ -20,11 +22,17 @@ __all__ = [
     "FrozenOptions",
     "NVFP4LoraConfig",
     "attach",
+    "attach_loss",
     "dequantize_model",
     "detach",
+    "detach_loss",
+    "disable_cuda_graphs",
+    "enable_cuda_graphs",
     "freeze_model",
     "frozen_bytes",
+    "graph_status",
     "kernels",
+    "linear_cross_entropy",
     "register",
     "unregister",
 ]

@@ -124,13 +124,13 @@ def restore(saved: Sequence[Tensor | None], constants: Sequence[tuple[int, float
     return Adapters(saved[0], tuple(items))
 
 
-def down(x: Tensor, adapters: Adapters) -> list[Tensor]:
-    """h (M, r) = dropout(x) @ A.T of every branch."""
-    hidden: list[Tensor] = [x] * len(adapters.items)
-    stacked = adapters.stacked()
-    if stacked:
-        parts = mm(x, adapters.stack.T).split([adapters.items[i].rank for i in stacked], dim=1)
-        for i, part in zip(stacked, parts):
+def down(x: Tensor | None, adapters: Adapters, stacked: bool = True) -> list[Tensor | None]:
+    """h (M, r) = dropout(x) @ A.T of every branch; None of those without dropout if ``stacked`` is False."""
+    hidden: list[Tensor | None] = [None] * len(adapters.items)
+    together = adapters.stacked()
+    if together and stacked:
+        parts = mm(x, adapters.stack.T).split([adapters.items[i].rank for i in together], dim=1)
+        for i, part in zip(together, parts):
             hidden[i] = part
     for i, item in enumerate(adapters.items):
         if item.a is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import fused_reference
 from .formats import BLOCK, QuantizedMatrix, padded_k
 from .fused_reference import ACTIVATIONS, GatedGrads, GatedOutput, NormOutput
-from .ops import FLOATS, _check_packed, _check_seed, _checked, _define
+from .ops import FLOATS, _check, _check_packed, _check_seed, _checked, _define
 
 OPERATORS: dict[str, tuple[Callable, Callable]] = {}
 """name -> (argument check, reference implementation with that check)."""
@@ -34,35 +34,35 @@ def _operator(name: str, schema: str, check: Callable, reference: Callable, fake
 
 
 def _check_matrix(op: str, name: str, t: Tensor) -> None:
-    torch._check(t.ndim == 2, lambda: f"{op}: {name} must be a matrix (M, K), got shape {tuple(t.shape)}")
-    torch._check(t.dtype in FLOATS, lambda: f"{op}: {name} must be float32, bfloat16 or float16, got {t.dtype}")
+    _check(t.ndim == 2, lambda: f"{op}: {name} must be a matrix (M, K), got shape {tuple(t.shape)}")
+    _check(t.dtype in FLOATS, lambda: f"{op}: {name} must be float32, bfloat16 or float16, got {t.dtype}")
 
 
 def _check_like(op: str, name: str, t: Tensor | None, like: Tensor) -> None:
     """An optional matrix of the same shape and dtype."""
-    torch._check(
+    _check(
         t is None or (t.shape == like.shape and t.dtype == like.dtype),
         lambda: f"{op}: {name} must be {tuple(like.shape)} {like.dtype}, got {tuple(t.shape)} {t.dtype}",
     )
 
 
 def _check_centre(op: str, centre: Tensor | None, k: int) -> None:
-    torch._check(
+    _check(
         centre is None or (tuple(centre.shape) == (k,) and centre.dtype == torch.float32),
         lambda: f"{op}: centre must be ({k},) float32, got {tuple(centre.shape)} {centre.dtype}",
     )
 
 
 def _check_terms(op: str, terms: int, least: int = 1) -> None:
-    torch._check(least <= terms <= 2, lambda: f"{op}: the number of terms must be {least} to 2, got {terms}")
+    _check(least <= terms <= 2, lambda: f"{op}: the number of terms must be {least} to 2, got {terms}")
 
 
 def _check_parts(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, k: int, per_row: bool) -> None:
-    torch._check(len(codes) in (1, 2), lambda: f"{op}: a matrix has one or two terms, got {len(codes)}")
+    _check(len(codes) in (1, 2), lambda: f"{op}: a matrix has one or two terms, got {len(codes)}")
     for c, s, g in zip(codes, scales, gscale):
         _check_packed(op, c, s, g, k)
-        torch._check(c.shape[0] == rows, lambda: f"{op}: the terms must have {rows} rows, got {c.shape[0]}")
-        torch._check(not per_row or g.shape[0] == rows, lambda: f"{op}: gscale must hold {rows} values, got {g.shape[0]}")
+        _check(c.shape[0] == rows, lambda: f"{op}: the terms must have {rows} rows, got {c.shape[0]}")
+        _check(not per_row or g.shape[0] == rows, lambda: f"{op}: gscale must hold {rows} values, got {g.shape[0]}")
 
 
 def _empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +116,7 @@ def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> list[Quantiz
 def _check_dequantize_terms(codes: Sequence[Tensor], scales, gscale, centre: Tensor | None, k: int, dtype: torch.dtype) -> None:
     _check_parts("dequantize_terms", codes, scales, gscale, codes[0].shape[0] if codes else 0, k, per_row=False)
     _check_centre("dequantize_terms", centre, k)
-    torch._check(dtype in FLOATS, lambda: f"dequantize_terms: dtype must be float32, bfloat16 or float16, got {dtype}")
+    _check(dtype in FLOATS, lambda: f"dequantize_terms: dtype must be float32, bfloat16 or float16, got {dtype}")
 
 
 _dequantize_terms = _operator(
@@ -140,7 +140,7 @@ def dequantize_terms(parts: Sequence[QuantizedMatrix], centre: Tensor | None, dt
 
 def _check_norm(op: str, name: str, x: Tensor, gamma: Tensor, centre: Tensor | None) -> None:
     _check_matrix(op, name, x)
-    torch._check(
+    _check(
         tuple(gamma.shape) == (x.shape[1],) and gamma.dtype in FLOATS,
         lambda: f"{op}: gamma must be ({x.shape[1]},) of a floating dtype, got {tuple(gamma.shape)} {gamma.dtype}",
     )
@@ -185,7 +185,7 @@ def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, resi
     op, m = "rmsnorm_backward", dy.shape[0]
     _check_norm(op, "dy", dy, gamma, centre)
     _check_parts(op, codes, scales, gscale, m, dy.shape[1], per_row=True)
-    torch._check(
+    _check(
         tuple(rstd.shape) == (m,) and rstd.dtype == torch.float32,
         lambda: f"{op}: rstd must be ({m},) float32, got {tuple(rstd.shape)} {rstd.dtype}",
     )
@@ -223,7 +223,7 @@ def rmsnorm_backward(
 def _check_gated(op: str, name: str, x: Tensor, centre: Tensor | None, act: str) -> None:
     _check_matrix(op, name, x)
     _check_centre(op, centre, x.shape[1])
-    torch._check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    _check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
 
 
 def _check_silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int) -> None:
@@ -301,8 +301,8 @@ def silu_mul_backward(
 
 
 def _check_dropout(x: Tensor, p: float, seed: Tensor) -> None:
-    torch._check(x.dtype in FLOATS, lambda: f"dropout: x must be float32, bfloat16 or float16, got {x.dtype}")
-    torch._check(0.0 <= p < 1.0, lambda: f"dropout: p must be in [0, 1), got {p}")
+    _check(x.dtype in FLOATS, lambda: f"dropout: x must be float32, bfloat16 or float16, got {x.dtype}")
+    _check(0.0 <= p < 1.0, lambda: f"dropout: p must be in [0, 1), got {p}")
     _check_seed("dropout", seed)
 
 
@@ -313,3 +313,48 @@ dropout = _operator(
     lambda x, p, seed: fused_reference.dropout(x, p, seed).contiguous(),
     lambda x, p, seed: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
+
+
+# ---------------------------------------------------------------------------------------------- rotary embedding
+
+
+def _check_rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> None:
+    op = "rotary_embedding"
+    _check(q.ndim == 4, lambda: f"{op}: q must be (B, H, S, D), got shape {tuple(q.shape)}")
+    _check(q.dtype in FLOATS, lambda: f"{op}: q must be float32, bfloat16 or float16, got {q.dtype}")
+    b, _, s, d = q.shape
+    _check(d % 2 == 0, lambda: f"{op}: D must be even, got {d}")
+    _check(
+        k is None or (k.ndim == 4 and (k.shape[0], *k.shape[2:], k.dtype) == (b, s, d, q.dtype)),
+        lambda: f"{op}: k must be {(b, 'H', s, d)} {q.dtype}, got {tuple(k.shape)} {k.dtype}",
+    )
+    for name, t in (("cos", cos), ("sin", sin)):
+        _check(
+            t.ndim == 3 and t.shape[0] in (1, b) and tuple(t.shape[1:]) == (s, d) and t.dtype == q.dtype,
+            lambda: f"{op}: {name} must be (1 or {b}, {s}, {d}) {q.dtype}, got {tuple(t.shape)} {t.dtype}",
+        )
+
+
+def _rotary_embedding_reference(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool):
+    q, k = fused_reference.rotary_embedding(q, k, cos, sin, backward)
+    return q, q.new_empty(0) if k is None else k
+
+
+def _rotary_embedding_fake(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool):
+    output = fused_reference.rotary_output
+    return output(q, backward), q.new_empty(0) if k is None else output(k, backward)
+
+
+_rotary_embedding = _operator(
+    "rotary_embedding",
+    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
+    _check_rotary_embedding,
+    _rotary_embedding_reference,
+    _rotary_embedding_fake,
+)
+
+
+def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor | None]:
+    """Rotary embedding of q and k (B, H, S, D), or the gradients of its inputs; see :func:`fused_reference.rotary_embedding`."""
+    q, out = _rotary_embedding(q, k, cos, sin, backward)
+    return q, None if k is None else out

@@ -80,10 +80,11 @@ def row_sum(values: Tensor) -> Tensor:
     return torch.where(finite, fixed.float() * down, largest.view(torch.float32))[:, 0]
 
 
-def reciprocal(d: Tensor) -> Tensor:
-    """1 / d, IEEE-rounded, of d with its last bit cleared. A kernel gets that from an approximate reciprocal and two Newton steps
-    (7 instructions instead of 20), correctly for every mantissa except the one of 24 ones: checked over all of them."""
-    return 1.0 / (d.view(torch.int32) & -2).view(torch.float32)
+def reciprocal(d: Tensor, cleared: int = 1) -> Tensor:
+    """1 / d, IEEE-rounded, of d with its last bits cleared. A kernel gets that from an approximate reciprocal (off by an ulp) and
+    Newton steps, 7 instructions instead of 20: with one bit cleared two steps, correct for every mantissa except the one of 24
+    ones; with three bits one step, correct for every mantissa. Both checked over all of them."""
+    return 1.0 / (d.view(torch.int32) & -(1 << cleared)).view(torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------- RMSNorm
@@ -152,26 +153,32 @@ def rmsnorm_backward(
 
 # ---------------------------------------------------------------------------------------------- act(gate) * up
 
-LOG2E = 1.4426950408889634
-EXP2_COEFFICIENTS = (0.009582852013409138, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163)
-"""2**f on [-1/2, 1/2] as 1 + f * (...), highest power first: minimax, relative error 3e-6 (BF16's is 4e-3)."""
-EXP2_MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which then stands in the low bits
-EXP2_LIMIT = 125.0
+EXP2_COEFFICIENTS = (0.00957588478922844, 0.05591270327568054, 0.24024459719657898, 0.6931231617927551)
+"""2**f on [-1/2, 1/2] as 1 + f * (...), highest power first: minimax but for a shift of 4e-7, which makes up for the bits that
+:func:`reciprocal` clears; relative error 3e-6 (BF16's is 4e-3)."""
+EXP2_SPAN, EXP2_TOP = 64.0, 44.0
+"""The exponent t of 2 is clamped to -20 .. 44, as v = (44 - t) / 64: a clamp to 0 .. 1 costs a GPU nothing."""
+EXP2_SCALE, EXP2_START = 1.4426950408889634 / EXP2_SPAN, EXP2_TOP / EXP2_SPAN
+EXP2_MAGIC = 12582912.0 + EXP2_TOP  # 1.5 * 2**23: adding it rounds to an integer, which then stands in the low bits
 
 GELU_C0 = 1.5957691216057308  # 2 * sqrt(2 / pi)
 GELU_C1 = 0.07135481282553446  # GELU_C0 * 0.044715
 
 
 def sigmoid(z: Tensor) -> Tensor:
-    """1 / (1 + exp(-z)), FP32, from additions, multiplications and one division alone; relative error below 5e-6 for |z| < 30."""
-    t = (z * -LOG2E).clamp(-EXP2_LIMIT, EXP2_LIMIT)
-    magic = t + EXP2_MAGIC
-    f = t - (magic - EXP2_MAGIC)
+    """1 / (1 + exp(-z)), FP32, from additions, multiplications and one division alone; relative error below 5e-6 for |z| < 30.
+
+    The polynomial's steps are fused multiply-adds, taken here in FP64. That is exact: v is a multiple of 2**-26, so f is one of
+    2**-20, and no sum has more than 53 bits.
+    """
+    v = (z * EXP2_SCALE + EXP2_START).clamp(0.0, 1.0)
+    magic = v * -EXP2_SPAN + EXP2_MAGIC
+    f = (v * -EXP2_SPAN - (magic - EXP2_MAGIC)).double()
     p = torch.full_like(f, EXP2_COEFFICIENTS[0])
     for c in (*EXP2_COEFFICIENTS[1:], 1.0):
-        p = p * f + c
-    exponent = magic.view(torch.int32) << 23  # the integer; the bits of EXP2_MAGIC itself leave at the top
-    return reciprocal((p.view(torch.int32) + exponent).view(torch.float32) + 1.0)
+        p = (p * f + c).float().double()
+    exponent = magic.view(torch.int32) << 23  # the integer; the bits of 1.5 * 2**23 itself leave at the top
+    return reciprocal((p.float().view(torch.int32) + exponent).view(torch.float32) + 1.0, 3)
 
 
 def _gate(g: Tensor, act: str) -> tuple[Tensor, Tensor | float]:
@@ -232,5 +239,45 @@ def silu_mul_backward(
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    """x times :func:`peft_nvfp4.reference.dropout_mask`, in x's dtype."""
-    return x * reference.dropout_mask(tuple(x.shape), p, seed, x.device, x.dtype)
+    """x / (1 - p) where :func:`peft_nvfp4.reference.dropout_mask` keeps it, else 0: a product in FP32, rounded once to x's dtype.
+    (A mask in BF16 would hold a rounded 1 / (1 - p): a bias of up to 0.4 %.)"""
+    return (x.float() * reference.dropout_mask(tuple(x.shape), p, seed, x.device, torch.float32)).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- rotary embedding
+
+
+def rotary_output(x: Tensor, backward: bool) -> Tensor:
+    """Uninitialised result for x (B, H, S, D). Forward: strides in the order of x's, as an elementwise operation of PyTorch gives
+    them. Backward: dense as (B, S, H, D), since the projection that made x wants its gradient as a matrix (B * S, H * D)."""
+    if not backward:
+        return torch.empty_like(x)
+    b, h, s, d = x.shape
+    return x.new_empty_strided((b, h, s, d), (s * h * d, d, h * d, 1))
+
+
+def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor | None]:
+    """Rotary position embedding of q (B, Hq, S, D) and k (B, Hk, S, D), or its gradients from theirs, with the roundings of
+    transformers' ``apply_rotary_pos_emb``; cos, sin (1 or B, S, D), everything in one dtype.
+
+    With x = (x1, x2) the halves of D, likewise cos and sin, and r() rounding to the dtype:
+
+        forward    y1  = r(r(x1 cos1) - r(x2 sin1))     y2  = r(r(x2 cos2) + r(x1 sin2))
+        backward   dx1 = r(r(g1 cos1) + r(g2 sin2)) + 0  dx2 = r(r(g2 cos2) - r(g1 sin1)) + 0
+
+    Backward is what autograd does: it rounds g * cos and g * sin, splits and negates the latter, pads each half with zeros to D
+    values (the gradient of a slice) and adds up the three parts. Padding rounds nothing but turns -0 into +0: the "+ 0".
+    """
+    rotate = _rotate_gradient if backward else _rotate
+    q, k = (None if x is None else rotary_output(x, backward).copy_(rotate(x, cos[:, None], sin[:, None])) for x in (q, k))
+    return q, k
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-x2, x1), dim=-1) * sin
+
+
+def _rotate_gradient(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    h1, h2 = (g * sin).chunk(2, dim=-1)
+    return (g * cos + torch.cat((h2, -h1), dim=-1)) + 0.0

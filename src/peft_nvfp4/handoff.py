@@ -51,6 +51,7 @@ class QuantizedInput:
         values: D(x~) (M, K) in x's dtype once somebody has computed it. Never x or a view of it: the entry would keep its own
             key alive.
         exact: x itself is D(x~) already (a fused producer returned it).
+        hollow: x has the shape and the gradient of D(x~) but no values: its one reader needs only the codes.
         stamp: what x was when it was entered.
         entered: it is in the table (or on the traced tensor).
         outputs: of linears of the site that were computed before they were called, by the identity of the layer. Their autograd
@@ -62,6 +63,7 @@ class QuantizedInput:
     dtype: torch.dtype
     values: Tensor | None = None
     exact: bool = False
+    hollow: bool = False
     stamp: tuple[int, int] = (0, 0)
     entered: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -98,9 +100,14 @@ def get(x: Tensor, terms: int, centre: Tensor | None, dtype: torch.dtype) -> Qua
     """x~ of x with this input spec, if somebody entered it and x has not changed since."""
     compiling = torch.compiler.is_compiling()
     entry = getattr(x, ATTRIBUTE, None) if compiling else _LOCAL.table.get(x)
-    if entry is None or len(entry.parts) != terms or entry.centre is not centre or entry.dtype != dtype:
+    if entry is None:
         return None
-    return entry if compiling or entry.stamp == _stamp(x) else None
+    same = len(entry.parts) == terms and entry.centre is centre and entry.dtype == dtype
+    if same and (compiling or entry.stamp == _stamp(x)):
+        return entry
+    if entry.hollow:
+        raise RuntimeError("a tensor without values was changed, or is read in a way it was not made for: please report this")
+    return None
 
 
 def live() -> int:

@@ -166,16 +166,24 @@ class NVFP4Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, xd, centre, spec, *flat):
-        # x (M, K); xd D(x~) (M, K) in x's dtype, None if there is no branch and nobody has computed it; centre (K,) float32
+        # x (M, K); xd D(x~) (M, K) in x's dtype, or None if nobody has computed it; centre (K,) float32
         parts, frozen, sources, owner = operands(spec, flat)
         adapters = lora.prepare(sources, x.dtype)
-        hidden = lora.down(xd, adapters) if sources else []
+        inside = centre is None and spec.terms == 1 and x.dtype != torch.float16  # then the product's operand is D(x~)
+        if xd is None and not (inside and len(adapters.stacked()) == len(sources)):
+            xd = dequantize_input(parts, centre, x.dtype)
+        hidden = lora.down(xd, adapters, stacked=not inside)
         # xd may stand for the operand of the frozen product where it is the sum of the terms, unrounded
         values = xd if centre is None and (x.dtype == torch.float32 or x.dtype == torch.bfloat16 and spec.terms == 1) else None
         weights = [QuantizedMatrix(*linear[2:5], spec.k) for linear in frozen]
         constants = [_constant(linear) for linear in frozen]
         ups = [item.sb for item in adapters.items]
-        ys = linear_ops.fprop(parts, values, weights, constants, hidden, ups, owner, x.dtype)
+        a = adapters.stack if inside else None
+        ys = linear_ops.fprop(parts, values, weights, constants, hidden, ups, owner, a, x.dtype)
+        if a is not None:
+            *ys, made = ys
+            for i, h in zip(adapters.stacked(), made.split([adapters.items[i].rank for i in adapters.stacked()], dim=1)):
+                hidden[i] = h
         ctx.spec, ctx.branches, ctx.owner = spec, [(a.rank, a.scaling, a.dropout) for a in adapters.items], owner
         ctx.dtypes = [(a.dtype, b.dtype) for a, b, *_ in sources]
         kept = flat[: 3 * spec.terms] if sources else ()  # no adapter: nothing of x is needed

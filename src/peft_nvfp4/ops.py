@@ -79,25 +79,42 @@ def register_kernel(name: str, device_type: str, implementation: Callable) -> No
     _DIRECT[(name, device_type)] = implementation
 
 
+def _check(condition: bool, message: Callable[[], str]) -> None:
+    """``torch._check``, which takes microseconds, for a condition that does not hold or is symbolic."""
+    if condition is not True:
+        torch._check(condition, message)
+
+
+def _is_packed(codes: Tensor, scales: Tensor, gscale: Tensor, kp: int) -> bool:
+    if codes.dtype != torch.uint8 or scales.dtype != torch.uint8 or gscale.dtype != torch.float32:
+        return False
+    if codes.ndim != 2 or gscale.ndim != 1:
+        return False
+    rows = codes.shape[0]
+    return codes.shape[1] * 2 == kp and scales.shape == (rows, kp // BLOCK) and gscale.shape[0] in (1, rows)
+
+
 def _check_packed(op: str, codes: Tensor, scales: Tensor, gscale: Tensor, k: int) -> None:
     """Dtypes and shapes of one packed operand, with messages that name operator, argument, expected and got."""
+    if _is_packed(codes, scales, gscale, padded_k(k)):
+        return
     for name, t, dtype, ndim in (
         ("codes", codes, torch.uint8, 2),
         ("scales", scales, torch.uint8, 2),
         ("gscale", gscale, torch.float32, 1),
     ):
-        torch._check(t.dtype == dtype, lambda: f"{op}: {name} must be {dtype}, got {t.dtype}")
-        torch._check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
+        _check(t.dtype == dtype, lambda: f"{op}: {name} must be {dtype}, got {t.dtype}")
+        _check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
     rows, kp = codes.shape[0], padded_k(k)
-    torch._check(
+    _check(
         codes.shape[1] * 2 == kp,
         lambda: f"{op}: codes of a matrix with K={k} have {kp // 2} bytes a row, got {codes.shape[1]}",
     )
-    torch._check(
+    _check(
         tuple(scales.shape) == (rows, kp // BLOCK),
         lambda: f"{op}: scales must be {(rows, kp // BLOCK)}, got {tuple(scales.shape)}",
     )
-    torch._check(gscale.shape[0] in (1, rows), lambda: f"{op}: gscale must hold 1 or {rows} values, got {gscale.shape[0]}")
+    _check(gscale.shape[0] in (1, rows), lambda: f"{op}: gscale must hold 1 or {rows} values, got {gscale.shape[0]}")
 
 
 # ---------------------------------------------------------------------------------------------- quantize
@@ -112,20 +129,20 @@ def _quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, 
 
 def _check_seed(op: str, seed: Tensor | None) -> None:
     if seed is not None:
-        torch._check(seed.dtype == torch.int64, lambda: f"{op}: seed must be int64, got {seed.dtype}")
-        torch._check(seed.ndim == 0, lambda: f"{op}: seed must be a scalar tensor, got shape {tuple(seed.shape)}")
+        _check(seed.dtype == torch.int64, lambda: f"{op}: seed must be int64, got {seed.dtype}")
+        _check(seed.ndim == 0, lambda: f"{op}: seed must be a scalar tensor, got shape {tuple(seed.shape)}")
 
 
 def _check_quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool) -> None:
-    torch._check(x.ndim == 2, lambda: f"quantize: x must be a matrix (R, K), got shape {tuple(x.shape)}")
-    torch._check(x.dtype in FLOATS, lambda: f"quantize: x must be float32, bfloat16 or float16, got {x.dtype}")
-    torch._check(
+    _check(x.ndim == 2, lambda: f"quantize: x must be a matrix (R, K), got shape {tuple(x.shape)}")
+    _check(x.dtype in FLOATS, lambda: f"quantize: x must be float32, bfloat16 or float16, got {x.dtype}")
+    _check(
         not stochastic or seed is not None, lambda: "quantize: stochastic rounding needs a seed (an int64 scalar tensor)"
     )
     _check_seed("quantize", seed)
     if gscale is not None:
-        torch._check(gscale.dtype == torch.float32, lambda: f"quantize: gscale must be float32, got {gscale.dtype}")
-        torch._check(
+        _check(gscale.dtype == torch.float32, lambda: f"quantize: gscale must be float32, got {gscale.dtype}")
+        _check(
             gscale.ndim == 1 and gscale.shape[0] in (1, x.shape[0]),
             lambda: f"quantize: gscale must be (1,) or ({x.shape[0]},), got {tuple(gscale.shape)}",
         )
@@ -182,7 +199,7 @@ def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -
 
 def _check_dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> None:
     _check_packed("dequantize", codes, scales, gscale, k)
-    torch._check(dtype.is_floating_point, lambda: f"dequantize: dtype must be a floating one, got {dtype}")
+    _check(dtype.is_floating_point, lambda: f"dequantize: dtype must be a floating one, got {dtype}")
 
 
 def _dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
@@ -242,19 +259,19 @@ def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatri
 
 
 def _check_matmul(x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype) -> None:
-    torch._check(len(x_codes) in (1, 2), lambda: f"matmul: an input has one or two terms, got {len(x_codes)}")
+    _check(len(x_codes) in (1, 2), lambda: f"matmul: an input has one or two terms, got {len(x_codes)}")
     for c, s, g in zip(x_codes, x_scales, x_gscale):
         _check_packed("matmul (input)", c, s, g, k)
     _check_packed("matmul (weight)", w_codes, w_scales, w_gscale, k)
-    torch._check(dtype in FLOATS, lambda: f"matmul: dtype must be float32, bfloat16 or float16, got {dtype}")
-    torch._check(
+    _check(dtype in FLOATS, lambda: f"matmul: dtype must be float32, bfloat16 or float16, got {dtype}")
+    _check(
         bias is None or tuple(bias.shape) == (w_codes.shape[0],),
         lambda: f"matmul: bias must be ({w_codes.shape[0]},), got {tuple(bias.shape)}",
     )
     m = x_codes[0].shape[0]
     for c in x_codes:
-        torch._check(c.shape[0] == m, lambda: f"matmul: both terms of an input have the same rows, got {m} and {c.shape[0]}")
-    torch._check(
+        _check(c.shape[0] == m, lambda: f"matmul: both terms of an input have the same rows, got {m} and {c.shape[0]}")
+    _check(
         values is None or tuple(values.shape) == (m, k),
         lambda: f"matmul: values must be {(m, k)}, got {tuple(values.shape)}",
     )
@@ -301,13 +318,13 @@ def matmul(
 
 
 def _check_bytes(op: str, name: str, t: Tensor, ndim: int) -> None:
-    torch._check(t.dtype == torch.uint8, lambda: f"{op}: {name} must be uint8, got {t.dtype}")
-    torch._check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
+    _check(t.dtype == torch.uint8, lambda: f"{op}: {name} must be uint8, got {t.dtype}")
+    _check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
 
 
 def _check_pack(codes: Tensor) -> None:
     _check_bytes("pack", "codes", codes, 2)
-    torch._check(codes.shape[1] % 2 == 0, lambda: f"pack: the number of codes a row must be even, got {codes.shape[1]}")
+    _check(codes.shape[1] % 2 == 0, lambda: f"pack: the number of codes a row must be even, got {codes.shape[1]}")
 
 
 def _swizzled_size(rows: int, cols: int) -> int:
@@ -317,7 +334,7 @@ def _swizzled_size(rows: int, cols: int) -> int:
 def _check_unswizzle(swizzled: Tensor, rows: int, cols: int) -> None:
     _check_bytes("unswizzle_scales", "swizzled", swizzled, 1)
     size = _swizzled_size(rows, cols)
-    torch._check(
+    _check(
         swizzled.shape[0] == size,
         lambda: f"unswizzle_scales: ({rows}, {cols}) scales take {size} swizzled bytes, got {swizzled.shape[0]}",
     )
@@ -370,8 +387,8 @@ def _dropout_mask(like: Tensor, p: float, seed: Tensor) -> Tensor:
 
 
 def _check_dropout_mask(like: Tensor, p: float, seed: Tensor) -> None:
-    torch._check(like.dtype in FLOATS, lambda: f"dropout_mask: like must be float32, bfloat16 or float16, got {like.dtype}")
-    torch._check(0.0 <= p < 1.0, lambda: f"dropout_mask: p must be in [0, 1), got {p}")
+    _check(like.dtype in FLOATS, lambda: f"dropout_mask: like must be float32, bfloat16 or float16, got {like.dtype}")
+    _check(0.0 <= p < 1.0, lambda: f"dropout_mask: p must be in [0, 1), got {p}")
     _check_seed("dropout_mask", seed)
 
 

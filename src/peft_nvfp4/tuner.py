@@ -5,7 +5,7 @@
 | ``_prepare_model`` of ``LoraModel``, ``MixedModel`` | with our config: freezes the base before PEFT lists its modules |
 | ``LoraModel._create_new_module`` | a frozen target gets a :class:`FrozenLoraLinear`, for any LoRA config |
 | ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
-| ``BaseTuner.inject_adapter`` | other tuners (IA3, BOFT, ...) aimed at a frozen linear raise: they would read bytes as weights |
+| ``BaseTuner.inject_adapter`` | with our config: fuses the model after it. Other tuners (IA3, ...) on frozen linears raise |
 
 Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's
 own classes and code. Replacing PEFT's tuner class in its mapping instead would change the class of every LoRA model of the
@@ -27,8 +27,10 @@ from torch import nn
 
 from .backends import FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
-from .dataflow.attach import detach
+from .dataflow.attach import attach, attached, detach
+from .dataflow.probe import base_of
 from .freeze import dequantize_model, freeze_model, frozen_layers
+from .graphs import disable_cuda_graphs, enable_cuda_graphs
 from .lora import FrozenLoraLinear, refuse_unsupported
 from .sites import input_terms
 
@@ -131,11 +133,15 @@ def _create_new_module(
             f"target_parameters names {kwargs['parameter_name']!r} of a frozen {base.backend} linear, which is packed bytes. "
             "Name the module in target_modules instead, or list it in skip_modules to leave it dense."
         )
-    return FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+    layer = FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+    if site := getattr(base, "site", None):  # attached before: the linears of its site are computed with their adapters
+        site.members = [layer if base_of(member) is base else member for member in site.members]
+    return layer
 
 
 def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
     detach(self.model)  # fused norms and MLPs belong to frozen layers with adapters
+    disable_cuda_graphs(self.model)
     if merge:
         _set_dense_dtype(self.model)
     model = original(self, merge=merge, **kwargs)
@@ -169,7 +175,10 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     config = self.peft_config[adapter_name]
     _refuse_frozen_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
     if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
-        return original(self, model, adapter_name, *args, **kwargs)
+        result = original(self, model, adapter_name, *args, **kwargs)
+        if isinstance(config, NVFP4LoraConfig):
+            _attach(self, model, config)
+        return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
     result = original(self, model, adapter_name, *args, **kwargs)
     wrapped = [name for name, module in model.named_modules() if _is_foreign_layer(module) and modules.get(name) is not module]
@@ -185,6 +194,19 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         f"{type(config).__name__} cannot adapt {wrapped[0]} (and {len(wrapped) - 1} more): it is frozen in {backend}, and this "
         "method reads base weights directly. Use NVFP4LoraConfig or LoraConfig, or leave these modules out of target_modules."
     )
+
+
+def _attach(tuner: BaseTuner, model: nn.Module, config: NVFP4LoraConfig) -> None:
+    """Fuse what the config wants fused, once for all adapters of a model."""
+    if not config.fused and attached(model):
+        warnings.warn(
+            "the model is fused already, so fused=False has no effect; peft_nvfp4.detach(model) undoes it", stacklevel=6
+        )
+    if config.fused and config.backend == "nvfp4" and not attached(model):
+        with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
+            tuner.nvfp4_report = attach(model)
+    if config.cuda_graphs:
+        enable_cuda_graphs(model)
 
 
 def _is_foreign_layer(module: nn.Module) -> bool:

@@ -238,7 +238,12 @@ def product(
     """y (M, out_features) of every layer and its branches, for x2 (M, in_features) with x~ in ``shared``."""
     first = members[0][0]
     branched = any(len(branches) for _, branches in members)
-    xd = x2.detach() if shared.exact else first._values(shared, x2) if branched else shared.values
+    if shared.hollow:
+        xd = None
+    elif shared.exact:
+        xd = x2.detach()
+    else:
+        xd = first._values(shared, x2) if branched and not _makes_its_own(first, x2) else shared.values
     specs = tuple(
         LinearSpec(
             layer.out_features,
@@ -255,6 +260,11 @@ def product(
         frozen.append(layer._frozen())
     flat = flatten(shared.parts, frozen, sources)
     return NVFP4Linears.apply(x2, xd, first._centre, spec, *flat)
+
+
+def _makes_its_own(layer: NVFP4FrozenLinear, x2: Tensor) -> bool:
+    """Whether fprop has D(x~) as its operand anyway, so that nobody need make it before."""
+    return layer._centre is None and layer.options.terms == 1 and x2.is_cuda and x2.dtype == torch.bfloat16
 
 
 @dataclass

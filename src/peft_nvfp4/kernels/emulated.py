@@ -49,39 +49,50 @@ def _columns(constant: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- fprop
 
 
-def fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, k, dtype):
+def fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype):
     """The operator ``fprop``."""
-    arguments = (x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, k, dtype)
+    arguments = (x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype)
     linear_ops.check_fprop(*arguments)
     terms = linear_ops._matrices(x_codes, x_scales, x_gscale, k)
     weights = linear_ops._matrices(w_codes, w_scales, w_gscale, k)
     m = x_codes[0].shape[0]
     if dtype != torch.bfloat16 or k == 0:
         return linear_ops.reference_fprop(*arguments)
-    if m <= SMALL_ROWS or len(terms) == 1 and not hidden and all(c is None for c in constants):
-        return _separate(terms, weights, constants, values, hidden, ups, owner)
+    plain = all(c is None for c in constants)
+    if m <= SMALL_ROWS or len(terms) == 1 and not ups and plain:
+        return _separate(terms, weights, constants, values, hidden, ups, owner, a)
+    # h is made from the operand where it is exactly D(x~), and the only extra columns
+    inside = len(terms) == 1 and plain and a is not None and all(h is None for h in hidden)
+    made = None
+    if not inside:
+        hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, dtype)
     extras, columns = [], []
     for i, constant in enumerate(constants):
         own = [j for j, of in enumerate(owner) if of == i]
         added = [] if constant is None else [_columns(constant)]
         extras.append(_join([ups[j] for j in own] + added))
         columns += [hidden[j] for j in own] + [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
-    return _side_by_side(terms, weights, extras, _join(columns))
+    if inside:
+        made = a.new_empty(m, a.shape[0])
+        return [*_side_by_side(terms, weights, extras, made, a), made]
+    ys = _side_by_side(terms, weights, extras, _join(columns), None)
+    return ys if made is None else [*ys, made]
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor | None:
     return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0] if pieces else None
 
 
-def _separate(terms, weights, constants, values, hidden, ups, owner) -> list[Tensor]:
+def _separate(terms, weights, constants, values, hidden, ups, owner, a) -> list[Tensor]:
     """Every product by itself, and the low-rank one added to it, in BF16: rounded a second time, but in few launches."""
+    hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, torch.bfloat16)
     ys = []
     for i, (w, constant) in enumerate(zip(weights, constants)):
         y = ops.matmul(terms, w, constant, torch.bfloat16, values)
         for h, up, of in zip(hidden, ups, owner):
             y = y.addmm_(h, up.T) if of == i else y
         ys.append(y)
-    return ys
+    return ys if made is None else [*ys, made]
 
 
 def _side_by_side(
@@ -89,9 +100,10 @@ def _side_by_side(
     weights: Sequence[QuantizedMatrix],
     extras: Sequence[Tensor | None],
     columns: Tensor | None,
+    a: Tensor | None,
 ) -> list[Tensor]:
     """x = [D(term 1) | D(term 2) | columns] against [D(W) | D(W) | extra]; the extra columns of a linear stand at its place among
-    those of all, zeros elsewhere."""
+    those of all, zeros elsewhere. With a, the columns are D(x~) @ a.T and are filled here."""
     m, k, copies = terms[0].codes.shape[0], weights[0].k, len(terms)
     used = 0 if columns is None else columns.shape[1]
     width = _aligned(copies * k + used) - copies * k
@@ -105,14 +117,15 @@ def _side_by_side(
         y = wd.new_empty(m, n)
         for rows in chunks:
             if x is None or len(chunks) > 1:
-                x = _input_operand(terms, columns, width, rows)
+                x = None  # before the next one is made
+                x = _input_operand(terms, columns, width, rows, a if not ys else None)
             with full_precision_sums():
                 torch.mm(x, wd.T, out=y[rows])
         ys.append(y)
     return ys
 
 
-def _input_operand(terms: Sequence[QuantizedMatrix], columns: Tensor | None, width: int, rows: slice) -> Tensor:
+def _input_operand(terms: Sequence[QuantizedMatrix], columns: Tensor | None, width: int, rows: slice, a: Tensor | None) -> Tensor:
     k, count = terms[0].k, rows.stop - rows.start
     x = terms[0].gscale.new_empty(count, len(terms) * k + width, dtype=torch.bfloat16)
     for i, term in enumerate(terms):
@@ -120,6 +133,9 @@ def _input_operand(terms: Sequence[QuantizedMatrix], columns: Tensor | None, wid
             term.codes[rows], term.scales[rows], term.gscale[rows] if term.gscale.shape[0] > 1 else term.gscale, k
         )
         operands.write_operand(x[:, i * k :], part)
+    if a is not None:
+        with full_precision_sums():
+            torch.mm(x[:, :k], a.T, out=columns[rows])
     _fill(x[:, len(terms) * k :], columns, rows)
     return x
 
