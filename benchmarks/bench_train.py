@@ -41,6 +41,7 @@ SHAPES = {
 }
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 R, ALPHA, LABELS = 16, 32, 32
+STOCK_ROPE = modeling_llama.apply_rotary_pos_emb  # before anybody puts another in its place
 
 SHARED = {
     "ckpt": "checkpointing of every decoder layer (not reentrant)",
@@ -196,12 +197,13 @@ class Trainer:
 
     @contextmanager
     def context(self):
-        """Autocast, and Liger's RoPE, which transformers looks up in a module: other cases must not see it."""
-        plain = modeling_llama.apply_rotary_pos_emb
+        """Autocast, and the rotary embedding of the case: transformers looks it up in a module, where this package and Liger put
+        theirs for the whole process."""
+        now = modeling_llama.apply_rotary_pos_emb
         with ExitStack() as stack:
-            if self.rope is not None:
-                modeling_llama.apply_rotary_pos_emb = self.rope
-                stack.callback(setattr, modeling_llama, "apply_rotary_pos_emb", plain)
+            if self.case.method != "nvfp4":
+                modeling_llama.apply_rotary_pos_emb = self.rope or STOCK_ROPE
+                stack.callback(setattr, modeling_llama, "apply_rotary_pos_emb", now)
             if "amp" in self.case:
                 stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
             yield

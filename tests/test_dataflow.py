@@ -11,7 +11,8 @@ from peft import get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model, fused_reference, handoff, reference
+from peft_nvfp4 import NVFP4LoraConfig, attach, dequantize_model, detach, freeze_model, fused_reference, handoff, reference
+from peft_nvfp4.dataflow.attach import attached
 from peft_nvfp4.dataflow.mlp import ACTIVATIONS, FusedGatedMLP, GatedParts, GatedQuantize
 from peft_nvfp4.dataflow.norm import NVFP4RMSNorm, RMSNormQuantize
 from peft_nvfp4.formats import ACTIVATION
@@ -76,7 +77,8 @@ def test_models_without_such_parts_are_left_alone():
     bf16 = get_peft_model(
         hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), NVFP4LoraConfig(target_modules="all-linear", backend="bf16")
     )
-    assert attach(bf16).skipped == {"(model)": "no linear is frozen in nvfp4"}
+    (name, reason), *rest = attach(bf16).skipped.items()
+    assert name == "(model)" and reason.startswith("no linear is frozen in nvfp4") and not rest
 
 
 # ---------------------------------------------------------------------------------------------- gated MLPs by structure
@@ -111,9 +113,9 @@ class Halves(nn.Module):
 
 
 class Plain(nn.Module):
-    def __init__(self, f=96):
+    def __init__(self, f=96, n=64):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(64, f), nn.Linear(f, 64)
+        self.fc1, self.fc2 = nn.Linear(64, f), nn.Linear(f, n)
 
     def forward(self, x):
         return self.fc2(F.silu(self.fc1(x)))
@@ -132,7 +134,7 @@ MLPS = {  # name -> (module, what the report says: GatedParts, a reason, or None
     "scaled": (Gated(scale=0.5), NOT),
     "dropout": (Gated(dropout=0.5), NOT),
     "plain": (Plain(), None),
-    "plain-32": (Plain(32), None),  # 32 -> 64 could be the last linear of a gated MLP
+    "projector": (Plain(128, 128), None),  # by its shapes, 128 -> 128 could be gate and up, and 64 -> 128 the last linear
 }
 
 
@@ -298,8 +300,25 @@ def test_autocast_finds_what_the_norm_quantised(dtype):
     assert ((y - exact).abs() <= bound).all() and not ((plain - exact).abs() <= bound).all() and handoff.live() == 0
 
 
+def test_linears_that_read_an_edited_tensor_are_no_site():
+    class Edits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 32) for _ in range(3))
+
+        def forward(self, x):
+            x = x * 1.0
+            q = self.q_proj(x)
+            x.add_(1)
+            return q, self.k_proj(x), self.v_proj(x)
+
+    model, x = freeze_model(Edits()), torch.randn(3, 64)
+    assert attach(model, run=lambda: model(x)).sites == [["k_proj", "v_proj"]]
+
+
 def test_rotary_embeddings_come_and_go():
-    gc.collect()  # models of other tests
+    gc.collect()  # models of other tests,
+    detach(nn.Identity())  # and what they left
     model, modeling = tuned("Llama"), hf.models.llama.modeling_llama
     original = modeling.apply_rotary_pos_emb
     attach(model)
@@ -402,6 +421,16 @@ def test_copies_pickles_and_merges(tmp_path):
     merged = model.merge_and_unload()
     assert not any(isinstance(m, NVFP4RMSNorm | FusedGatedMLP) for m in merged.modules())
     assert type(merged.model.layers[0].mlp) is hf.models.llama.modeling_llama.LlamaMLP
+
+
+def test_dequantising_detaches():
+    """A norm must not quantise for linears that are dense again."""
+    model = freeze_model(tuned("Llama").unload()).requires_grad_(False)
+    with torch.no_grad():
+        expected = dequantize_model(copy.deepcopy(model))(IDS).logits
+        attach(model)
+        assert torch.equal(dequantize_model(model)(IDS).logits, expected)
+    assert not attached(model)
 
 
 def test_row_sum_does_not_depend_on_the_order():

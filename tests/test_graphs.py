@@ -1,7 +1,7 @@
 """CUDA graphs of the decoder: what is replayed, what is not and why, and that the numbers are those of eager code.
 
-On a CPU a recording is played by :class:`Rehearsal`, which runs the recorded function again on the recording's own inputs and seeds,
-as a graph would: all of the bookkeeping around a graph is the same.
+On a CPU a recording is played by :class:`Rehearsal`, which runs the recorded function again on the recording's own inputs and
+seeds, as a graph would: all of the bookkeeping around a graph is the same.
 """
 
 import copy
@@ -240,3 +240,23 @@ def test_copies_pickles_and_switching_off():
 def test_models_without_a_decoder_raise():
     with pytest.raises(ValueError, match="has no decoder"):
         enable_cuda_graphs(torch.nn.Linear(2, 2))
+
+
+@on_devices
+def test_trainer_with_accumulation_gives_the_same_losses(device, tmp_path):
+    """Trainer passes num_items_in_batch, moves batches, accumulates and clips; nothing of that may show in the numbers."""
+    data = [
+        {"input_ids": ids, "labels": ids} for ids in torch.randint(1, 128, (16, 12), generator=torch.Generator().manual_seed(3))
+    ]
+    histories = []
+    for graphed in (False, True):
+        model = tuned(device, graphed, lora_dropout=0.1)
+        arguments = hf.TrainingArguments(
+            tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
+            save_strategy="no", report_to=[], use_cpu=device == "cpu", seed=0, learning_rate=1e-2, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = hf.Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(histories[0]) == 4 and histories[0] == histories[1]
+    assert sum(graph_status(model).graphs.values()) == 8, str(graph_status(model))

@@ -393,8 +393,8 @@ def copies(branches, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("adapters, dropout", ((1, 0.0), (1, 0.3), (2, 0.3)), ids=("1adapter", "1adapter-p0.3", "2adapters-p0.3"))
 def test_bytes_kept_for_backward(terms, dtype, adapters, dropout):
-    """Codes, block scales and one FP32 scale a token for every term, r values a token and a seed for every branch, and the adapters
-    in the activations' dtype, no more."""
+    """Codes, block scales and one FP32 scale a token for every term, r values a token and a seed for every branch, and the
+    adapters in the activations' dtype, no more."""
     shape = (576, 64)
     layer, branches = make_layer(shape, terms, dtype=dtype), make_branches(shape, adapters, dropout)
     x = make_input(shape[0], dtype)

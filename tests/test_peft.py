@@ -39,8 +39,9 @@ from peft.utils.hotswap import hotswap_adapter
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, freeze_model, frozen_bytes, register, unregister
+from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, attach, detach, freeze_model, frozen_bytes, register, unregister
 from peft_nvfp4.config import OWN_FIELDS, SIDE_CAR
+from peft_nvfp4.dataflow.attach import attached
 from peft_nvfp4.freeze import frozen_layers
 from peft_nvfp4.lora import FrozenLoraLinear
 
@@ -314,6 +315,9 @@ def test_what_an_adapter_folder_holds(stock, backend):
         accuracy="high",
         weight_layouts="cached",
         gradients="nvfp4",
+        activations="bf16",
+        fused=True,
+        cuda_graphs=False,
         skip_modules=None,
     )
 
@@ -411,6 +415,9 @@ VALUES = {
     "accuracy": ["paper", "balanced", "high"],
     "weight_layouts": ["cached", "transient"],
     "gradients": ["nvfp4", "nvfp4_sr", "bf16"],
+    "activations": ["bf16", "nvfp4"],
+    "fused": [True, False],
+    "cuda_graphs": [False, True],
     "skip_modules": [None, [], ["lm_head", "layers.0.mlp"]],
 }
 by_own_field = pytest.mark.parametrize(
@@ -450,7 +457,14 @@ def test_configuration_without_a_side_car_gets_defaults(tmp_path):
     config(backend="nf4", accuracy="high").save_pretrained(str(tmp_path))
     (tmp_path / SIDE_CAR).unlink()
     assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == dict(
-        backend="nvfp4", accuracy="balanced", weight_layouts="cached", gradients="nvfp4", skip_modules=None
+        backend="nvfp4",
+        accuracy="balanced",
+        weight_layouts="cached",
+        gradients="nvfp4",
+        activations="bf16",
+        fused=True,
+        cuda_graphs=False,
+        skip_modules=None,
     )
 
 
@@ -501,6 +515,7 @@ def test_a_configuration_of_another_method_is_refused(tmp_path):
         pytest.param(dict(accuracy="best"), "paper, balanced, high", id="accuracy"),
         pytest.param(dict(weight_layouts="none"), "cached, transient", id="weight_layouts"),
         pytest.param(dict(gradients="fp8"), "nvfp4, nvfp4_sr, bf16", id="gradients"),
+        pytest.param(dict(activations="fp8"), "bf16, nvfp4", id="activations"),
     ],
 )
 def test_an_unknown_word_lists_the_known_ones(settings, known):
@@ -517,7 +532,8 @@ def test_an_unknown_word_lists_the_known_ones(settings, known):
 @pytest.mark.parametrize("way", ["config", "plain-on-frozen", "load_adapter"])
 def test_reload_is_bit_equal(llama, tmp_path, backend, dtype, way):
     """config: a dense model is frozen again from the side-car. plain-on-frozen: a base frozen before, PEFT makes the plain
-    LoraConfig of adapter_config.json. load_adapter: the same as a second adapter."""
+    LoraConfig of adapter_config.json; nobody asked for fusing, so the model computes what ours does when detached, and what ours
+    does once it is attached. load_adapter: the same as a second adapter."""
     model = trained(llama(dtype), backend=backend)
     expected, weights = logits(model), adapter_tensors(model)
     model.save_pretrained(str(tmp_path))
@@ -527,7 +543,9 @@ def test_reload_is_bit_equal(llama, tmp_path, backend, dtype, way):
         again = PeftModel.from_pretrained(llama(dtype), str(tmp_path), config=read)
     elif way == "plain-on-frozen":
         again = PeftModel.from_pretrained(freeze_model(llama(dtype), backend), str(tmp_path))
-        assert type(again.peft_config["default"]) is LoraConfig
+        assert type(again.peft_config["default"]) is LoraConfig and not attached(again)
+        assert torch.equal(logits(again), logits(detach(model)))
+        attach(again)
     else:
         again, name = get_peft_model(llama(dtype), config(backend=backend, r=2)), "second"
         first = logits(again)
@@ -537,10 +555,22 @@ def test_reload_is_bit_equal(llama, tmp_path, backend, dtype, way):
     layers = frozen_lora(again)
     assert len(layers) == 14 and all(type(m.get_base_layer()).backend == backend for m in layers.values())
     assert same_tensors(adapter_tensors(again, name), weights)
+    assert attached(again) == (backend == "nvfp4")
     assert torch.equal(logits(again), expected)
     if way == "load_adapter":
         again.set_adapter("default")
         assert torch.equal(logits(again), first)
+
+
+def test_fusing_is_decided_once_for_all_adapters(llama):
+    """Of a model, not of an adapter: a first config that does not want it may be followed by one that does, but not undone."""
+    model = get_peft_model(llama(), config(fused=False))
+    assert not attached(model)
+    model.add_adapter("b", config())
+    assert attached(model) and len(model.base_model.nvfp4_report.sites) == 4
+    with pytest.warns(UserWarning, match="fused already.*detach"):
+        model.add_adapter("c", config(fused=False))
+    assert attached(model) and not attached(get_peft_model(llama(), config(backend="bf16")))
 
 
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "inference"])
@@ -560,14 +590,18 @@ def test_is_trainable(llama, tmp_path, trainable):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["config", "plain-on-frozen"])
 def test_low_cpu_mem_usage(llama, tmp_path, backend, dtype, way):
-    """PEFT makes new modules on the meta device here, which must not reach the base. It may round the adapter to the base's
-    compute dtype on this path (it does so for any BF16 LoRA): exact for FP32, within U for BF16."""
+    """PEFT makes new modules on the meta device here, which must not reach the base, nor what a fused module holds of it. It may
+    round the adapter to the base's compute dtype on this path (it does so for any BF16 LoRA): exact for FP32, within U for
+    BF16."""
     model = trained(llama(dtype), backend=backend)
     model.save_pretrained(str(tmp_path))
     read = NVFP4LoraConfig.from_pretrained(str(tmp_path)) if way == "config" else None
     base = llama(dtype) if way == "config" else freeze_model(llama(dtype), backend)
     again = PeftModel.from_pretrained(base, str(tmp_path), config=read, low_cpu_mem_usage=True)
     assert [n for n, p in again.named_parameters() if p.is_meta] == []
+    assert attached(again) == (way == "config" and backend == "nvfp4")
+    if way == "config" and backend == "nvfp4":
+        assert again.base_model.nvfp4_report == model.base_model.nvfp4_report
     saved, loaded = adapter_tensors(model), adapter_tensors(again)
     assert saved.keys() == loaded.keys() and len(saved) == 28
     for key, value in saved.items():

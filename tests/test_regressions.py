@@ -21,9 +21,9 @@ from peft_nvfp4 import (
     BACKENDS,
     FrozenLinear,
     NVFP4LoraConfig,
+    branches,
     freeze_model,
     fused_ops,
-    linear,
     reference,
     register,
     unregister,
@@ -296,14 +296,16 @@ def test_full_precision_sums_puts_the_flag_back(monkeypatch, flag):
     assert settings.allow_bf16_reduced_precision_reduction == flag
 
 
+@pytest.mark.parametrize("fused", (False, True), ids=("plain", "fused"))
 @pytest.mark.parametrize("kind", (torch.bfloat16, torch.float16, "dora"), ids=str)
-def test_inputs_are_quantised_once(llama, monkeypatch, kind):
-    model = get_peft_model(llama(), config(accuracy="paper", use_dora=kind == "dora", target_modules="all-linear"))
+def test_inputs_are_quantised_once(llama, monkeypatch, kind, fused):
+    """Two layers, sites q/k/v, o, gate/up, down. Fused norms and MLPs emit what they produce quantised, which leaves o."""
+    model = get_peft_model(llama(), config(accuracy="paper", use_dora=kind == "dora", target_modules="all-linear", fused=fused))
     calls, quantize = [], fused_ops.quantize_terms
     monkeypatch.setattr(fused_ops, "quantize_terms", lambda x, *args: calls.append(x.dtype) or quantize(x, *args))
     with nullcontext() if kind == "dora" else torch.autocast("cpu", dtype=kind):
         model(IDS)
-    assert calls == [torch.float32 if kind == "dora" else kind] * 8  # two layers, sites q/k/v, o, gate/up, down
+    assert calls == [torch.float32 if kind == "dora" else kind] * (2 if fused else 8)
 
 
 def test_dropout_is_unbiased_in_bf16():
@@ -319,17 +321,18 @@ def test_dropout_is_unbiased_in_bf16():
 
 @pytest.mark.parametrize("backend", ("nvfp4", "bf16"))
 @pytest.mark.parametrize("trained", ("A", "B"))
-def test_a_frozen_factor_costs_no_gradient(monkeypatch, backend, trained):
+@pytest.mark.parametrize("p", (0.1, 0.0), ids=("dropout", "stacked"))
+def test_a_frozen_factor_costs_no_gradient(monkeypatch, backend, trained, p):
     """Products in backward: g = dy B and dA = g.T x for A, dB = dy.T h for B (x needs no gradient here)."""
     layer = BACKENDS[backend].quantize(nn.Linear(64, 32), FrozenOptions())
     a, b, x = torch.randn(4, 64), torch.randn(32, 4), torch.randn(5, 64)
-    calls, mm = [], linear.mm
-    monkeypatch.setattr(linear, "mm", lambda *args: calls.append(1) or mm(*args))
+    calls, mm = [], branches.mm
+    monkeypatch.setattr(branches, "mm", lambda *args: calls.append(1) or mm(*args))
 
     def gradients(needed):
         torch.manual_seed(1)  # the same dropout
         factors = [t.clone().requires_grad_(name in needed) for name, t in zip("AB", (a, b))]
-        y = layer.lora_forward(x, [Branch(*factors, 2.0, 0.1)])
+        y = layer.lora_forward(x, [Branch(*factors, 2.0, p)])
         calls.clear()
         y.square().sum().backward()
         return {name: t.grad for name, t in zip("AB", factors)}, len(calls)

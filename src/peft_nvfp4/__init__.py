@@ -9,7 +9,8 @@ from . import kernels
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, detach
-from .dataflow.loss import attach_loss, detach_loss, linear_cross_entropy
+from .dataflow.loss import linear_cross_entropy
+from .dataflow.loss_attach import attach_loss, detach_loss
 from .freeze import dequantize_model, freeze_model, frozen_bytes
 from .graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
 from .tuner import register, unregister

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import fused_ops
+from .formats import QuantizedMatrix
 from .reference import cpu_operand
 
 
@@ -199,36 +200,43 @@ def add_dropped(dx: Tensor | None, adapters: Adapters, dropped: dict[int, Tensor
 
 
 class LoraBranch(torch.autograd.Function):
-    """One LoRA branch over an unquantised input, for backends that do not quantise activations: saves x and h, draws the dropout
-    mask again in backward."""
+    """One LoRA branch over an unquantised input, for backends that do not quantise activations: saves x (or, given its codes,
+    those, and takes dA from D(x~)) and h, draws the dropout mask again in backward."""
 
     @staticmethod
-    def forward(ctx, x, a, b, seed, scaling: float, p: float):
+    def forward(ctx, x, a, b, seed, scaling: float, p: float, *codes):
         adapters = prepare([(a, b, seed, scaling, p)], x.dtype)
         (h,) = down(x, adapters)
-        ctx.save_for_backward(x, h, *adapters.tensors())
-        ctx.constants, ctx.dtypes = [(a.shape[0], scaling, p)], (a.dtype, b.dtype)
+        ctx.save_for_backward(*(codes or (x,)), h, *adapters.tensors())
+        ctx.constants, ctx.dtypes, ctx.k = [(a.shape[0], scaling, p)], (a.dtype, b.dtype), x.shape[1] if codes else None
         return mm(h, adapters.items[0].sb.T)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, h, *saved = ctx.saved_tensors
+        saved = ctx.saved_tensors
         needs_x, *needs_ab = ctx.needs_input_grad[:3]
+        if ctx.k is None:
+            x, h, *saved = saved
+        else:
+            *codes, h = saved[:4]
+            saved = saved[4:]
+            x = fused_ops.dequantize_terms([QuantizedMatrix(*codes, ctx.k)], None, h.dtype) if needs_ab[0] else None
         needs_a, needs_b = (dtype if need else None for dtype, need in zip(ctx.dtypes, needs_ab))
         with no_autocast(dy):
             adapters = restore(saved, ctx.constants)
-            (da,), (db,), gs = backward([dy.to(x.dtype)], x, [h], adapters, Needs(needs_x, [needs_a], [needs_b]))
+            (da,), (db,), gs = backward([dy.to(h.dtype)], x, [h], adapters, Needs(needs_x, [needs_a], [needs_b]))
             dx = None
             if needs_x:
                 dx = None if gs.stacked is None else mm(gs.stacked, adapters.stack)
                 dx = add_dropped(dx, adapters, gs.dropped)
-        return dx, da, db, None, None, None
+        return dx, da, db, *([None] * (len(ctx.needs_input_grad) - 3))
 
 
-def lora_branch(x: Tensor, branch: Branch) -> Tensor:
-    """``s * dropout(x) @ A.T @ B.T`` for x (..., K), in x's dtype."""
+def lora_branch(x: Tensor, branch: Branch, kept: QuantizedMatrix | None = None) -> Tensor:
+    """``s * dropout(x) @ A.T @ B.T`` for x (..., K), in x's dtype. ``kept``: Q(x), to be kept for backward instead of x."""
     seed = draw_seed() if branch.dropout else None
+    codes = () if kept is None else kept[:3]
     with no_autocast(x):
-        y = LoraBranch.apply(x.reshape(-1, x.shape[-1]), branch.a, branch.b, seed, branch.scaling, branch.dropout)
+        y = LoraBranch.apply(x.reshape(-1, x.shape[-1]), branch.a, branch.b, seed, branch.scaling, branch.dropout, *codes)
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,4 +1,4 @@
-"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with seven fields of its own.
+"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with eight fields of its own.
 
 On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so
 anyone can load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
@@ -21,7 +21,7 @@ from .sites import ACCURACY
 
 SIDE_CAR = "nvfp4_adapter.json"
 SIDE_CAR_VERSION = 1
-OWN_FIELDS = ("backend", "accuracy", "weight_layouts", "gradients", "fused", "cuda_graphs", "skip_modules")
+OWN_FIELDS = ("backend", "accuracy", "weight_layouts", "gradients", "activations", "fused", "cuda_graphs", "skip_modules")
 
 
 @dataclass
@@ -38,6 +38,9 @@ class NVFP4LoraConfig(LoraConfig):
             ``"transient"`` makes the backward one at each use (4.5 bits, slower, the same result bit for bit).
         gradients: (nvfp4) rounding of the gradient that enters the FP4 input-gradient GEMM: ``"nvfp4"`` to nearest,
             ``"nvfp4_sr"`` stochastic, ``"bf16"`` not quantised.
+        activations: (nf4, bf16) what is kept for backward: ``"bf16"``, or ``"nvfp4"``, the codes of what LoRA branches read and,
+            with ``fused``, of norms and gated MLPs (:mod:`peft_nvfp4.dataflow.compressed`). The forward pass stays what it is.
+            With ``backend="nvfp4"`` the codes are kept in any case.
         fused: (nvfp4) replace RMSNorms and gated MLPs by ones that emit NVFP4 and keep little else for backward, and compute
             linears of one input together (:func:`peft_nvfp4.attach`): faster and far smaller. Gradients of norms and activations
             are then taken at the 4-bit values. ``model.base_model.nvfp4_report`` says what was found.
@@ -53,6 +56,7 @@ class NVFP4LoraConfig(LoraConfig):
     accuracy: str = field(default="balanced", metadata={"help": "activation terms: 'paper', 'balanced' or 'high'"})
     weight_layouts: str = field(default="cached", metadata={"help": "'cached' or 'transient' backward layout"})
     gradients: str = field(default="nvfp4", metadata={"help": "'nvfp4', 'nvfp4_sr' or 'bf16'"})
+    activations: str = field(default="bf16", metadata={"help": "kept for backward by nf4 and bf16: 'bf16' or 'nvfp4'"})
     fused: bool = field(default=True, metadata={"help": "norms and gated MLPs that emit NVFP4"})
     cuda_graphs: bool = field(default=False, metadata={"help": "record training steps in CUDA graphs"})
     skip_modules: list[str] | None = field(default=None, metadata={"help": "modules to leave dense"})
@@ -63,7 +67,7 @@ class NVFP4LoraConfig(LoraConfig):
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
         if self.accuracy not in ACCURACY:
             raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {self.accuracy!r}")
-        FrozenOptions(self.weight_layouts, self.gradients)
+        FrozenOptions(self.weight_layouts, self.gradients, activations=self.activations)
         from .tuner import registered  # not at the top: the tuner imports this module
 
         if not registered():
@@ -74,7 +78,7 @@ class NVFP4LoraConfig(LoraConfig):
             raise TypeError("skip_modules is a list of module names, not a string")
 
     def own_fields(self) -> dict[str, Any]:
-        """The seven fields that stock PEFT does not know."""
+        """The eight fields that stock PEFT does not know."""
         return {name: getattr(self, name) for name in OWN_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def freeze_model(
     accuracy: str = "balanced",
     weight_layouts: str = "cached",
     gradients: str = "nvfp4",
+    activations: str = "bf16",
     skip_modules: Iterable[str] = (),
     progress: bool = True,
 ) -> nn.Module:
@@ -43,7 +44,7 @@ def freeze_model(
 
     Args:
         backend: ``"nvfp4"``, ``"nf4"`` (a model loaded by bitsandbytes is adopted) or ``"bf16"``.
-        accuracy, weight_layouts, gradients: see :class:`~peft_nvfp4.NVFP4LoraConfig`.
+        accuracy, weight_layouts, gradients, activations: see :class:`~peft_nvfp4.NVFP4LoraConfig`.
         skip_modules: names, or dotted name endings, of modules to leave as they are (with everything inside them).
         progress: show a progress bar when it takes longer than a second.
 
@@ -60,7 +61,7 @@ def freeze_model(
         raise ValueError(error.args[0]) from None
     if accuracy not in ACCURACY:
         raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {accuracy!r}")
-    FrozenOptions(weight_layouts, gradients)  # validates
+    FrozenOptions(weight_layouts, gradients, activations=activations)  # validates
     _check_names(model, skip_modules := tuple(skip_modules))
     names = plan(model, backend, skip_modules)
     modules: dict[int, FrozenLinear] = {}  # a module registered under two names is one layer
@@ -71,7 +72,7 @@ def freeze_model(
         linear = model.get_submodule(name)
         frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
         if frozen is None:
-            options = FrozenOptions(weight_layouts, gradients, input_terms(name, accuracy))
+            options = FrozenOptions(weight_layouts, gradients, input_terms(name, accuracy), activations)
             frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, planned))
             frozen.shares_input = len(_siblings(model, name, planned)) > 1
             _carry_attributes(linear, frozen)
@@ -315,6 +316,9 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     to the format's error. Layers inside an adapter are left alone (merge or unload the adapter first)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    from .dataflow.attach import detach  # not at the top: it imports the backends
+
+    detach(model)  # a fused norm would go on quantising
     dense: dict[int, nn.Linear] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         parent_name, _, child = name.rpartition(".")

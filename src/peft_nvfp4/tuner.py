@@ -95,6 +95,7 @@ def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
             accuracy=config.accuracy,
             weight_layouts=config.weight_layouts,
             gradients=config.gradients,
+            activations=config.activations,
             skip_modules=[*(config.skip_modules or ()), *saved],
         )
 
@@ -103,8 +104,9 @@ def _check_same_base(frozen: list[tuple[str, FrozenLinear]], config: NVFP4LoraCo
     """A further adapter must ask for the base that is there: changing it would change what the others were trained on."""
     for name, layer in frozen:
         terms = input_terms(name.removesuffix(".base_layer"), config.accuracy)
-        wanted = FrozenOptions(config.weight_layouts, config.gradients, terms)
-        if layer.backend != config.backend or (layer.backend == "nvfp4" and layer.options != wanted):
+        wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
+        differs = layer.options != wanted if layer.backend == "nvfp4" else layer.options.activations != wanted.activations
+        if layer.backend != config.backend or differs:
             raise ValueError(
                 f"the base is frozen already: {name} is {layer.backend!r} with {layer.options}, this config asks for "
                 f"{config.backend!r} with {wanted}. Give the same settings, use a plain LoraConfig (which takes the base as it "
@@ -202,7 +204,7 @@ def _attach(tuner: BaseTuner, model: nn.Module, config: NVFP4LoraConfig) -> None
         warnings.warn(
             "the model is fused already, so fused=False has no effect; peft_nvfp4.detach(model) undoes it", stacklevel=6
         )
-    if config.fused and config.backend == "nvfp4" and not attached(model):
+    if config.fused and "nvfp4" in (config.backend, config.activations) and not attached(model):
         with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
             tuner.nvfp4_report = attach(model)
     if config.cuda_graphs:

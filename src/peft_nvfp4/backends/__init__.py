@@ -19,10 +19,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from .. import fused_ops, handoff
 from ..branches import Branch, lora_branch
+from ..formats import QuantizedMatrix
 from ..linear import GRADIENTS
 
 WEIGHT_LAYOUTS = ("cached", "transient")
+ACTIVATIONS = ("bf16", "nvfp4")
 
 
 def frozen(data: Tensor) -> nn.Parameter:
@@ -39,11 +42,13 @@ class FrozenOptions:
             is needed (half the weight memory, the same bits).
         gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` (stochastic) or ``"bf16"`` (none).
         terms: NVFP4 terms of the layer's input, 1 or 2.
+        activations: (nf4, bf16) what is kept for backward: ``"bf16"``, the input as it is, or ``"nvfp4"``, its codes.
     """
 
     weight_layouts: str = "cached"
     gradients: str = "nvfp4"
     terms: int = 1
+    activations: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.weight_layouts not in WEIGHT_LAYOUTS:
@@ -52,6 +57,8 @@ class FrozenOptions:
             raise ValueError(f"gradients must be one of {', '.join(GRADIENTS)}, got {self.gradients!r}")
         if self.terms not in (1, 2):
             raise ValueError(f"terms must be 1 or 2, got {self.terms!r}")
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {self.activations!r}")
 
 
 class FrozenLinear(nn.Linear):
@@ -63,9 +70,11 @@ class FrozenLinear(nn.Linear):
         compute_dtype: dtype that :meth:`dequantize` returns; follows ``.to(dtype)`` and ``.half()``.
         dense_dtype: dtype of what :meth:`to_linear` makes, where it is not ``compute_dtype`` (an adopted bitsandbytes layer
             computes in one dtype and belongs to a model in another).
+        shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
     """
 
     backend: ClassVar[str]
+    shares_input = False
 
     def __init__(
         self, in_features: int, out_features: int, bias: Tensor | None, compute_dtype: torch.dtype, options: FrozenOptions
@@ -109,11 +118,25 @@ class FrozenLinear(nn.Linear):
 
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         """``forward(x)`` plus plain LoRA branches, x (..., in_features) -> (..., out_features)."""
-        x = autocast_input(x)
+        key, x = x, autocast_input(x)
         y = self(x)
+        kept = self._kept(key, x) if branches and self.options.activations == "nvfp4" else None
         for branch in branches:
-            y = y + lora_branch(x, branch).to(y.dtype)
+            y = y + lora_branch(x, branch, kept).to(y.dtype)
         return y
+
+    def _kept(self, key: Tensor, x: Tensor) -> QuantizedMatrix | None:
+        """Q(x), to be kept for backward instead of x; ``key`` is x as the layer was called with it."""
+        if not torch.is_grad_enabled():
+            return None
+        shared = handoff.get(key, 1, None, x.dtype)
+        if shared is None:
+            with torch.no_grad():
+                parts = fused_ops.quantize_terms(x.detach().reshape(-1, x.shape[-1]), None, 1)
+            shared = handoff.QuantizedInput(tuple(parts), None, x.dtype)
+            if self.shares_input:
+                handoff.put(key, shared)
+        return shared.parts[0]
 
     # -- what all backends share
 

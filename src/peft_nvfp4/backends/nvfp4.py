@@ -60,11 +60,9 @@ class NVFP4FrozenLinear(FrozenLinear):
     """Frozen linear in NVFP4, W4A4.
 
     Attributes:
-        shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
         site: those linears, where a run of the model has shown which they are (:func:`peft_nvfp4.attach`): computed together.
     """
 
-    shares_input = False
     site: Site | None = None
 
     def __init__(
@@ -189,7 +187,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             if self.site is None or torch.compiler.is_compiling():
                 (y,) = product([(self, branches)], x2, shared)
             else:
-                y = self.site.product(self, branches, x2, shared)
+                y = self.site.product(self, branches, key, x2, shared)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _flat(self, x: Tensor) -> Tensor:
@@ -272,7 +270,7 @@ class _Output:
     """Of a layer that was computed before it was called, and what it was computed with."""
 
     y: Tensor
-    branches: Sequence[Branch]
+    operands: list[tuple]
     grad: bool
 
 
@@ -286,19 +284,25 @@ class Site:
     def __init__(self, members: Sequence[nn.Module]):
         self.members = list(members)
 
-    def product(self, layer: NVFP4FrozenLinear, branches: Sequence[Branch], x2: Tensor, shared: QuantizedInput) -> Tensor:
-        """y of ``layer``. Whatever else the site has to compute from the same x is left for its layers in ``shared``."""
+    def product(
+        self, layer: NVFP4FrozenLinear, branches: Sequence[Branch], x: Tensor, x2: Tensor, shared: QuantizedInput
+    ) -> Tensor:
+        """y of ``layer`` for x, as it came, and x2, cast and flattened. Whatever else the site has to compute from the same x is
+        left for its layers in ``shared``."""
         grad = torch.is_grad_enabled()
         ready: _Output | None = shared.outputs.pop(id(layer), None)
-        if ready is not None and ready.grad == grad and _same(ready.branches, branches):
+        if ready is not None and ready.grad == grad and _same(ready.operands, _operands(layer, branches)):
             return ready.y
         # a leaf's gradient accumulator holds the leaf: kept outputs would keep x, and with it their own entry, alive
-        if not shared.entered or x2.requires_grad and x2.grad_fn is None:
+        if not shared.entered or x.requires_grad and x.grad_fn is None:
             return product([(layer, branches)], x2, shared)[0]
         group = [(layer, branches)] + self._others(layer)
+        if not grad and any(branch.dropout for _, its in group for branch in its):
+            # the first pass of reentrant checkpointing: each layer's seeds must be drawn where it is called, to be drawn again
+            group = group[:1]
         y, *ys = product(group, x2, shared)
         for (other, its), output in zip(group[1:], ys):
-            shared.outputs[id(other)] = _Output(output, its, grad)
+            shared.outputs[id(other)] = _Output(output, _operands(other, its), grad)
         return y
 
     def _others(self, layer: NVFP4FrozenLinear) -> list[tuple[NVFP4FrozenLinear, Sequence[Branch]]]:
@@ -315,7 +319,15 @@ class Site:
         return found if member else []  # a replica of DataParallel refers to the original's site
 
 
-def _same(first: Sequence[Branch], second: Sequence[Branch]) -> bool:
+def _operands(layer: NVFP4FrozenLinear, branches: Sequence[Branch]) -> list[tuple]:
+    """What a layer's output depends on, but for x: tensors with their versions, constants of the branches."""
+    tensors = [layer.weight, layer.bias, *(t for branch in branches for t in (branch.a, branch.b))]
+    versions = [None if t is None or t.is_inference() else t._version for t in tensors]
+    return [*zip(tensors, versions), *((branch.scaling, branch.dropout) for branch in branches)]
+
+
+def _same(first: list[tuple], second: list[tuple]) -> bool:
+    """Tensors are compared by identity."""
     return len(first) == len(second) and all(
-        x.a is y.a and x.b is y.b and x.scaling == y.scaling and x.dropout == y.dropout for x, y in zip(first, second)
+        (x[0] is y[0] or isinstance(x[0], float) and x[0] == y[0]) and x[1] == y[1] for x, y in zip(first, second)
     )

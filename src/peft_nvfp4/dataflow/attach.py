@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..backends import FrozenLinear
 from ..backends.nvfp4 import NVFP4FrozenLinear, Site
+from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
 from .probe import Readers, base_of, frozen_linears, observe
@@ -62,8 +64,8 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None) -> Report:
     report = Report()
     detach(model)
     linears = frozen_linears(model)
-    if not any(isinstance(base_of(m), NVFP4FrozenLinear) for m in linears.values()):
-        report.skipped["(model)"] = "no linear is frozen in nvfp4"
+    if not any(_keeps_codes(base_of(m)) for m in linears.values()):
+        report.skipped["(model)"] = "no linear is frozen in nvfp4, or keeps its activations in it"
         return report
     norms = {name: m for name, m in model.named_modules() if looks_like_rmsnorm(m)}
     mlps = {name: m for name, m in model.named_modules() if looks_like_gated_mlp(m)}
@@ -130,8 +132,16 @@ def _two_tokens(model: nn.Module) -> object:
     return model(**inputs, **({"use_cache": False} if config is not None else {}))
 
 
-def _input_spec(base: NVFP4FrozenLinear) -> tuple:
-    return base.options.terms, id(base.input_centre)
+def _keeps_codes(base: nn.Module) -> bool:
+    """Whether a linear keeps its input for backward as NVFP4 codes."""
+    return isinstance(base, NVFP4FrozenLinear) or isinstance(base, FrozenLinear) and base.options.activations == "nvfp4"
+
+
+def _input_spec(base: FrozenLinear) -> tuple:
+    """What linears must have in common to share the codes of an input."""
+    if isinstance(base, NVFP4FrozenLinear):
+        return base.options.terms, id(base.input_centre)
+    return ("kept",)
 
 
 def _attach_site(members: list[nn.Module], names: list[str], report: Report) -> None:
@@ -153,8 +163,8 @@ def _attach_norm(
         report.skipped[name] = f"the run does not reach it; {OTHER_RUN}"
     elif readers.others or not bases:
         report.skipped[name] = f"its output is read by {', '.join(sorted(readers.others)) or 'no frozen linear'}"
-    elif not all(isinstance(base, NVFP4FrozenLinear) for base in bases):
-        report.skipped[name] = "not all of its readers are frozen in nvfp4"
+    elif not all(map(_keeps_codes, bases)):
+        report.skipped[name] = "not all of its readers are frozen in nvfp4, or keep their activations in it"
     elif len(set(map(_input_spec, bases))) != 1:
         report.skipped[name] = "its readers quantise their input differently"
     elif not readers.simple:
@@ -168,8 +178,9 @@ def _attach_norm(
         if kind is None:
             report.skipped[name] = "it is not an RMSNorm of a known formula"
         else:
-            _replace(model, name, NVFP4RMSNorm(norm, epsilon(norm), kind, bases[0]))
-            report.fused[name] = "RMSNorm+quantise"
+            kept = not isinstance(bases[0], NVFP4FrozenLinear)
+            _replace(model, name, (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0]))
+            report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 
 
 def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, report: Report) -> None:
@@ -182,8 +193,9 @@ def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, report: Report) -> 
         return  # something else with linears of these shapes
     if parts.act is None:
         report.skipped[name] = "it computes something else than down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
-    elif not isinstance(base_of(mlp.get_submodule(parts.down)), NVFP4FrozenLinear):
-        report.skipped[name] = f"{parts.down} is not frozen in nvfp4"
+    elif not _keeps_codes(down := base_of(mlp.get_submodule(parts.down))):
+        report.skipped[name] = f"{parts.down} is not frozen in nvfp4, nor keeps its activations in it"
     else:
-        _replace(model, name, FusedGatedMLP(mlp, parts))
-        report.fused[name] = "gated MLP"
+        kept = not isinstance(down, NVFP4FrozenLinear)
+        _replace(model, name, (CompressedGatedMLP if kept else FusedGatedMLP)(mlp, parts))
+        report.fused[name] = "gated MLP, codes kept" if kept else "gated MLP"

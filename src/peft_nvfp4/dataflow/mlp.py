@@ -32,8 +32,8 @@ from .probe import base_of, modes_kept, share_hooks, standing_in
 
 
 class GatedQuantize(torch.autograd.Function):
-    """(D(h~) (M, f), codes, scales and gscale of every term of h~) of gate and up (M, f). ``hollow``: of D(h~) only the shape, the
-    dtype and the gradient (one number in memory)."""
+    """(D(h~) (M, f), codes, scales and gscale of every term of h~) of gate and up (M, f). ``hollow``: of D(h~) only the shape,
+    the dtype and the gradient (one number in memory)."""
 
     @staticmethod
     def forward(ctx, gate, up, centre, act: str, terms: int, hollow: bool = False):
