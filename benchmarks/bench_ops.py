@@ -127,6 +127,13 @@ def lists(parts) -> tuple[list, list, list]:
     return tuple([p[i] for p in parts] for i in range(3))
 
 
+def rope_inputs(b: int, s: int, q_heads: int, k_heads: int, d: int) -> tuple[torch.Tensor, ...]:
+    """q, k (B, H, S, D) as the projections leave them, tokens before heads; cos, sin (1, S, D)."""
+    q, k = (normal(b, s, h, d, seed=h, dtype=BF16).cuda().transpose(1, 2) for h in (q_heads, k_heads))
+    angles = normal(1, s, d, seed=4, scale=20.0).cuda()
+    return q, k, angles.cos().to(BF16), angles.sin().to(BF16)
+
+
 def timed_cases() -> list[tuple[str, str, tuple]]:
     """(operator, label, arguments) of everything that is timed."""
     found: list[tuple[str, str, tuple]] = []
@@ -156,6 +163,8 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
             ("silu_mul_backward", f"quantised recompute {where}", (x, *gate, *up, None, "silu", True, 1)),
             ("dropout", where, (x, 0.1, seed)),
         ]
+    q, k, cos, sin = rope_inputs(4, 1024, 32, 8, 64)
+    found += [("rotary_embedding", f"{w} 4x1024x32+8x64", (q, k, cos, sin, w == "backward")) for w in ("forward", "backward")]
     for n, k in WEIGHTS:
         w = normal(n, k, seed=3, dtype=BF16, scale=0.02).cuda()
         q = reference.quantize(w, NVFP4Format())

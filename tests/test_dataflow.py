@@ -440,3 +440,29 @@ def test_row_sum_does_not_depend_on_the_order():
     assert torch.equal(fused_reference.row_sum(whole), fused_reference.row_sum(moved))
     exact = x.double().sum(1)
     assert ((fused_reference.row_sum(x).double() - exact).abs() <= 2**-20 * x.double().abs().sum(1)).all()
+
+
+@pytest.mark.parametrize("how", ["compiled", "hooked", "global hook"])
+def test_whoever_looks_at_the_product_of_the_mlp_finds_values(how):
+    """down's input has no values where nobody but down reads it; a compiler, and hooks, are somebody."""
+    model, seen = tuned("Llama"), []
+    attach(model)
+    expected = loss_and_gradients(model)
+    down = model.base_model.model.model.layers[0].mlp.down_proj
+    handle = None
+    if how == "compiled":
+        down.compile(backend="eager")
+    elif how == "hooked":
+        handle = down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    else:
+        hook = lambda module, args: seen.append(args[0]) if module is down else None  # noqa: E731
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        got = loss_and_gradients(model)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert got[0] == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-6)  # FP32 sums in another order
+    assert all(x.abs().sum() > 0 for x in seen)
+    assert len(seen) == (how != "compiled")

@@ -124,6 +124,11 @@ def check(device):
                     wrong += [
                         f"fprop with a {label}: y {i}" for i, (y, e) in enumerate(zip(others, exact)) if not close(y, *e, 1)
                     ]
+                    back = (ups[::-1], owner[::-1], a, ws[0].k, dtype)  # branches in another order than their linears
+                    turned = emulated.fprop(*packed(parts), *packed(ws), constants, None, made, *back)
+                    same = linear_ops.reference_fprop(*packed(parts), *packed(ws), constants, None, made, *back)
+                    limit = [8 * y.double().abs().max() for y in same]
+                    wrong += [f"turned {label}" for y, z, m8 in zip(turned, same, limit) if not close(y, z.double(), m8, 2)]
                 wrong += [
                     f"fprop {label}: y {i}" for i, (y, e) in enumerate(zip(ys, exact_fprop(*forward))) if not close(y, *e, 1)
                 ]

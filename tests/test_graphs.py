@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from peft import get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig, disable_cuda_graphs, enable_cuda_graphs, graph_status, graphs
+from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status, graphs
 
 SIZES = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
@@ -136,10 +136,19 @@ def change_adapter(model):
     model.set_adapter("other")
 
 
+def replace(module, name):
+    setattr(module, name, torch.nn.Parameter(getattr(module, name).data))
+
+
 CHANGES = {
     "adapter": change_adapter,
     "scaling": lambda m: [layer.scale_layer(0.5) for layer in m.modules() if hasattr(layer, "scale_layer")],
     "frozen": lambda m: [p.requires_grad_(False) for n, p in m.named_parameters() if "q_proj.lora_A" in n],
+    "replaced": lambda m: [replace(layer, "weight") for n, layer in m.named_modules() if n.endswith("lora_A.default")],
+    "hook": lambda m: m.get_base_model().model.layers[0].register_forward_hook(lambda module, args, y: 2 * y),
+    "submodule": lambda m: m.get_base_model().model.layers[0].mlp.eval(),
+    "attention": lambda m: m.get_base_model().set_attn_implementation("eager"),
+    "detached": detach,
     "moved": lambda m: [setattr(p, "data", p.data.clone()) for n, p in m.named_parameters() if "lora" in n],
 }
 
@@ -213,6 +222,49 @@ def test_what_a_recording_cannot_do_runs_without_and_says_why(extra, reason):
     loss.backward()
     (found,) = graph_status(model).reasons
     assert reason in found
+
+
+def test_a_recording_that_failed_is_not_tried_again():
+    model, tries = tuned(), []
+
+    def recorder(run, *args):
+        tries.append(1)
+        raise RuntimeError("not today")
+
+    model.get_base_model().model.forward.recorder = recorder
+    with pytest.warns(UserWarning, match="recording failed: RuntimeError: not today"):
+        for _ in range(3):
+            model(**batch()).loss.backward()
+    assert len(tries) == 1 and list(graph_status(model).reasons.values()) == [3]
+    model.get_base_model().model.forward.recorder = Rehearsal
+    model.base_model.set_scale("default", 0.5) if hasattr(model.base_model, "set_scale") else CHANGES["scaling"](model)
+    model(**batch()).loss.backward()
+    assert sum(graph_status(model).graphs.values()) == 1
+
+
+def test_a_window_in_a_sub_config_keeps_its_mask():
+    """Gemma 3 with images: the decoder's config is a composite, the sliding window stands in its text_config."""
+    text = SIZES | dict(head_dim=16, sliding_window=4, layer_types=["sliding_attention", "full_attention"], pad_token_id=0)
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    tokens = dict(mm_tokens_per_image=4, image_token_index=127, boi_token_index=125, eoi_token_index=126)
+    losses = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = hf.Gemma3ForConditionalGeneration(hf.Gemma3Config(text_config=text, vision_config=vision, **tokens))
+        targets = r".*language_model.*(q|k|v|o|gate|up|down)_proj"
+        model = get_peft_model(model, NVFP4LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).train()
+        if graphed:
+            enable_cuda_graphs(model)
+            model.get_base_model().model.forward.recorder = Rehearsal
+        ids = batch()["input_ids"].clamp(max=120)
+        losses.append(model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids), token_type_ids=0 * ids).loss)
+    assert torch.equal(*losses)
+
+
+def test_replicas_of_data_parallel_compute_with_their_own_forward():
+    decoder = tuned().get_base_model().model
+    replica = decoder._replicate_for_data_parallel()
+    assert "forward" not in vars(replica) and "forward" in vars(decoder)
 
 
 def test_without_cuda_steps_run_and_the_status_says_why():

@@ -32,6 +32,7 @@ INTERPRETED = {  # group -> rows, widths, weights
     "norm": (21, (10, 300), ()),
     "mlp": (10, (10, 300), ()),
     "random": (3, (300, 1000), ()),
+    "rope": (5, (64, 10), ()),
 }
 
 
@@ -87,7 +88,7 @@ def test_kernels_give_the_bits_of_the_reference(group, packed, monkeypatch):
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_few_rows(rows):
     found = []
-    for group in ("quantize", "terms", "dequantize", "norm", "mlp", "random"):
+    for group in ("quantize", "terms", "dequantize", "norm", "mlp", "random", "rope"):
         for case in cases(group, rows, (1000,), ()):
             found += run_case(case, "cuda")
     assert found == []
@@ -164,7 +165,7 @@ def flattened(value) -> list[torch.Tensor]:
 def test_status_names_every_operator_and_a_reason():
     status = kernels.status()
     names = {o.operator for o in status.operators}
-    assert names == set(kernels.KERNELS) | set(kernels.PLAIN)
+    assert names == set(kernels.KERNELS) | set(kernels.EMULATED) | set(kernels.PLAIN)
     assert all(o.note for o in status.operators if o.implementation == "reference")
     assert str(status).splitlines()[0].split() == ["operator", "implementation", "device", "note"]
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 from _assertions import DISTRIBUTIONS, SEED, sample
+from test_ops_matmul import exact_matrix, whole_bias
 from torch import Tensor
 
 from peft_nvfp4 import fused_reference, kernels, reference
 from peft_nvfp4.formats import ACTIVATION, NVFP4Format
 
-GROUPS = ("quantize", "terms", "dequantize", "transpose", "norm", "mlp", "random")
+GROUPS = ("quantize", "terms", "dequantize", "transpose", "norm", "mlp", "random", "rope")
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 
 
@@ -205,12 +206,62 @@ def _random_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
                 yield Case("random", op, f"{str(dtype)[6:]} {rows}x{k}", make)
 
 
+def _rope_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    """``rows`` tokens of ``widths`` values per head. ``order``: of q's storage, slowest dimension first; k has the reverse.
+    ``part`` = 2: rows of q and k are half of wider ones."""
+
+    def values(heads, order, d, dtype, part=1):
+        x = awkward(2 * heads * rows, part * d, dtype)
+        x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(heads))]
+        x[::5] = (x[::5].float() * 2.0**-120).to(dtype)  # products and sums below the normal numbers
+        sizes = {"B": 2, "H": heads, "S": rows}
+        return x[:, :d].unflatten(0, [sizes[axis] for axis in order]).permute(*(order.index(axis) for axis in "BHS"), 3)
+
+    def make(d, dtype, order, batch, backward, with_k=True, part=1):
+        angles = normal(batch, rows, d, seed=4, scale=20.0)  # both halves differ, unlike in most models
+        cos, sin = (f(angles).to(dtype) for f in (torch.cos, torch.sin))
+        q, k = values(3, order, d, dtype, part), values(2, order[::-1], d, dtype, part)
+        return q, k if with_k else None, cos, sin, backward
+
+    for d in widths:
+        for backward in (False, True):
+            name = "backward" if backward else "forward"
+            yield Case("rope", "rotary_embedding", f"{name} BF16 D={d}", lambda a=(d, BF16, "BSH", 1, backward): make(*a))
+            if d == widths[-1]:
+                for dtype in (FP32, FP16):
+                    label = f"{name} {str(dtype)[6:]} D={d}"
+                    yield Case("rope", "rotary_embedding", label, lambda a=(d, dtype, "BSH", 2, backward): make(*a))
+                label = f"{name} heads before tokens D={d}"
+                yield Case("rope", "rotary_embedding", label, lambda a=(d, BF16, "BHS", 2, backward): make(*a))
+                label = f"{name} q alone, rows apart D={d}"
+                yield Case("rope", "rotary_embedding", label, lambda a=(d, BF16, "BSH", 1, backward, False, 2): make(*a))
+
+
+def _matmul_cases(rows: int, weights: tuple[tuple[int, int], ...]) -> Iterator[Case]:
+    """Products whose every partial sum is exact (see test_ops_matmul), so that their order does not show: up to ``rows`` rows,
+    for each of the kernels."""
+
+    def make(m, n, k, dtype, terms, with_values, bias):
+        xs, w = [exact_matrix(m, k, True, seed) for seed in range(terms)], exact_matrix(n, k, False, 9)
+        values = reference.dequantize(xs[0]).to(dtype) if with_values else None
+        return *([x[i] for x in xs] for i in range(3)), *w[:3], whole_bias(n, bias), values, k, dtype
+
+    for n, k in weights:
+        for m in [*(m for m in (1, 3, 16, 33) if m < rows), rows]:
+            for dtype, terms, with_values, bias in ((BF16, 1, True, None), (BF16, 2, False, BF16), (FP32, 1, False, FP32)):
+                label = f"{terms} term(s){' values' if with_values else ''}{' bias' if bias else ''} {str(dtype)[6:]} {m}x{n}x{k}"
+                a = (m, n, k, dtype, terms, with_values, bias)
+                yield Case("matmul", "matmul", label, lambda a=a: make(*a))
+
+
 def cases(group: str, rows: int, widths: tuple[int, ...], weights: tuple[tuple[int, int], ...]) -> list[Case]:
     """All cases of a group. The last width gets every variant, the others the common ones."""
     if group == "transpose":
         return list(_transpose_cases(weights))
+    if group == "matmul":
+        return list(_matmul_cases(rows, weights or ((50, widths[-1]),)))
     make = {"quantize": _quantize_cases, "terms": _terms_cases, "dequantize": _dequantize_cases, "norm": _norm_cases}
-    return list((make | {"mlp": _mlp_cases, "random": _random_cases})[group](rows, widths))
+    return list((make | {"mlp": _mlp_cases, "random": _random_cases, "rope": _rope_cases})[group](rows, widths))
 
 
 # ---------------------------------------------------------------------------------------------- comparison
@@ -257,4 +308,6 @@ ON_GPU = {  # group -> rows, widths, weights
     "norm": (200, (10, 576, 1000, 2048, 8192), ()),
     "mlp": (200, (10, 576, 1000, 2048, 8192), ()),
     "random": (200, (1000, 2048), ()),
+    "rope": (200, (10, 80, 96, 128, 256, 64), ()),
+    "matmul": (64, (), ((1000, 576), (2048, 1008), (130, 10), (50, 4096))),
 }

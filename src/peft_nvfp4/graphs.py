@@ -25,6 +25,7 @@ several backwards.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
 import weakref
@@ -41,6 +42,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from . import branches
+from .branches import no_autocast
 
 MAX_GRAPHS = 8
 """Combinations of input shapes that are recorded; further ones run without."""
@@ -95,7 +97,8 @@ class CudaRecording:
         with torch.cuda.stream(side):
             for _ in range(WARMUPS):  # compiles kernels and makes workspaces, which a capture may not
                 y = run(**self.inputs)
-                torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
+                with no_autocast(y):
+                    torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
                 del y
         torch.cuda.current_stream().wait_stream(side)
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -103,7 +106,8 @@ class CudaRecording:
         with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
             y = run(**self.inputs)
         self.dy = torch.empty_like(y)
-        with torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
+        # backward runs outside of the forward's autocast, as it does in eager code
+        with no_autocast(y), torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
             grads = torch.autograd.grad(y, parameters, self.dy, allow_unused=True)
         self.y, self.grads = y.detach(), grads
 
@@ -215,6 +219,7 @@ class GraphedForward:
         self.plain = decoder.__dict__.get("forward")  # somebody else's hook on the instance
         self.status, self.pool = GraphStatus(), None
         self.entries: dict[tuple, _Entry] = {}
+        self.failed: dict[tuple, tuple[tuple, str]] = {}  # what cannot be recorded: the model's state then, and why
         self.pending: weakref.ref[_Ticket] | None = None
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
@@ -226,7 +231,9 @@ class GraphedForward:
         return type(self.decoder).forward(self.decoder, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> GraphedForward:
-        return GraphedForward(copy.deepcopy(self.decoder, memo), self.recorder)
+        copied = GraphedForward(copy.deepcopy(self.decoder, memo), self.recorder)
+        copied.plain = copy.deepcopy(self.plain, memo)
+        return copied
 
     def __reduce__(self):
         return GraphedForward, (self.decoder, self.recorder)
@@ -257,7 +264,13 @@ class GraphedForward:
             self.entries.clear()  # the others are as old
             entry = None
         if entry is None:
-            entry = self.entries[key] = self._record(tensors, constants, state)
+            if key in self.failed and self.failed[key][0] == state:
+                raise _Unsupported(self.failed[key][1])
+            try:
+                entry = self.entries[key] = self._record(tensors, constants, state)
+            except _Unsupported as reason:
+                self.failed[key] = (state, str(reason))
+                raise
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         self.status.graphs[shapes] = self.status.graphs.get(shapes, 0) + 1
         entry.tape.refill()
@@ -282,23 +295,33 @@ class GraphedForward:
             if not t.is_cuda and self.recorder is CudaRecording:
                 raise _Unsupported(f"{name} is on the {t.device.type}")
         mask = tensors.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and bool(mask.all()):  # transformers looks, too, and waits for the device as well
+        # transformers looks into the mask, too, and waits for the device as well
+        if mask is not None and mask.ndim == 2 and self._maskless(tensors) and bool(mask.all()):
             del tensors["attention_mask"]
         return tensors, constants
 
     def _model_state(self) -> tuple:
         """What a recording has baked in."""
-        parameters = tuple((p.data_ptr(), p.requires_grad, p.dtype) for p in self.decoder.parameters())
-        adapters = []
+        # the object, too: gradients go to the one that was recorded. The version of frozen ones: BF16 copies of them may be read
+        parameters = tuple(
+            (id(p), p.data_ptr(), p.dtype, p.requires_grad, 0 if p.requires_grad or p.is_inference() else p._version)
+            for p in self.decoder.parameters()
+        )
+        buffers = tuple((b.data_ptr(), b.dtype) for b in self.decoder.buffers())
+        adapters: list = [getattr(self.decoder.config, "_attn_implementation", None)]
         for module in self.decoder.modules():
+            hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+            adapters.append((type(module), module.training, vars(module).get("attention_dropout"), *map(tuple, hooks)))
+            if hasattr(module, "lora_A") and module._forward_pre_hooks:
+                raise _Unsupported("hooks on adapters (aLoRA) may do something else in every step")
             if hasattr(module, "lora_A"):
                 dropouts = tuple(getattr(d, "p", 0.0) for d in module.lora_dropout.values())
                 scaling = tuple(module.scaling.items())
                 adapters.append((tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters)))
                 adapters.append((scaling, dropouts))
             elif isinstance(module, nn.Dropout):
-                adapters.append((module.p, module.training))
-        return parameters, tuple(adapters)
+                adapters.append(module.p)
+        return parameters, buffers, tuple(adapters)
 
     # -- recording
 
@@ -310,6 +333,10 @@ class GraphedForward:
             raise _Unsupported("nothing of the decoder is trained")
         aliases = [nn.Parameter(p.detach()) for p in parameters]
         device = parameters[0].device
+        if device.type == "cuda":  # a capture records the streams of one device, the current one
+            current = torch.device("cuda", torch.cuda.current_device())
+            if {t.device for t in (*self.decoder.parameters(), *tensors.values())} != {current}:
+                raise _Unsupported(f"not all of the decoder and its inputs are on the current device, {current}")
         tape, kinds = SeedTape(device), set()
         no_cache = {"use_cache": False} if "use_cache" in self.__signature__.parameters or self.catch_all else {}
 
@@ -328,7 +355,9 @@ class GraphedForward:
         generators = [device] if device.type == "cuda" else []
         torch.set_autocast_cache_enabled(False)  # its copies of weights would be made in, and die with, the recording
         try:
-            with torch.random.fork_rng(generators), tape.recording(), substituted(self.decoder, parameters, aliases):
+            # a capture that fails may leave its own stream the current one: stream() puts back what was
+            here = torch.cuda.stream(torch.cuda.current_stream() if device.type == "cuda" else None)
+            with here, torch.random.fork_rng(generators), tape.recording(), substituted(self.decoder, parameters, aliases):
                 recording = self.recorder(run, tensors, aliases, self.pool)
         except _Unsupported:
             raise
@@ -338,14 +367,21 @@ class GraphedForward:
             torch.set_autocast_cache_enabled(cached)
         return _Entry(recording, tape, kinds.pop(), parameters, state)
 
+    def _maskless(self, inputs: dict[str, Tensor]) -> bool:
+        """Whether causal attention needs no mask if all tokens are real. A config with sub-configs keeps its windows elsewhere,
+        and inputs such as token_type_ids may shape the mask (Gemma 3's images)."""
+        config = self.decoder.config
+        length = next((t.shape[1] for t in inputs.values()), 0)
+        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        short = any(window is not None and window < length for window in windows)
+        plain = inputs.keys() <= {"input_ids", "inputs_embeds", "position_ids", "attention_mask"}
+        return plain and not short and not getattr(config, "sub_configs", None) and config._attn_implementation == "sdpa"
+
     @contextmanager
     def _attention(self, inputs: dict[str, Tensor]) -> Iterator[None]:
         """Without a mask among the inputs, and if no layer looks back less far than the sequence is long: no mask at all."""
         config = self.decoder.config
-        length = next(t.shape[1] for t in inputs.values())
-        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-        short = any(window is not None and window < length for window in windows)
-        if "attention_mask" in inputs or short or config._attn_implementation != "sdpa":
+        if "attention_mask" in inputs or not self._maskless(inputs):
             yield
             return
         ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
@@ -383,14 +419,23 @@ def enable_cuda_graphs(model: nn.Module) -> None:
     decoder = _decoder(model)
     if not isinstance(decoder.__dict__.get("forward"), GraphedForward):
         decoder.forward = GraphedForward(decoder)
+        decoder._replicate_for_data_parallel = functools.partial(_replica, decoder)
+
+
+def _replica(decoder: nn.Module) -> nn.Module:
+    """What DataParallel calls for its replicas, which must not compute with the original's forward."""
+    replica = type(decoder)._replicate_for_data_parallel(decoder)
+    del replica.__dict__["forward"], replica.__dict__["_replicate_for_data_parallel"]
+    return replica
 
 
 def disable_cuda_graphs(model: nn.Module) -> None:
-    """Put the decoder's own forward back and free the recordings. Nothing happens to a model without graphs."""
+    """Put the decoder's own forward back and free the recordings (deleting the model frees them at the next garbage collection
+    only: it refers to itself). Nothing happens to a model without graphs."""
     decoder = _find_decoder(model.get_base_model() if hasattr(model, "get_base_model") else model)
     graphed = None if decoder is None else decoder.__dict__.get("forward")
     if isinstance(graphed, GraphedForward):
-        del decoder.forward
+        del decoder.forward, decoder._replicate_for_data_parallel
         if graphed.plain is not None:
             decoder.forward = graphed.plain
 

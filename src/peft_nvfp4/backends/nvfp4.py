@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from .. import handoff, ops
+from .. import handoff, kernels, ops
 from ..formats import WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 from ..handoff import QuantizedInput
 from ..linear import (
@@ -184,11 +185,34 @@ class NVFP4FrozenLinear(FrozenLinear):
         x2 = self._flat(x)
         with no_autocast(x):
             shared = self._quantized_input(key, x2)
-            if self.site is None or torch.compiler.is_compiling():
+            generation = kernels.generation(x2)
+            if generation is not None and self._draws_nothing(branches):
+                y = self._generate(generation, branches, x2, shared)
+            elif self.site is None or torch.compiler.is_compiling():
                 (y,) = product([(self, branches)], x2, shared)
             else:
                 y = self.site.product(self, branches, key, x2, shared)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _draws_nothing(self, branches: Sequence[Branch]) -> bool:
+        """Whether a call needs no random numbers. (The first pass of reentrant checkpointing, which is without autograd too, must
+        draw those that the second one will.)"""
+        rounds = self.options.gradients == "nvfp4_sr" and self.training
+        return not rounds and not any(branch.dropout for branch in branches)
+
+    def _generate(self, kernel: ModuleType, branches: Sequence[Branch], x2: Tensor, shared: QuantizedInput) -> Tensor:
+        """y (M, out_features) of few rows, without autograd: no Function, no copies of the adapters, two launches. In generation
+        that bookkeeping took most of the time."""
+        xd = None
+        if branches:
+            xd = x2 if shared.exact and not shared.hollow else self._values(shared, x2)
+        constant = self.bias
+        if self.output_centre is not None:
+            constant = self.output_centre.view(torch.float32)
+            constant = constant if self.bias is None else self.bias.float() + constant
+        values = xd if self.input_centre is None and len(shared.parts) == 1 else None
+        adapters = [(b.a, b.b, b.scaling) for b in branches]
+        return kernel.linear(shared.parts, self.forward_layout, constant, adapters, xd, values)
 
     def _flat(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:

@@ -121,7 +121,7 @@ def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
         return False
     for module in (down, base_of(down)):
         hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        if hooked or "forward" in vars(module):
+        if hooked or "forward" in vars(module) or module._compiled_call_impl is not None:
             return False
     branches = down.plain_branches() if hasattr(down, "plain_branches") else []
     return branches is not None and base_of(down).input_centre is None

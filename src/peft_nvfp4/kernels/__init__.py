@@ -2,8 +2,9 @@
 
 :func:`load` gives every operator that has a Triton kernel an implementation for CUDA tensors. That is a table entry: Triton is
 imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
-:func:`status` says per operator what runs and, where it is the plain-PyTorch reference, why. The two compute the same bits; the
-environment variable ``PEFT_NVFP4_KERNELS=reference`` (read by :func:`load`) forces the reference.
+:func:`status` says per operator what runs and, where it is the plain-PyTorch reference, why. The two compute the same bits (of
+a matrix product, up to the order of its sum); the environment variable ``PEFT_NVFP4_KERNELS=reference`` (read by :func:`load`)
+forces the reference. :func:`cache_weights` keeps BF16 copies of weights for products that are emulated.
 
 >>> print(kernels.status())
 """
@@ -19,9 +20,11 @@ from functools import cache
 
 import torch
 
-from .. import fused_ops, ops, reference
-from ..formats import QuantizedMatrix
+from .. import fused_ops, linear_ops, ops
+from . import weight_cache
 
+cache_weights = weight_cache.limit
+"""``kernels.cache_weights(bytes)``: keep BF16 copies of weights, see :mod:`~peft_nvfp4.kernels.weight_cache`."""
 VARIABLE = "PEFT_NVFP4_KERNELS"
 CAPABILITY = (8, 0)
 """Oldest GPU the kernels are written for (BF16 and FP16 pair arithmetic)."""
@@ -32,13 +35,14 @@ WIDEST_ROW = 32768
 @dataclass(frozen=True)
 class Kernel:
     """A Triton implementation: ``function`` of ``peft_nvfp4.kernels.triton_<module>``, for arguments that ``check`` accepts.
-    ``whole_row``: its first argument is a matrix whose rows must fit in one program."""
+    ``whole_row``: its first argument is a matrix whose rows must fit in one program. ``note``: what else :func:`status` says."""
 
     module: str
     function: str
     check: Callable
     reference: Callable
     whole_row: bool = False
+    note: str = ""
 
 
 def _fused(module: str, function: str, whole_row: bool = True) -> Kernel:
@@ -61,11 +65,20 @@ KERNELS = {
     "silu_mul_quantize": _fused("mlp", "silu_mul_quantize"),
     "silu_mul_backward": _fused("mlp", "silu_mul_backward"),
     "dropout": _fused("random", "dropout", whole_row=False),
+    "rotary_embedding": _fused("rope", "rotary_embedding", whole_row=False),
     "dropout_mask": Kernel("random", "dropout_mask", ops._check_dropout_mask, ops._dropout_mask),
+    "matmul": Kernel(
+        "matmul", "matmul", ops._check_matmul, ops._matmul, note="few rows; many: dequantise, then the BF16 GEMM of PyTorch"
+    ),
 }
 
+EMULATED = {
+    "fprop": "dequantise, then the BF16 GEMM of PyTorch: exact products",
+    "dgrad": "round and dequantise, then the BF16 GEMM of PyTorch: exact products",
+}
+"""Products of a training step: emulated until there is a kernel for FP4 tensor cores."""
+
 PLAIN = {
-    "matmul": "dequantise, then the BF16 GEMM of PyTorch: exact products",
     "pack": "no kernel, not in a training step",
     "unpack": "no kernel, not in a training step",
     "swizzle_scales": "no kernel, once per weight",
@@ -120,19 +133,38 @@ def _on_cuda(name: str) -> Callable:
     return call
 
 
-def _emulated_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype):
-    """The product on a GPU without FP4 tensor cores: dequantise with the kernel, then PyTorch's BF16 GEMM."""
-    ops._check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype)
-    terms = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(x_codes, x_scales, x_gscale)]
-    w = QuantizedMatrix(w_codes, w_scales, w_gscale, k)
-    return reference.matmul_cuda(terms, w, bias, dtype, values, ops.dequantize)
+def _emulated(name: str) -> Callable:
+    """The products of a training step: :mod:`emulated` where the Triton kernels run."""
+
+    def call(*args):
+        if _obstacle():
+            return getattr(linear_ops, f"reference_{name}")(*args)
+        return getattr(importlib.import_module(f"{__name__}.emulated"), name)(*args)
+
+    return call
+
+
+def generation(x: torch.Tensor):
+    """The module whose ``linear`` computes frozen linears of x (M, K) with their adapters, without autograd; None if it cannot:
+    it takes few BF16 rows, on a GPU that runs the Triton kernels."""
+    if torch.is_grad_enabled() or not x.is_cuda or x.dtype != torch.bfloat16 or torch.compiler.is_compiling():
+        return None
+    if _loaded != "" or _obstacle():
+        return None
+    module = _matmul_module()
+    return module if 0 < x.shape[0] <= module.ROWS else None
+
+
+@cache
+def _matmul_module():
+    return importlib.import_module(f"{__name__}.triton_matmul")
 
 
 def load() -> None:
     """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing.
 
     Raises:
-        ValueError: ``PEFT_NVFP4_KERNELS`` has an unknown value.
+        ValueError: ``PEFT_NVFP4_KERNELS`` or ``PEFT_NVFP4_WEIGHT_CACHE`` has an unknown value.
     """
     global _loaded
     if _loaded is not None:
@@ -140,6 +172,8 @@ def load() -> None:
     choice = os.environ.get(VARIABLE, "").strip().lower()
     if choice not in ("", "auto", "reference"):
         raise ValueError(f"{VARIABLE}={choice!r}: choose 'auto' (or unset it) or 'reference'")
+    if os.environ.get(weight_cache.VARIABLE):
+        cache_weights(weight_cache.parse(os.environ[weight_cache.VARIABLE]))
     if choice == "reference":
         _loaded = f"{VARIABLE}=reference"
     elif importlib.util.find_spec("triton") is None:
@@ -148,7 +182,8 @@ def load() -> None:
         _loaded = ""
         for name in KERNELS:
             ops.register_kernel(name, "cuda", _on_cuda(name))
-        ops.register_kernel("matmul", "cuda", _emulated_matmul)
+        for name in ("fprop", "dgrad"):
+            ops.register_kernel(name, "cuda", _emulated(name))
 
 
 # ---------------------------------------------------------------------------------------------- reporting
@@ -159,7 +194,7 @@ class OperatorStatus:
     """One line of :func:`status`."""
 
     operator: str
-    implementation: str  # "triton" or "reference"
+    implementation: str  # "triton", "emulated" or "reference"
     device: str
     note: str  # why not Triton, or its limits
 
@@ -186,7 +221,10 @@ def status() -> Status:
         reason = reason or _obstacle()
     lines = []
     for name, kernel in KERNELS.items():
-        limit = f"rows up to {WIDEST_ROW}, wider ones: reference" if kernel.whole_row else ""
+        limit = f"rows up to {WIDEST_ROW}, wider ones: reference" if kernel.whole_row else kernel.note
         lines.append(OperatorStatus(name, "reference" if reason else "triton", device, reason or limit))
+    lines += [
+        OperatorStatus(name, "reference" if reason else "emulated", device, reason or note) for name, note in EMULATED.items()
+    ]
     lines += [OperatorStatus(name, "reference", device, note) for name, note in PLAIN.items()]
     return Status(tuple(lines))

@@ -62,7 +62,7 @@ def fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, v
     if m <= SMALL_ROWS or len(terms) == 1 and not ups and plain:
         return _separate(terms, weights, constants, values, hidden, ups, owner, a)
     # h is made from the operand where it is exactly D(x~), and the only extra columns
-    inside = len(terms) == 1 and plain and a is not None and all(h is None for h in hidden)
+    inside = len(terms) == 1 and plain and a is not None and all(h is None for h in hidden) and list(owner) == sorted(owner)
     made = None
     if not inside:
         hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, dtype)

@@ -89,67 +89,6 @@ def pack_nibbles(lo, hi, MODE: tl.constexpr):
 
 
 @triton.jit
-def round_pairs(lo, hi, ok):
-    """round_e2m1's FAST and pack_nibbles in inline PTX, from the quotients: (byte int32, grid values lo and hi in FP32)."""
-    sign_mask = tl.where(ok, -2147450880, 0)  # 0x80008000
-    cap = tl.where(ok, 0x640B640B, 0x64046404)  # 1028 + 7 or 1028
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 q, sign, a, b, n, w, grid, two, half;
-        .reg .b16 l, h;
-        cvt.rn.f16x2.f32 q, $4, $3;
-        and.b32 sign, q, $5;
-        and.b32 q, q, 0x7FFF7FFF;
-        mov.b32 two, 0x40004000;
-        mov.b32 half, 0x38003800;
-        mov.b32 a, 0x64046404;
-        fma.rn.f16x2 n, q, two, a;
-        mov.b32 a, 0x64066406;
-        add.rn.f16x2 b, q, a;
-        min.f16x2 n, n, b;
-        mov.b32 a, 0x64086408;
-        fma.rn.f16x2 b, q, half, a;
-        min.f16x2 n, n, b;
-        min.f16x2 n, n, $6;
-        or.b32 w, sign, 0x44004400;
-        sub.rn.f16x2 w, n, w;
-        shr.u32 a, w, 12;
-        lop3.b32 $0, a, w, 0xF0, 0xE4;
-        mov.b32 a, 0xE004E004;
-        fma.rn.f16x2 grid, n, half, a;
-        mov.b32 a, 0xE406E406;
-        add.rn.f16x2 b, n, a;
-        max.f16x2 grid, grid, b;
-        mov.b32 a, 0xE808E808;
-        fma.rn.f16x2 b, n, two, a;
-        max.f16x2 grid, grid, b;
-        or.b32 grid, grid, sign;
-        mov.b32 {l, h}, grid;
-        cvt.f32.f16 $1, l;
-        cvt.f32.f16 $2, h;
-        }""",
-        "=r,=f,=f,f,f,r,r",
-        [lo, hi, sign_mask, cap],
-        dtype=(tl.int32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def round_to(lo, hi, dtype: tl.constexpr, MODE: tl.constexpr):
-    """(lo, hi) rounded to ``dtype``, in FP32 again. In PTX under PAIR: after long arithmetic the compiler converts one by one, at
-    a quarter of the speed. (After short arithmetic it does better on its own, by multiplying in BF16 pairs.)"""
-    if MODE == PAIR:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000; }", "=f,=f,f,f", [lo, hi],
-            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
-
-
-@triton.jit
 def convert_pairs(lo, hi, sg, r, ok):
     """Bytes (int32) of two FP32 tensors by the SM100+ instruction: to nearest even, saturating; lo goes to the low nibble."""
     lo_q = tl.minimum(tl.maximum(lo * r, -16.0), 16.0)  # far beyond the grid x r may overflow, and Inf - Inf is NaN

@@ -12,16 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import fused_reference
-from ..formats import padded_k
-from .triton_blocks import load_quantized, quantize_store, quantize_store_terms
-from .triton_codes import round_to
+from .triton_blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store, quantize_store_terms
+from .triton_codes import PAIR
 from .triton_quantize import empty_terms, rows_contiguous
-from .triton_rows import BLOCK, load_row, reciprocal, store_row
-from .triton_tables import EXACT_MATH, mode_for, num_warps, row_blocks
+from .triton_rows import BLOCK, load_row, padded_k, reciprocal, row_max, three_row_max, two_row_max
+from .triton_tables import EXACT, STAGES, launch, mode_for, programs, row_blocks
+from .triton_values import load_values, rounded, store_values, to_floats
 
-LOG2E: tl.constexpr = tl.constexpr(fused_reference.LOG2E)
+SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
+START: tl.constexpr = tl.constexpr(fused_reference.EXP2_START)
+SPAN: tl.constexpr = tl.constexpr(-fused_reference.EXP2_SPAN)
 MAGIC: tl.constexpr = tl.constexpr(fused_reference.EXP2_MAGIC)
-LIMIT: tl.constexpr = tl.constexpr(fused_reference.EXP2_LIMIT)
 C4: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[0])
 C3: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[1])
 C2: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[2])
@@ -31,19 +32,30 @@ GELU_C1: tl.constexpr = tl.constexpr(fused_reference.GELU_C1)
 
 
 @triton.jit
-def _sigmoid(z):
-    t = tl.minimum(tl.maximum(z * (LOG2E * -1.0), LIMIT * -1.0), LIMIT)
-    magic = t + MAGIC
-    f = t - (magic - MAGIC)
-    p = (((f * C4 + C3) * f + C2) * f + C1) * f + 1.0
-    exponent = magic.to(tl.int32, bitcast=True) << 23
-    return reciprocal((p.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True) + 1.0)
+def _saturated(v, MODE: tl.constexpr):
+    """v + START, clamped to 0..1, which the GPU does at no cost but only if told so."""
+    if MODE == PAIR:
+        return tl.inline_asm_elementwise(
+            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [v, tl.full(v.shape, START, tl.float32)], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        return tl.minimum(tl.maximum(v + START, 0.0), 1.0)
 
 
 @triton.jit
-def _gate(g, GELU: tl.constexpr):
+def _sigmoid(z, MODE: tl.constexpr):
+    v = _saturated(z * SCALE, MODE)
+    magic = tl.fma(v, SPAN, MAGIC)
+    f = tl.fma(v, SPAN, (magic - MAGIC) * -1.0)
+    p = tl.fma(tl.fma(tl.fma(tl.fma(f, C4, C3), f, C2), f, C1), f, 1.0)
+    exponent = magic.to(tl.int32, bitcast=True) << 23
+    return reciprocal((p.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True) + 1.0, 3, MODE)
+
+
+@triton.jit
+def _gate(g, GELU: tl.constexpr, MODE: tl.constexpr):
     """sigma with act(g) = g * sigma."""
-    return _sigmoid(g * ((g * g) * GELU_C1 + GELU_C0)) if GELU else _sigmoid(g)
+    return _sigmoid(g * ((g * g) * GELU_C1 + GELU_C0), MODE) if GELU else _sigmoid(g, MODE)
 
 
 @triton.jit
@@ -53,6 +65,54 @@ def _gate_gradient(g, sigma, GELU: tl.constexpr):
     if GELU:
         inner = inner * ((g * g) * (3.0 * GELU_C1) + GELU_C0)
     return sigma * (inner + 1.0)
+
+
+@triton.jit
+def _gated_row(
+    row,
+    gate_ptr,  # (M, K)
+    up_ptr,  # (M, K)
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    codes_ptr,  # (T, M, KP / 2) uint8
+    scales_ptr,  # (T, M, KP / 16) uint8
+    gscale_ptr,  # (T, M) float32
+    h_ptr,  # (M, K)
+    gate_codes_ptr,  # (M, KP / 2) uint8
+    gate_scales_ptr,
+    gate_gscale_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    up_gscale_ptr,
+    M,
+    gate_stride,
+    up_stride,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    GELU: tl.constexpr,
+    MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+):
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    blk = tl.arange(0, NB)
+    gate = load_values(gate_ptr + row * gate_stride, blk, K, NB, MODE)
+    up = load_values(up_ptr + row * up_stride, blk, K, NB, MODE)
+    gate_amax, up_amax = amax_values(gate, NB, MODE), amax_values(up, NB, MODE)
+    gate_max, up_max = two_row_max(finite_part(gate_amax), finite_part(up_amax))
+    quantize_store(gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, row, gate, gate_amax, gate_max, blk, K, NB, MODE, False)
+    quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, up, up_amax, up_max, blk, K, NB, MODE, False)
+    lo_g, hi_g = to_floats(gate, MODE)
+    lo_u, hi_u = to_floats(up, MODE)
+    lo, hi = (lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u
+    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+    h = less_centre(rounded(lo, hi, dtype, MODE), centre, HAS_CENTRE, MODE)
+    h_amax = amax_values(h, NB, TERMS_MODE)
+    h_max = row_max(finite_part(h_amax))
+    h = quantize_store_terms(
+        codes_ptr, scales_ptr, gscale_ptr, centre, row, h, h_amax, h_max, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, True
+    )  # fmt: skip
+    store_values(h_ptr + row * K, h, blk, K, NB, TERMS_MODE)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -71,31 +131,90 @@ def gated_kernel(
     up_scales_ptr,
     up_gscale_ptr,
     M,
-    K,
-    KP,
     gate_stride,
     up_stride,
+    K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
     GELU: tl.constexpr,
     MODE: tl.constexpr,
     TERMS_MODE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
+    if STAGES:
+        for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
+            _gated_row(
+            row.to(tl.int64), gate_ptr, up_ptr, centre_ptr, codes_ptr, scales_ptr, gscale_ptr, h_ptr, gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, M, gate_stride, up_stride, K, NB, TERMS, HAS_CENTRE, GELU, MODE, TERMS_MODE
+        )  # fmt: skip
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        _gated_row(
+            row, gate_ptr, up_ptr, centre_ptr, codes_ptr, scales_ptr, gscale_ptr, h_ptr, gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, M, gate_stride, up_stride, K, NB, TERMS, HAS_CENTRE, GELU, MODE, TERMS_MODE
+        )  # fmt: skip
+
+
+@triton.jit
+def _gated_backward_row(
+    row,
+    dh_ptr,  # (M, K)
+    gate_codes_ptr,  # (M, KP / 2) uint8
+    gate_scales_ptr,
+    gate_gscale_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    up_gscale_ptr,
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    dgate_ptr,  # (M, K)
+    dup_ptr,
+    codes_ptr,  # (2, M, KP / 2) uint8: dgate, dup; where QUANTIZE
+    scales_ptr,
+    gscale_ptr,
+    h_codes_ptr,  # (T, M, KP / 2) uint8, where TERMS
+    h_scales_ptr,
+    h_gscale_ptr,
+    M,
+    dh_stride,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    GELU: tl.constexpr,
+    MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+):
+    dtype: tl.constexpr = dh_ptr.dtype.element_ty
     blk = tl.arange(0, NB)
-    lo_g, hi_g = load_row(gate_ptr + row * gate_stride, blk, K, NB)
-    lo_u, hi_u = load_row(up_ptr + row * up_stride, blk, K, NB)
-    lo_g, hi_g, lo_u, hi_u = lo_g.to(tl.float32), hi_g.to(tl.float32), lo_u.to(tl.float32), hi_u.to(tl.float32)
-    quantize_store(gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, row, lo_g, hi_g, blk, KP, NB, MODE)
-    quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, lo_u, hi_u, blk, KP, NB, MODE)
-    lo, hi = (lo_g * _gate(lo_g, GELU)) * lo_u, (hi_g * _gate(hi_g, GELU)) * hi_u
-    lo, hi = round_to(lo, hi, dtype, MODE)
-    lo, hi = quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, centre_ptr, row, lo, hi, blk, M, K, KP, NB, TERMS, HAS_CENTRE, TERMS_MODE
-    )  # fmt: skip
-    store_row(h_ptr + row * K, lo, hi, blk, K, NB)
+    KP: tl.constexpr = padded_k(K)
+    codes, scales = row * (KP // 2), row * (KP // BLOCK)
+    lo_g, hi_g = load_quantized(gate_codes_ptr + codes, gate_scales_ptr + scales, tl.load(gate_gscale_ptr + row), blk, K, NB, MODE)
+    lo_u, hi_u = load_quantized(up_codes_ptr + codes, up_scales_ptr + scales, tl.load(up_gscale_ptr + row), blk, K, NB, MODE)
+    lo_d, hi_d = to_floats(load_values(dh_ptr + row * dh_stride, blk, K, NB, MODE), MODE)
+    lo_s, hi_s = _gate(lo_g, GELU, MODE), _gate(hi_g, GELU, MODE)
+    lo_a, hi_a = lo_g * lo_s, hi_g * hi_s
+    dup = rounded(lo_d * lo_a, hi_d * hi_a, dtype, MODE)
+    store_values(dup_ptr + row * K, dup, blk, K, NB, MODE)
+    lo = (lo_d * lo_u) * _gate_gradient(lo_g, lo_s, GELU)
+    hi = (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
+    dgate = rounded(lo, hi, dtype, MODE)
+    store_values(dgate_ptr + row * K, dgate, blk, K, NB, MODE)
+    if QUANTIZE or TERMS:
+        dup_amax, dgate_amax = amax_values(dup, NB, MODE), amax_values(dgate, NB, MODE)
+        h, h_amax, centre = dup, dup_amax, blk
+        if TERMS:
+            centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+            h = less_centre(rounded(lo_a * lo_u, hi_a * hi_u, dtype, MODE), centre, HAS_CENTRE, MODE)
+            h_amax = amax_values(h, NB, TERMS_MODE)
+        dup_max, dgate_max, h_max = three_row_max(finite_part(dup_amax), finite_part(dgate_amax), finite_part(h_amax))
+    if TERMS:
+        quantize_store_terms(
+            h_codes_ptr, h_scales_ptr, h_gscale_ptr, centre, row, h, h_amax, h_max, blk, M,
+            K, NB, TERMS, HAS_CENTRE, TERMS_MODE, False,
+        )  # fmt: skip
+    if QUANTIZE:
+        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row + M, dup, dup_amax, dup_max, blk, K, NB, MODE, False)
+        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, dgate, dgate_amax, dgate_max, blk, K, NB, MODE, False)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -117,9 +236,8 @@ def gated_backward_kernel(
     h_scales_ptr,
     h_gscale_ptr,
     M,
-    K,
-    KP,
     dh_stride,
+    K: tl.constexpr,
     NB: tl.constexpr,
     QUANTIZE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -127,32 +245,18 @@ def gated_backward_kernel(
     GELU: tl.constexpr,
     MODE: tl.constexpr,
     TERMS_MODE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    dtype: tl.constexpr = dh_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    blk = tl.arange(0, NB)
-    codes, scales = row * (KP // 2), row * (KP // BLOCK)
-    lo_g, hi_g = load_quantized(gate_codes_ptr + codes, gate_scales_ptr + scales, tl.load(gate_gscale_ptr + row), blk, KP)
-    lo_u, hi_u = load_quantized(up_codes_ptr + codes, up_scales_ptr + scales, tl.load(up_gscale_ptr + row), blk, KP)
-    lo_d, hi_d = load_row(dh_ptr + row * dh_stride, blk, K, NB)
-    lo_d, hi_d = lo_d.to(tl.float32), hi_d.to(tl.float32)
-    lo_s, hi_s = _gate(lo_g, GELU), _gate(hi_g, GELU)
-    lo_a, hi_a = lo_g * lo_s, hi_g * hi_s
-    if TERMS:
-        lo, hi = round_to(lo_a * lo_u, hi_a * hi_u, dtype, MODE)
-        quantize_store_terms(
-            h_codes_ptr, h_scales_ptr, h_gscale_ptr, centre_ptr, row, lo, hi, blk, M, K, KP, NB, TERMS, HAS_CENTRE, TERMS_MODE
+    if STAGES:
+        for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
+            _gated_backward_row(
+            row.to(tl.int64), dh_ptr, gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, centre_ptr, dgate_ptr, dup_ptr, codes_ptr, scales_ptr, gscale_ptr, h_codes_ptr, h_scales_ptr, h_gscale_ptr, M, dh_stride, K, NB, QUANTIZE, TERMS, HAS_CENTRE, GELU, MODE, TERMS_MODE
         )  # fmt: skip
-    lo, hi = round_to(lo_d * lo_a, hi_d * hi_a, dtype, MODE)
-    store_row(dup_ptr + row * K, lo, hi, blk, K, NB)
-    if QUANTIZE:
-        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row + M, lo, hi, blk, KP, NB, MODE)
-    lo = (lo_d * lo_u) * _gate_gradient(lo_g, lo_s, GELU)
-    hi = (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
-    lo, hi = round_to(lo, hi, dtype, MODE)
-    store_row(dgate_ptr + row * K, lo, hi, blk, K, NB)
-    if QUANTIZE:
-        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, lo, hi, blk, KP, NB, MODE)
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        _gated_backward_row(
+            row, dh_ptr, gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, centre_ptr, dgate_ptr, dup_ptr, codes_ptr, scales_ptr, gscale_ptr, h_codes_ptr, h_scales_ptr, h_gscale_ptr, M, dh_stride, K, NB, QUANTIZE, TERMS, HAS_CENTRE, GELU, MODE, TERMS_MODE
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -166,11 +270,11 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str,
     h = gate.new_empty(m, k)
     kept = [t[0] for _ in range(2) for t in empty_terms(gate, 1, m, k)]
     if m:
-        nb = row_blocks(k)
-        gated_kernel[(m,)](
-            gate, up, gate if centre is None else centre, *parts, h, *kept, m, k, padded_k(k), gate.stride(0), up.stride(0),
-            NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh", MODE=mode_for(gate.dtype),
-            TERMS_MODE=mode_for(gate.dtype, centre is None), num_warps=num_warps(nb, "mlp"), **EXACT_MATH,
+        nb, mode = row_blocks(k), mode_for(gate.dtype, k, gate, up)
+        gated_kernel[(programs(m, "mlp", gate),)](
+            gate, up, gate if centre is None else centre, *parts, h, *kept, m, gate.stride(0), up.stride(0),
+            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh", MODE=mode,
+            TERMS_MODE=mode if centre is None else EXACT, STAGES=STAGES["mlp"], **launch(nb, "mlp"),
         )  # fmt: skip
     return *parts, h, *kept
 
@@ -196,12 +300,11 @@ def silu_mul_backward(
     quantized = empty_terms(dh, 2 if quantize else 0, m, k)
     parts = empty_terms(dh, recompute_terms, m, k)
     if m:
-        nb = row_blocks(k)
-        gated_backward_kernel[(m,)](
+        nb, mode = row_blocks(k), mode_for(dh.dtype, k, dh)
+        gated_backward_kernel[(programs(m, "mlp_backward", dh),)](
             dh, *kept, dh if centre is None else centre,
-            dgate, dup, *quantized, *parts, m, k, padded_k(k), dh.stride(0),
-            NB=nb, QUANTIZE=quantize, TERMS=recompute_terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh",
-            MODE=mode_for(dh.dtype), TERMS_MODE=mode_for(dh.dtype, centre is None), num_warps=num_warps(nb, "mlp_backward"),
-            **EXACT_MATH,
+            dgate, dup, *quantized, *parts, m, dh.stride(0),
+            K=k, NB=nb, QUANTIZE=quantize, TERMS=recompute_terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh",
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, STAGES=STAGES["mlp_backward"], **launch(nb, "mlp_backward"),
         )  # fmt: skip
     return dgate, dup, *quantized, *parts

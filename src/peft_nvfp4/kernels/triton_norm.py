@@ -6,6 +6,8 @@ residual) once and writes the codes, D(y~), the statistic and the new residual; 
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -13,37 +15,45 @@ from torch import Tensor
 
 from .. import fused_reference
 from ..formats import BLOCK as BLOCK_SIZE
-from ..formats import padded_k
-from .triton_blocks import load_quantized, quantize_store_terms
-from .triton_codes import EXACT, round_to
+from ..formats import padded_k as padded
+from .triton_blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store_terms
+from .triton_codes import EXACT, PAIR
+from .triton_pairs import multiply
 from .triton_quantize import empty_terms, rows_contiguous
-from .triton_rows import BLOCK, INF, load_row, reciprocal, row_sum, store_row
-from .triton_tables import EXACT_MATH, mode_for, num_warps, row_blocks
+from .triton_rows import BLOCK, INF, load_row, padded_k, reciprocal, row_max, row_sum
+from .triton_tables import launch, mode_for, row_blocks
+from .triton_values import load_values, rounded, rounded_sum, store_values, to_floats
 
-GAMMA_MIN: tl.constexpr = tl.constexpr(fused_reference.GAMMA_RANGE[0])
-GAMMA_MAX: tl.constexpr = tl.constexpr(fused_reference.GAMMA_RANGE[1])
+def _shifted_bits(x: float) -> int:
+    """Bits of an FP32 number without its sign, shifted left by 1."""
+    return 2 * struct.unpack("i", struct.pack("f", x))[0]
+
+
+LEAST: tl.constexpr = tl.constexpr(_shifted_bits(fused_reference.GAMMA_RANGE[0]))
+RANGE: tl.constexpr = tl.constexpr(_shifted_bits(fused_reference.GAMMA_RANGE[1]) - _shifted_bits(fused_reference.GAMMA_RANGE[0]))
 
 
 @triton.jit
-def _weight(gamma_ptr, blk, K, NB: tl.constexpr, PLUS_ONE: tl.constexpr):
-    lo, hi = load_row(gamma_ptr, blk, K, NB)
-    lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+def _weight(gamma_ptr, blk, K: tl.constexpr, NB: tl.constexpr, PLUS_ONE: tl.constexpr, WEIGHT_MODE: tl.constexpr):
+    lo, hi = to_floats(load_values(gamma_ptr, blk, K, NB, WEIGHT_MODE), WEIGHT_MODE)
     if PLUS_ONE:
         lo, hi = lo + 1.0, hi + 1.0
     return lo, hi
 
 
 @triton.jit
-def _inverse(w):
-    """1 / w, 0 where that would only amplify noise."""
-    return tl.where((tl.abs(w) >= GAMMA_MIN) & (tl.abs(w) <= GAMMA_MAX), reciprocal(w), 0.0)
+def _inverse(w, SHORT: tl.constexpr):
+    """1 / w, 0 where that would only amplify noise. SHORT: w has the 8 bits of BF16, so that clearing more bits changes nothing."""
+    inverse = reciprocal(w, 3, PAIR) if SHORT else reciprocal(w, 1, EXACT)
+    above = (w.to(tl.int32, bitcast=True) << 1) - LEAST  # without the sign, numbers compare like their bits; NaN is largest
+    return tl.where(above.to(tl.uint32, bitcast=True) <= RANGE, inverse, 0.0)
 
 
 @triton.jit
 def _rstd(d):
     """1 / d of d = sqrt(variance + eps): 0, Inf and NaN apart, which Newton's steps turn into NaN."""
     limit = tl.where(d == 0.0, INF, tl.where(d == INF, 0.0, float("nan")))
-    return tl.where((d > 0.0) & (d < INF), reciprocal(d), limit)
+    return tl.where((d > 0.0) & (d < INF), reciprocal(d, 1, EXACT), limit)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -59,44 +69,55 @@ def norm_kernel(
     rstd_ptr,  # (M,) float32
     sum_ptr,  # (M, K) x + residual, where HAS_RESIDUAL
     M,
-    K,
-    KP,
     x_stride,
     residual_stride,
     eps,
     inverse_k,
+    K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+    WEIGHT_MODE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
-    lo, hi = load_row(x_ptr + row * x_stride, blk, K, NB)
-    lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+    x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
     if HAS_RESIDUAL:
-        lo_r, hi_r = load_row(residual_ptr + row * residual_stride, blk, K, NB)
-        lo, hi = round_to(lo + lo_r.to(tl.float32), hi + hi_r.to(tl.float32), dtype, EXACT)
-        store_row(sum_ptr + row * K, lo, hi, blk, K, NB)
+        x = rounded_sum(x, load_values(residual_ptr + row * residual_stride, blk, K, NB, MODE), dtype, MODE)
+        store_values(sum_ptr + row * K, x, blk, K, NB, MODE)
+    lo, hi = to_floats(x, MODE)
     variance = row_sum(lo * lo, hi * hi, NB) * inverse_k
     rstd = _rstd(tl.sqrt_rn(variance + eps))
     tl.store(rstd_ptr + row, rstd)
-    lo_w, hi_w = _weight(gamma_ptr, blk, K, NB, PLUS_ONE)
     lo, hi = lo * rstd, hi * rstd
-    if not PLUS_ONE:
-        lo, hi = round_to(lo, hi, dtype, EXACT)
-    lo, hi = round_to(lo_w * lo, hi_w * hi, dtype, EXACT)
+    if MODE == PAIR and WEIGHT_MODE == PAIR and not PLUS_ONE:
+        y = multiply(load_values(gamma_ptr, blk, K, NB, PAIR), rounded(lo, hi, dtype, MODE))
+    else:
+        lo_w, hi_w = _weight(gamma_ptr, blk, K, NB, PLUS_ONE, WEIGHT_MODE)
+        if not PLUS_ONE:
+            lo, hi = to_floats(rounded(lo, hi, dtype, MODE), MODE)
+        lo, hi = lo_w * lo, hi_w * hi
+        y = rounded(lo, hi, dtype, MODE)
     if PADDED:  # a row with Inf or NaN has rstd 0, Inf or NaN, and 0 * NaN would spoil blocks that are padding alone
         inside = (blk * BLOCK < K)[:, None]
-        lo, hi = tl.where(inside, lo, 0.0), tl.where(inside, hi, 0.0)
-    lo, hi = quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, centre_ptr, row, lo, hi, blk, M, K, KP, NB, TERMS, HAS_CENTRE, MODE
+        if MODE == PAIR:
+            y = tl.where(inside, y, 0)
+        else:
+            y = (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
+    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+    y = less_centre(y, centre, HAS_CENTRE, MODE)
+    amax = amax_values(y, NB, TERMS_MODE)
+    largest = row_max(finite_part(amax))
+    y = quantize_store_terms(
+        codes_ptr, scales_ptr, gscale_ptr, centre, row, y, amax, largest, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, True
     )  # fmt: skip
-    store_row(y_ptr + row * K, lo, hi, blk, K, NB)
+    store_values(y_ptr + row * K, y, blk, K, NB, TERMS_MODE)
 
 
 @triton.jit
@@ -113,38 +134,42 @@ def norm_backward_kernel(
     rstd_ptr,  # (M,) float32
     residual_grad_ptr,  # (M, K), where HAS_RESIDUAL
     dx_ptr,  # (M, K)
-    K,
-    KP,
     dy_stride,
     residual_stride,
     inverse_k,
+    K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    MODE: tl.constexpr,
+    WEIGHT_MODE: tl.constexpr,
 ):
+    dtype: tl.constexpr = dx_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
+    KP: tl.constexpr = padded_k(K)
     codes, scales = row * (KP // 2), row * (KP // BLOCK)
-    lo, hi = load_row(dy_ptr + row * dy_stride, blk, K, NB)
-    lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-    lo_d, hi_d = load_quantized(codes_ptr + codes, scales_ptr + scales, tl.load(gscale_ptr + row), blk, KP)
+    lo, hi = to_floats(load_values(dy_ptr + row * dy_stride, blk, K, NB, MODE), MODE)
+    lo_d, hi_d = load_quantized(codes_ptr + codes, scales_ptr + scales, tl.load(gscale_ptr + row), blk, K, NB, MODE)
     if TERMS == 2:
-        lo_2, hi_2 = load_quantized(codes2_ptr + codes, scales2_ptr + scales, tl.load(gscale2_ptr + row), blk, KP)
+        g = tl.load(gscale2_ptr + row)
+        lo_2, hi_2 = load_quantized(codes2_ptr + codes, scales2_ptr + scales, g, blk, K, NB, MODE)
         lo_d, hi_d = lo_d + lo_2, hi_d + hi_2
     if HAS_CENTRE:
         lo_c, hi_c = load_row(centre_ptr, blk, K, NB)
         lo_d, hi_d = lo_d + lo_c, hi_d + hi_c
     c = row_sum(lo * lo_d, hi * hi_d, NB) * inverse_k
     rstd = tl.load(rstd_ptr + row)
-    lo_w, hi_w = _weight(gamma_ptr, blk, K, NB, PLUS_ONE)
-    lo = rstd * (lo_w * lo - (lo_d * _inverse(lo_w)) * c)
-    hi = rstd * (hi_w * hi - (hi_d * _inverse(hi_w)) * c)
+    lo_w, hi_w = _weight(gamma_ptr, blk, K, NB, PLUS_ONE, WEIGHT_MODE)
+    SHORT: tl.constexpr = WEIGHT_MODE == PAIR and not PLUS_ONE
+    lo = rstd * (lo_w * lo - (lo_d * _inverse(lo_w, SHORT)) * c)
+    hi = rstd * (hi_w * hi - (hi_d * _inverse(hi_w, SHORT)) * c)
     if HAS_RESIDUAL:
-        lo_r, hi_r = load_row(residual_grad_ptr + row * residual_stride, blk, K, NB)
-        lo, hi = lo + lo_r.to(tl.float32), hi + hi_r.to(tl.float32)
-    store_row(dx_ptr + row * K, lo, hi, blk, K, NB)
+        lo_r, hi_r = to_floats(load_values(residual_grad_ptr + row * residual_stride, blk, K, NB, MODE), MODE)
+        lo, hi = lo + lo_r, hi + hi_r
+    store_values(dx_ptr + row * K, rounded(lo, hi, dtype, MODE), blk, K, NB, MODE)
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -163,12 +188,13 @@ def rmsnorm_quantize(
     if m:
         nb = row_blocks(k)
         residual = x if residual is None else rows_contiguous(residual)
+        gamma, mode = gamma.contiguous(), mode_for(x.dtype, k, x, residual)
         norm_kernel[(m,)](
-            x, residual, gamma.contiguous(), x if centre is None else centre, codes, scales, gscale, y, rstd, total,
-            m, k, padded_k(k), x.stride(0), residual.stride(0), eps, 1.0 / k,
-            NB=nb, TERMS=terms, HAS_RESIDUAL=total.numel() > 0, HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
-            MODE=mode_for(x.dtype, centre is None), PADDED=padded_k(k) - k >= BLOCK_SIZE,
-            num_warps=num_warps(nb, "norm"), **EXACT_MATH,
+            x, residual, gamma, x if centre is None else centre, codes, scales, gscale, y, rstd, total,
+            m, x.stride(0), residual.stride(0), eps, 1.0 / k,
+            K=k, NB=nb, TERMS=terms, HAS_RESIDUAL=total.numel() > 0, HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT.value, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), PADDED=padded(k) - k >= BLOCK_SIZE,
+            **launch(nb, "norm"),
         )  # fmt: skip
     return codes, scales, gscale, y, rstd, total
 
@@ -192,10 +218,11 @@ def rmsnorm_backward(
     if m:
         nb, last = row_blocks(k), len(codes) - 1
         around = dy if residual_grad is None else rows_contiguous(residual_grad)
+        gamma, mode = gamma.contiguous(), mode_for(dy.dtype, k, dy, around)
         norm_backward_kernel[(m,)](
             dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], dy if centre is None else centre,
-            gamma.contiguous(), rstd.contiguous(), around, dx, k, padded_k(k), dy.stride(0), around.stride(0), 1.0 / k,
-            NB=nb, TERMS=len(codes), HAS_RESIDUAL=residual_grad is not None, HAS_CENTRE=centre is not None,
-            PLUS_ONE=plus_one, num_warps=num_warps(nb, "norm_backward"), **EXACT_MATH,
+            gamma, rstd.contiguous(), around, dx, dy.stride(0), around.stride(0), 1.0 / k,
+            K=k, NB=nb, TERMS=len(codes), HAS_RESIDUAL=residual_grad is not None, HAS_CENTRE=centre is not None,
+            PLUS_ONE=plus_one, MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), **launch(nb, "norm_backward"),
         )  # fmt: skip
     return dx

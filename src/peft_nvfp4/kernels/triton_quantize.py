@@ -18,19 +18,26 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import BLOCK as BLOCK_SIZE
-from ..formats import padded_k
+from ..formats import padded_k as padded
 from .triton_blocks import (
+    MAX6,
     RULES,
     STOCHASTIC,
+    amax_values,
+    finite_part,
     inverse_power,
+    less_centre,
     power_of_two_scale,
     quantize_blocks,
     quantize_store_terms,
+    search_blocks,
     store_codes,
 )
+from .triton_codes import EXACT
 from .triton_random import round_stochastically, seed_arguments
-from .triton_rows import BLOCK, INF, block_amax, load_row
-from .triton_tables import CHUNK_BLOCKS, EXACT_MATH, MAX_BLOCKS, mode_for, num_warps, row_blocks
+from .triton_rows import BLOCK, load_row, padded_k, row_max
+from .triton_tables import CENTRED_ROWS, CHUNK_BLOCKS, MAX_BLOCKS, launch, mode_for, row_blocks
+from .triton_values import load_values
 
 OWN, GIVEN, FROM_AMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Where quantize_kernel finds the global scale: the row in its registers, an argument, or a maximum from amax_kernel."""
@@ -44,30 +51,35 @@ def terms_kernel(
     scales_ptr,  # (T, M, KP / 16) uint8
     gscale_ptr,  # (T, M) float32
     M,
-    K,
-    KP,
     x_stride,
+    K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
     MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+    ROWS: tl.constexpr,  # per program, so that the centre is read once for all of them
 ):
-    row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
-    lo, hi = load_row(x_ptr + row * x_stride, blk, K, NB)
-    lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-    quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, centre_ptr, row, lo, hi, blk, M, K, KP, NB, TERMS, HAS_CENTRE, MODE
-    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+    for row in range(first, tl.minimum(first + ROWS, M)):
+        x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+        x = less_centre(x, centre, HAS_CENTRE, MODE)
+        amax = amax_values(x, NB, TERMS_MODE)
+        largest = row_max(finite_part(amax))
+        quantize_store_terms(
+            codes_ptr, scales_ptr, gscale_ptr, centre, row, x, amax, largest, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, False
+        )  # fmt: skip
 
 
 @triton.jit
-def amax_kernel(x_ptr, amax_ptr, K, x_stride, amax_stride, NB: tl.constexpr):
+def amax_kernel(x_ptr, amax_ptr, x_stride, amax_stride, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
     """Largest magnitude of the finite blocks, as the bits of a float32: of every row (amax_stride 1) or of the tensor (0)."""
     row = tl.program_id(0).to(tl.int64)
-    lo, hi = load_row(x_ptr + row * x_stride, tl.program_id(1) * NB + tl.arange(0, NB), K, NB)
-    amax = block_amax(lo.to(tl.float32), hi.to(tl.float32), NB)
-    largest = tl.max(tl.where(amax < INF, amax, 0.0), axis=0)
+    x = load_values(x_ptr + row * x_stride, tl.program_id(1) * NB + tl.arange(0, NB), K, NB, MODE)
+    amax = amax_values(x, NB, MODE)
+    largest = row_max(finite_part(amax))
     tl.atomic_max(amax_ptr + row * amax_stride, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -81,10 +93,9 @@ def quantize_kernel(
     seed_ptr,
     key0,
     key1,
-    K,
-    KP,
     x_stride,
     g_stride,  # 1: a global scale per row, 0: one for all
+    K: tl.constexpr,
     NB: tl.constexpr,
     RULE: tl.constexpr,
     MODE: tl.constexpr,
@@ -93,24 +104,28 @@ def quantize_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     blk = tl.program_id(1) * NB + tl.arange(0, NB)
-    lo, hi = load_row(x_ptr + row * x_stride, blk, K, NB)
-    lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-    amax = block_amax(lo, hi, NB)
+    KP: tl.constexpr = padded_k(K)
+    x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+    amax = amax_values(x, NB, MODE)
     if GLOBAL == GIVEN:
         g = tl.load(given_ptr + row * g_stride)
         inverse_g = inverse_power(g)
     else:
         if GLOBAL == OWN:
-            largest = tl.max(tl.where(amax < INF, amax, 0.0), axis=0)
+            largest = row_max(finite_part(amax))
         else:
             largest = tl.load(given_ptr + row * g_stride).to(tl.float32, bitcast=True)
         g, inverse_g = power_of_two_scale(largest)
         tl.store(gscale_ptr + row * g_stride, g)  # one for all: every program stores the same number
     if RULE == STOCHASTIC:
-        packed, bits = round_stochastically(lo, hi, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1, NB, SEED_ON_DEVICE)
+        codes, bits = round_stochastically(
+            x, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1, NB, MODE, SEED_ON_DEVICE
+        )  # fmt: skip
+    elif RULE == MAX6:
+        codes, bits, _, _ = quantize_blocks(x, amax, g, inverse_g, NB, MODE, GLOBAL == GIVEN, False)
     else:
-        packed, bits, _, _, _ = quantize_blocks(lo, hi, amax, g, inverse_g, NB, RULE, MODE)
-    store_codes(codes_ptr + row * (KP // 2), scales_ptr + row * (KP // BLOCK), packed, bits, blk, KP)
+        codes, bits = search_blocks(x, amax, inverse_g, NB, RULE, MODE, GLOBAL == GIVEN)
+    store_codes(codes_ptr + row * (KP // 2), scales_ptr + row * (KP // BLOCK), codes, bits, blk, K, NB, MODE)
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -123,7 +138,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Storage of ``terms`` matrices: codes (T, R, Kp/2), scales (T, R, Kp/16), gscale (T, R)."""
-    kp = padded_k(k)
+    kp = padded(k)
     return (
         like.new_empty(terms, rows, kp // 2, dtype=torch.uint8),
         like.new_empty(terms, rows, kp // BLOCK_SIZE, dtype=torch.uint8),
@@ -138,10 +153,12 @@ def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> tuple[Tensor
     x = rows_contiguous(x)
     codes, scales, gscale = empty_terms(x, terms, m, k)
     if m:
-        terms_kernel[(m,)](
-            x, x if centre is None else centre, codes, scales, gscale, m, k, padded_k(k), x.stride(0),
-            NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, MODE=mode_for(x.dtype, centre is None),
-            num_warps=num_warps(nb, "terms"), **EXACT_MATH,
+        mode = mode_for(x.dtype, k, x)
+        rows = 1 if centre is None else CENTRED_ROWS
+        terms_kernel[(triton.cdiv(m, rows),)](
+            x, x if centre is None else centre, codes, scales, gscale, m, x.stride(0),
+            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, MODE=mode,
+            TERMS_MODE=mode if centre is None else EXACT.value, ROWS=rows, **launch(nb, "terms"),
         )  # fmt: skip
     return codes, scales, gscale
 
@@ -167,14 +184,14 @@ def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, p
         chunk, chunks = nb, 1
     else:
         chunk = min(nb, CHUNK_BLOCKS)
-        chunks = triton.cdiv(padded_k(k), BLOCK_SIZE * chunk)
-    warps = num_warps(chunk, "quantize")
+        chunks = triton.cdiv(padded(k), BLOCK_SIZE * chunk)
+    options, mode = launch(chunk, "quantize"), mode_for(x.dtype, k, x)
     if where == FROM_AMAX:
-        amax_kernel[(m, chunks)](x, given, k, x.stride(0), g_stride, NB=chunk, num_warps=warps)
+        amax_kernel[(m, chunks)](x, given, x.stride(0), g_stride, K=k, NB=chunk, MODE=mode, **options)
     pointer, key0, key1, on_device = seed_arguments(seed, x) if stochastic else (x, 0, 0, False)
     quantize_kernel[(m, chunks)](
-        x, given, codes, scales, out, pointer, key0, key1, k, padded_k(k), x.stride(0), g_stride,
-        NB=chunk, RULE=STOCHASTIC.value if stochastic else RULES[rule], MODE=mode_for(x.dtype), GLOBAL=where.value,
-        SEED_ON_DEVICE=on_device, num_warps=warps, **EXACT_MATH,
+        x, given, codes, scales, out, pointer, key0, key1, x.stride(0), g_stride,
+        K=k, NB=chunk, RULE=STOCHASTIC.value if stochastic else RULES[rule], MODE=mode, GLOBAL=where.value,
+        SEED_ON_DEVICE=on_device, **options,
     )  # fmt: skip
     return codes, scales, out

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import reference
 from .triton_blocks import E4M3_NAN, max6_scale_up
-from .triton_codes import EXACT, decode_e2m1, pack_nibbles
+from .triton_codes import EXACT, PAIR, decode_e2m1, pack_nibbles
+from .triton_pairs import JOIN_NIBBLES, both, exponent_factor, split_words
 from .triton_rows import INF
 from .triton_tables import EXACT_MATH, RANDOM_CHUNK
 
@@ -66,22 +67,121 @@ def _round(x, sg, bits, ok):
     return tl.where(ok, (low + up.to(tl.int32)) | ((x.to(tl.int32, bitcast=True) >> 28) & 8), 0)
 
 
+def _philox_asm() -> tl.constexpr:
+    """PTX of :func:`philox`. In Triton the two halves of a product are two instructions."""
+    lines = [".reg .b32 a, b, c, d, k, l, h, g, m; .reg .b64 p;", "mov.b32 a, $4; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;"]
+    lines += ["mov.b32 k, $5; mov.b32 l, $6;"]
+    for _ in range(10):
+        lines += [
+            f"mul.wide.u32 p, a, {M0.value}; mov.b64 {{m, h}}, p; mul.wide.u32 p, c, {M1.value}; mov.b64 {{c, g}}, p;",
+            "lop3.b32 a, g, b, k, 0x96; mov.b32 b, c; lop3.b32 c, h, d, l, 0x96; mov.b32 d, m;",
+            f"add.u32 k, k, {W0.value}; add.u32 l, l, {W1.value};",
+        ]
+    return tl.constexpr("\n".join(["{", *lines, "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;", "}"]))
+
+
+PHILOX: tl.constexpr = _philox_asm()
+
+ROUND: tl.constexpr = tl.constexpr(
+    """{
+    .reg .b32 t, q, n, g, up, gap; .reg .f32 x, y, u, v, gx, gy; .reg .b16 i, j; .reg .b32 step, power;
+    mov.b32 step, 0x02000200;
+    mov.b32 power, 0x74007400;
+    abs.bf16x2 t, $1;
+    min.bf16x2 t, t, $8;
+    shl.b32 g, t, 16;
+    mov.b32 x, g;
+    and.b32 g, t, 0xFFFF0000;
+    mov.b32 y, g;
+    max.bf16x2 t, t, $4;
+    mad.lo.s32 t, t, 8, $5;
+    mul.rn.f16x2 q, t, $6;
+    and.b32 q, q, 0xFE00FE00;
+    add.u32 n, q, step;
+    mul.rn.f16x2 g, q, power;
+    mul.rn.f16x2 n, n, power;
+    sub.rn.f16x2 gap, n, g;
+    mov.b32 {i, j}, g;
+    cvt.f32.f16 u, i;
+    cvt.f32.f16 v, j;
+    neg.f32 x, x;
+    neg.f32 y, y;
+    fma.rn.f32 x, u, $9, x;
+    fma.rn.f32 y, v, $9, y;
+    mov.b32 {i, j}, gap;
+    cvt.f32.f16 gx, i;
+    cvt.f32.f16 gy, j;
+    mul.rn.f32 gx, gx, $10;
+    mul.rn.f32 gy, gy, $10;
+    shr.u32 t, $2, 12;
+    cvt.rn.f32.u32 u, t;
+    shr.u32 t, $3, 12;
+    cvt.rn.f32.u32 v, t;
+    fma.rn.f32 x, u, gx, x;
+    fma.rn.f32 y, v, gy, y;
+    mov.b32 t, x;
+    mov.b32 n, y;
+    prmt.b32 up, t, n, 0xFFBB;
+    and.b32 up, up, step;
+    add.u32 q, q, up;
+    shr.u32 q, q, 9;
+    shr.u32 t, $1, 12;
+    lop3.b32 $0, t, $7, q, 0xEA;
+    }"""
+)
+JOIN: tl.constexpr = tl.constexpr(
+    "\n".join(
+        ["{ .reg .b32 z0, z1, z2, z3, t, n;", "mov.b32 z0, $1; mov.b32 z1, $2; mov.b32 z2, $3; mov.b32 z3, $4;", *JOIN_NIBBLES, "}"]
+    )
+)
+BELOW: tl.constexpr = tl.constexpr(0x40800000 - 8192)
+"""4, less 2**-10 of it."""
+
+
+@triton.jit
+def _round_pairs(w, r0, r1, r2, r3, sg, ok, NB: tl.constexpr):
+    """:func:`_round` of BF16 pairs (NB, 8): words of codes (NB, 2). See triton_pairs for the quotient q, here in units of 2**14, so
+    that FP16's exponent and first mantissa bit are the code below. Too large by 2**-10, it is not below the code's value where x
+    is not, and not above the next. x - below and the decision follow in FP32, the latter from the sign of u * gap - (x - below)."""
+    e, r = exponent_factor(sg, ok, 3, BELOW)
+    z = tl.inline_asm_elementwise(
+        ROUND, "=&r,r,r,r,r,r,r,r,r,f,f",
+        [
+            w, tl.reshape(tl.join(r0, r2), [NB, 8]), tl.reshape(tl.join(r1, r3), [NB, 8]), e[:, None], (e * -8)[:, None],
+            r[:, None], tl.where(ok, 0x00080008, 0)[:, None], both(sg * 6.0)[:, None], sg[:, None],
+            (sg * 9.5367431640625e-07)[:, None],
+        ],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    z0, z1, z2, z3 = split_words(z, NB)
+    return tl.inline_asm_elementwise(JOIN, "=&r,r,r,r,r", [z0, z1, z2, z3], dtype=tl.int32, is_pure=True, pack=1)
+
+
 @triton.jit
 def round_stochastically(
-    lo, hi, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1,
-    NB: tl.constexpr, SEED_ON_DEVICE: tl.constexpr,
+    x, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1,
+    NB: tl.constexpr, MODE: tl.constexpr, SEED_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """(bytes, scale bits) of the blocks ``blk`` of row ``row``; element (row, k) takes random number row * KP + k."""
+    """(codes, scale bits) of the blocks ``blk`` of row ``row``, as quantize_blocks; element (row, k) takes random number
+    row * KP + k."""
     finite = amax < INF
-    bits, s = max6_scale_up(tl.where(finite, amax, 0.0) * inverse_g)
-    sg = (s * g)[:, None]
-    ok = (finite & (s > 0.0))[:, None]
+    bits, s = max6_scale_up(tl.where(finite, amax, 0.0) * inverse_g, MODE)
+    sg, ok = s * g, finite & (s > 0.0)
     k0, k1 = load_key(seed_ptr, key0, key1, SEED_ON_DEVICE)
     counter = (row * (KP // 4)).to(tl.uint32) + (blk[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.uint32)
-    r0, r1, r2, r3 = philox(counter, k0, k1)
-    lo_n = _round(lo, sg, tl.reshape(tl.join(r0, r2), [NB, 8]), ok)
-    hi_n = _round(hi, sg, tl.reshape(tl.join(r1, r3), [NB, 8]), ok)
-    return pack_nibbles(lo_n, hi_n, EXACT), tl.where(finite, bits, E4M3_NAN)
+    if MODE == PAIR:
+        r0, r1, r2, r3 = tl.inline_asm_elementwise(
+            PHILOX, "=&r,=&r,=&r,=&r,r,r,r", [counter, k0, k1], dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        codes = _round_pairs(x, r0, r1, r2, r3, sg, ok, NB)
+    else:
+        r0, r1, r2, r3 = philox(counter, k0, k1)
+        sg, ok = sg[:, None], ok[:, None]
+        lo_n = _round(x[0], sg, tl.reshape(tl.join(r0, r2), [NB, 8]), ok)
+        hi_n = _round(x[1], sg, tl.reshape(tl.join(r1, r3), [NB, 8]), ok)
+        codes = pack_nibbles(lo_n, hi_n, EXACT)
+    return codes, tl.where(finite, bits, E4M3_NAN)
 
 
 @triton.jit(do_not_specialize=["threshold", "key0", "key1"])
@@ -120,7 +220,7 @@ def seed_arguments(seed: Tensor, like: Tensor) -> tuple[Tensor, int, int, bool]:
 
 @lru_cache(maxsize=64)
 def _keep_value(p: float, dtype: torch.dtype) -> float:
-    """1 / (1 - p) as the reference's mask holds it."""
+    """1 / (1 - p) as the reference holds it: rounded to the mask's dtype, or to FP32 where x is multiplied by it."""
     return (torch.ones((), dtype=torch.float32) / (1.0 - p)).to(dtype).item()
 
 
@@ -132,14 +232,14 @@ def _launch(x: Tensor, p: float, seed: Tensor, has_x: bool) -> Tensor:
         grid = (triton.cdiv(n, 4 * RANDOM_CHUNK),)
         pointer, key0, key1, on_device = seed_arguments(seed, out)
         dropout_kernel[grid](
-            x, out, n, _keep_value(p, x.dtype), _signed(int(p * 2**32)), pointer, key0, key1,
+            x, out, n, _keep_value(p, torch.float32 if has_x else x.dtype), _signed(int(p * 2**32)), pointer, key0, key1,
             CHUNK=RANDOM_CHUNK, HAS_X=has_x, SEED_ON_DEVICE=on_device, num_warps=4, **EXACT_MATH,
         )  # fmt: skip
     return out
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    """x * dropout_mask(x, p, seed) in one pass."""
+    """Dropout of x in one pass."""
     return _launch(x, p, seed, True)
 
 

@@ -13,12 +13,20 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from .. import formats
+from .triton_codes import PAIR
+from .triton_pairs import reciprocal_approx
 
 BLOCK: tl.constexpr = tl.constexpr(formats.BLOCK)
 HALF: tl.constexpr = tl.constexpr(formats.BLOCK // 2)
 INF: tl.constexpr = tl.constexpr(float("inf"))
 
 # ------------------------------------------------------------------------------------------- rows in and out
+
+
+@triton.constexpr_function
+def padded_k(K):
+    """K rounded up to the storage's multiple."""
+    return -(-K // formats.K_ALIGN) * formats.K_ALIGN
 
 
 @triton.jit
@@ -82,6 +90,29 @@ def block_sum(lo, hi, NB: tl.constexpr):
 
 
 @triton.jit
+def row_max(v):
+    """Maximum of non-negative numbers, as integers, for which there is an instruction that spans a warp."""
+    return tl.max(v.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def two_row_max(a, b):
+    """:func:`row_max` of both, with one exchange between warps."""
+    most = tl.max(tl.join(a, b).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    return tl.split(most)
+
+
+@triton.jit
+def three_row_max(a, b, c):
+    """:func:`row_max` of each, with one exchange between warps."""
+    most = tl.max(tl.join(tl.join(a, b), tl.join(c, c)).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    first, second = tl.split(most)  # (a, b), (c, c)
+    a, b = tl.split(first)
+    c, _ = tl.split(second)
+    return a, b, c
+
+
+@triton.jit
 def row_sum(lo, hi, NB: tl.constexpr):
     """Sum of the whole row (scalar), independent of any order: see fused_reference.row_sum."""
     partial = block_sum(lo, hi, NB)
@@ -96,10 +127,11 @@ def row_sum(lo, hi, NB: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(d):
-    """1 / d, correctly rounded, of d with its last bit cleared; |d| in 2**-126 .. 2**126. See fused_reference.reciprocal. The
-    approximation is negated because Triton has no free minus sign."""
-    d = (d.to(tl.int32, bitcast=True) & -2).to(tl.float32, bitcast=True)
-    n = libdevice.fast_dividef(-1.0, d)
-    n = tl.fma(n, tl.fma(d, n, 1.0), n)
-    return tl.fma(n, tl.fma(d, n, 1.0), n) * -1.0
+def reciprocal(d, CLEARED: tl.constexpr, MODE: tl.constexpr):
+    """1 / d, correctly rounded, of d with its last bits cleared, 1 or 3; |d| in 2**-126 .. 2**126. See
+    fused_reference.reciprocal."""
+    d = (d.to(tl.int32, bitcast=True) & -(1 << CLEARED)).to(tl.float32, bitcast=True)
+    n = reciprocal_approx(d) if MODE == PAIR else libdevice.fast_dividef(1.0, d)
+    if CLEARED == 1:
+        n = tl.fma(n, tl.fma(d, n, -1.0) * -1.0, n)
+    return tl.fma(n, tl.fma(d, n, -1.0) * -1.0, n)

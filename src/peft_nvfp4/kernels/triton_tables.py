@@ -7,6 +7,8 @@ register counts (two programs of the widest common row should fit on a multiproc
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 
@@ -17,25 +19,30 @@ BLOCKS_PER_THREAD = {
     "quantize": 1,
     "norm": 2,
     "norm_backward": 1,
-    "mlp": 1,
+    "mlp": 2,
     "mlp_backward": 1,
 }
+STAGES = {"mlp": 0, "mlp_backward": 0}
+PROGRAMS = {"mlp": 3, "mlp_backward": 2}
+REGISTERS: dict[str, int] = {}
+"""Caps per thread."""
 MAX_BLOCKS = 2048
 """Rows wider than 16 * 2048 = 32,768 do not fit in one program."""
 CHUNK_BLOCKS = 128
 """Blocks per program where the row need not be in one program."""
-DEQUANTIZE = {"words": 512, "words_per_thread": 2}
+CENTRED_ROWS = 4
+"""Rows per program of ``quantize_terms`` with a centre."""
+DEQUANTIZE = {"words": 256, "words_per_thread": 2}
 """32-bit words of codes (8 values) per program and per thread of ``dequantize``."""
-TRANSPOSE_TILE = (8, 32)
-"""Blocks along N and words along K per program of ``transpose_requantize``: 128 x 256 values."""
-TRANSPOSE_REGISTERS = 96
-"""Cap per thread, so that two programs fit on a multiprocessor (146 without it; the cap costs 8 spilled words)."""
+TRANSPOSE = {"blocks": 16, "words": 8}
+"""Blocks along N and words along K per program of ``transpose_requantize``, one of each per thread: 256 x 64 values."""
 RANDOM_CHUNK = 1024
 """Philox counters (4 numbers) per program."""
 
 PACKED_FP16 = True
 """Round BF16 values in inline PTX on pairs of FP16 numbers (PAIR) rather than leaving the pairing to the compiler (FAST). The CPU
 interpreter cannot run inline PTX."""
+STORE_HALVES = bool(int(os.environ.get("B_HALVES", "0")))
 E2M1_INSTRUCTION = False
 """Use the FP4 conversion instruction of SM100 and later. Off: it should give the same bits and has not been run."""
 
@@ -46,14 +53,15 @@ EXACT, FAST, PAIR, CONVERT = range(4)
 """Rounding modes, explained in triton_codes."""
 
 
-def mode_for(dtype: torch.dtype, exact: bool = True) -> int:
-    """Rounding mode. All but EXACT and CONVERT need values with BF16's 8 bits: BF16 tensors from which nothing was subtracted
-    (``exact``)."""
+def mode_for(dtype: torch.dtype, k: int = 0, *rows: torch.Tensor) -> int:
+    """Rounding mode for values of ``dtype``, and for their terms unless a centre was subtracted (then EXACT): all but EXACT and
+    CONVERT need BF16's 8 bits. PAIR also needs the ``rows`` of width ``k`` to be rows of pairs."""
     if E2M1_INSTRUCTION and torch.cuda.get_device_capability()[0] >= 10:
         return CONVERT
-    if dtype == torch.bfloat16 and exact:
-        return PAIR if PACKED_FP16 and not triton.knobs.runtime.interpret else FAST
-    return EXACT
+    if dtype != torch.bfloat16:
+        return EXACT
+    pairs = k % 2 == 0 and all((x.shape[0] == 1 or x.stride(0) % 2 == 0) and x.data_ptr() % 4 == 0 for x in rows)
+    return PAIR if PACKED_FP16 and pairs and not triton.knobs.runtime.interpret else FAST
 
 
 def row_blocks(k: int) -> int:
@@ -64,3 +72,18 @@ def row_blocks(k: int) -> int:
 def num_warps(nb: int, kernel: str) -> int:
     """Warps of a program that holds ``nb`` blocks."""
     return min(max(nb // (32 * BLOCKS_PER_THREAD[kernel]), 1), 32)
+
+
+def launch(nb: int, kernel: str) -> dict[str, int | bool]:
+    """Launch options of a program that holds ``nb`` blocks."""
+    options = {"num_warps": num_warps(nb, kernel), **EXACT_MATH}
+    if kernel in REGISTERS:
+        options["maxnreg"] = REGISTERS[kernel]
+    return options
+
+
+def programs(rows: int, kernel: str, x: torch.Tensor) -> int:
+    """Programs that share ``rows`` rows."""
+    if not STAGES[kernel]:
+        return rows
+    return min(rows, PROGRAMS[kernel] * torch.cuda.get_device_properties(x.device).multi_processor_count)
