@@ -5,6 +5,7 @@ Tiny random models of transformers' own classes, in FP32: there, a fused norm or
 
 import copy
 import functools
+import importlib
 import warnings
 from collections import Counter
 
@@ -111,6 +112,9 @@ SANDWICH = dict(
 )
 UNREACHED = {("norm1", MISSED): 2, ("norm2", MISSED): 2, ("ln_q", MISSED): 1, ("(linears)", "12"): 1}
 
+QWEN_VL_ROPE = int(hasattr(importlib.import_module("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"), "apply_rotary_pos_emb"))
+"""Older versions have a function of three axes only."""
+
 FAMILIES = {
     "llama": (causal("Llama"), layers()),
     "mistral": (causal("Mistral", sliding_window=4), layers()),
@@ -161,7 +165,7 @@ FAMILIES = {
             rope=0,
         ),
     ),
-    "qwen2.5-vl": (qwen2_5_vl, layers(fused={**NORMS, "mlp": 4}, skipped=FINAL | UNREACHED)),
+    "qwen2.5-vl": (qwen2_5_vl, layers(fused={**NORMS, "mlp": 4}, skipped=FINAL | UNREACHED, rope=QWEN_VL_ROPE)),
     "idefics3": (idefics3, layers(skipped=FINAL | {("(linears)", "13"): 1})),
     "smolvlm": (functools.partial(idefics3, "SmolVLM"), layers(skipped=FINAL | {("(linears)", "13"): 1})),
 }

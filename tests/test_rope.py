@@ -266,7 +266,10 @@ def assert_same_step(got, expected):
 
 
 def modeling_of(model):
-    return rope._modeling_files(model)[type(model).__module__]
+    files, name = rope._modeling_files(model), type(model).__module__
+    if name not in files:
+        pytest.skip(f"{name} of this transformers version has no function {NAME}")
+    return files[name]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
@@ -319,8 +322,17 @@ def test_the_patch_lives_as_long_as_an_attached_model():
     gc.collect()
     assert modeling_llama.apply_rotary_pos_emb is not eager
     models.pop()
-    gc.collect()  # freed, not detached: a collector may run while a compiler looks at the global
-    assert not any(patch.users for patch in rope._PATCHES)
+    gc.collect()
+    assert modeling_llama.apply_rotary_pos_emb is eager and not rope._PATCHES
+
+
+def test_a_model_freed_while_a_compiler_works_leaves_a_detour_until_the_next_occasion(monkeypatch):
+    model = tiny("Llama", FP32)
+    attach_rope(model)
+    monkeypatch.setattr(rope.CompileContext, "try_get", lambda: object())
+    del model
+    gc.collect()
+    assert modeling_llama.apply_rotary_pos_emb is not eager and not any(patch.users for patch in rope._PATCHES)
     detach_rope(torch.nn.Identity())
     assert modeling_llama.apply_rotary_pos_emb is eager and not rope._PATCHES
 

@@ -169,7 +169,9 @@ def _norm_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
 
 def _mlp_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
     def forward(k, dtype, act, terms, centred):
-        return awkward(rows, k, dtype), normal(rows, k, seed=2, dtype=dtype), normal(k, seed=3) if centred else None, act, terms
+        keep_h = terms == 1 or centred  # False once, with two terms
+        centre = normal(k, seed=3) if centred else None
+        return awkward(rows, k, dtype), normal(rows, k, seed=2, dtype=dtype), centre, act, terms, keep_h
 
     def backward(k, dtype, act, quantize, recompute):
         gate, up = (reference.quantize(t, ACTIVATION) for t in forward(k, FP32, act, 1, False)[:2])

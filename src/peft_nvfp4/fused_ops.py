@@ -226,25 +226,25 @@ def _check_gated(op: str, name: str, x: Tensor, centre: Tensor | None, act: str)
     _check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
 
 
-def _check_silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int) -> None:
+def _check_silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool) -> None:
     _check_gated("silu_mul_quantize", "gate", gate, centre, act)
     _check_like("silu_mul_quantize", "up", up, gate)
     _check_terms("silu_mul_quantize", terms)
 
 
-def _silu_mul_quantize_reference(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int):
-    out = fused_reference.silu_mul_quantize(gate, up, centre, act, terms)
+def _silu_mul_quantize_reference(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
+    out = fused_reference.silu_mul_quantize(gate, up, centre, act, terms, keep_h)
     return *_stack(out.parts, gate), out.h, *out.gate[:3], *out.up[:3]
 
 
-def _silu_mul_quantize_fake(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int):
+def _silu_mul_quantize_fake(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
     kept = [t.new_empty(t.shape[1:]) for _ in range(2) for t in _empty_terms(gate, 1, *gate.shape)]
-    return *_empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape), *kept
+    return *_empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape if keep_h else (0,)), *kept
 
 
 _silu_mul_quantize = _operator(
     "silu_mul_quantize",
-    "(Tensor gate, Tensor up, Tensor? centre, str act, int terms) -> "
+    "(Tensor gate, Tensor up, Tensor? centre, str act, int terms, bool keep_h) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _check_silu_mul_quantize,
     _silu_mul_quantize_reference,
@@ -252,10 +252,10 @@ _silu_mul_quantize = _operator(
 )
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int) -> GatedOutput:
-    """h = act(gate) * up (M, f) quantised in the same pass, with copies of gate and up for backward; see
-    :func:`fused_reference.silu_mul_quantize`."""
-    out, k = _silu_mul_quantize(gate, up, centre, act, terms), gate.shape[1]
+def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
+    """h = act(gate) * up (M, f) quantised in the same pass, with copies of gate and up for backward; without ``keep_h``, D(h~) is
+    not written; see :func:`fused_reference.silu_mul_quantize`."""
+    out, k = _silu_mul_quantize(gate, up, centre, act, terms, keep_h), gate.shape[1]
     return GatedOutput(_parts(*out[:3], k), out[3], QuantizedMatrix(*out[4:7], k), QuantizedMatrix(*out[7:10], k))
 
 

@@ -192,17 +192,18 @@ def _gate(g: Tensor, act: str) -> tuple[Tensor, Tensor | float]:
 
 class GatedOutput(NamedTuple):
     parts: list[QuantizedMatrix]  # terms of h - centre, each (M, f)
-    h: Tensor  # (M, f), D(h~) in gate's dtype
+    h: Tensor  # (M, f), D(h~) in gate's dtype; (0,) if it was not to be kept
     gate: QuantizedMatrix  # kept for backward, one term
     up: QuantizedMatrix
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int) -> GatedOutput:
-    """h = act(gate) * up, rounded once to gate's dtype and quantised, with the copies of gate and up that backward needs."""
+def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
+    """h = act(gate) * up, rounded once to gate's dtype and quantised, with the copies of gate and up that backward needs. Without
+    ``keep_h``, the result's h is an empty tensor (0,)."""
     g = gate.float()
     sigma, _ = _gate(g, act)
     parts = quantize_terms(((g * sigma) * up.float()).to(gate.dtype), centre, terms)
-    h = dequantize_terms(parts, centre, gate.dtype)
+    h = dequantize_terms(parts, centre, gate.dtype) if keep_h else gate.new_empty(0)
     return GatedOutput(parts, h, reference.quantize(gate, ACTIVATION), reference.quantize(up, ACTIVATION))
 
 

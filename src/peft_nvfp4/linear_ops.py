@@ -50,9 +50,7 @@ def check_fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, consta
             constant is None or tuple(constant.shape) == (c.shape[0],),
             lambda: f"fprop: a constant must be ({c.shape[0]},), got {tuple(constant.shape)}",
         )
-    _check(
-        values is None or tuple(values.shape) == (m, k), lambda: f"fprop: values must be {(m, k)}, got {tuple(values.shape)}"
-    )
+    _check(values is None or tuple(values.shape) == (m, k), lambda: f"fprop: values must be {(m, k)}, got {tuple(values.shape)}")
     for h, up, i in zip(hidden, ups, owner):
         n = w_codes[i].shape[0]
         _check(up.shape[0] == n, lambda: f"fprop: up must be ({n}, r), got {tuple(up.shape)}")

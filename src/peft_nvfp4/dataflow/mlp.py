@@ -37,7 +37,7 @@ class GatedQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate, up, centre, act: str, terms: int, hollow: bool = False):
-        out = fused.silu_mul_quantize(gate, up, centre, act, terms)
+        out = fused.silu_mul_quantize(gate, up, centre, act, terms, not hollow)
         flat = [t for part in out.parts for t in part[:3]]
         ctx.save_for_backward(*out.gate[:3], *out.up[:3])
         ctx.act, ctx.k = act, gate.shape[1]

@@ -13,8 +13,8 @@ own, so q and k must have no other reader, as in attention layers; and the gradi
 over tokens and heads (the gradient of a trainable q_norm weight) may add in another order.
 
 The patched object is a module's global, not a method, because that is where all attention layers of a modeling file look the
-function up. The global is put back when the last attached model is detached. When that model is freed instead, the wrapper goes
-on as a mere detour until the next attach or detach: the garbage collector may run while somebody's compiler reads the global.
+function up. The global is put back when the last attached model is detached or freed. (Freed while a compiler is at work, which
+may be reading the global: at the next occasion; until then the wrapper is a mere detour.)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
 
 from .. import fused_ops as fused
 from .. import fused_reference, kernels
@@ -214,6 +215,7 @@ def attach_rope(model: nn.Module) -> dict[str, str]:
                 setattr(module, NAME, patch.replacement)
                 _PATCHES.append(patch)
             patch.users.add(token)
+            _swap(model, patch.original, patch.replacement)
             report[name] = FUSED
         if model not in _ATTACHED and FUSED in report.values():
             finalizer = weakref.finalize(model, _forget, token)
@@ -228,14 +230,27 @@ def detach_rope(model: nn.Module) -> nn.Module:
         _, finalizer = _ATTACHED.pop(model, (None, None))
         if finalizer is not None:
             finalizer()
+            for patch in _PATCHES:
+                _swap(model, patch.replacement, patch.original)
         _restore_unused()
     return model
+
+
+def _swap(model: nn.Module, old: Callable, new: Callable) -> None:
+    """transformers 5.12 notes the function in every attention layer, for its kernel hub. A layer that held another object than
+    the modeling file's global could not be pickled."""
+    for module in model.modules():
+        noted = vars(module).get("_hidden_kernels", {})
+        if noted.get(NAME) is old:
+            noted[NAME] = new
 
 
 def _forget(token: object) -> None:
     with _LOCK:
         for patch in _PATCHES:
             patch.users.discard(token)
+        if CompileContext.try_get() is None:
+            _restore_unused()
 
 
 def _restore_unused() -> None:

@@ -198,7 +198,7 @@ def search_blocks(
                 s_i = decode_e4m3(bits_i, MODE)
             codes_i, error_i = _candidate(x, s_i, finite, NB, MODE, BOUNDED)
             better = (error_i < error) & (amax > 0.0)
-            bits, error = tl.where(better, bits_i, bits), tl.where(better, error_i, error)
+            bits, error = (tl.where(better, bits_i, bits), tl.where(better, error_i, error))
             codes = tl.where(better[:, None], codes_i, codes)
         return codes, tl.where(finite, bits, E4M3_NAN)
 
@@ -229,13 +229,13 @@ def quantize_blocks(x, amax, g, inverse_g, NB: tl.constexpr, MODE: tl.constexpr,
     finite = amax < INF
     bits, s = max6_scale(tl.where(finite, amax, 0.0) * inverse_g, MODE)
     codes, grid = round_blocks(x, s, g, finite, NB, MODE, BOUNDED, GRID)
-    return codes, tl.where(finite, bits, E4M3_NAN), grid, tl.where(finite, s * g, float("nan"))
+    return (codes, tl.where(finite, bits, E4M3_NAN), grid, tl.where(finite, s * g, float("nan")))
 
 
 @triton.jit
 def quantize_row(lo, hi, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr):
-    """A whole row of FP32 (lo, hi) with its own global scale, rule max6: (codes, scale bits, g, grid values lo and hi, their scale
-    (NB, 1))."""
+    """A whole row of FP32 (lo, hi) with its own global scale, rule max6: (codes, scale bits, g, grid values lo and hi, their
+    scale (NB, 1))."""
     x = rounded(lo, hi, tl.bfloat16, MODE) if MODE == PAIR else (lo, hi)
     amax = amax_values(x, NB, MODE)
     g, inverse_g = power_of_two_scale(row_max(finite_part(amax)))

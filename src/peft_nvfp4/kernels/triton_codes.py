@@ -11,7 +11,7 @@ that way, and the code stands in the low bits. What must be exact is the compari
   and rounding x r to FP16 (11 bits) gives the midpoint exactly where it should. The rest runs on pairs of FP16 numbers, half the
   instructions. It needs values that *are* BF16: BF16 inputs, and what a first term left of them (x - D(x) fits 8 bits: either
   D(x) = 0, or D(x) is within a factor 2 of x).
-* ``MODE == PAIR``: FAST in inline PTX on (even k, odd k) pairs. LLVM finds the pairs of FAST by itself only sometimes.
+* ``MODE == PAIR``: FAST in inline PTX on pairs as they lie in memory: :mod:`triton_pairs`. Not for odd K.
 * ``MODE == CONVERT`` (SM100 and later): EXACT's quotient through the FP4 conversion instruction. Not run yet.
 
 No result depends on the last bits of r, on the order of lanes, or on contraction (compile with ``enable_fp_fusion=False``).

@@ -16,7 +16,7 @@ from .triton_blocks import amax_values, finite_part, less_centre, load_quantized
 from .triton_codes import PAIR
 from .triton_quantize import empty_terms, rows_contiguous
 from .triton_rows import BLOCK, load_row, padded_k, reciprocal, row_max, three_row_max, two_row_max
-from .triton_tables import EXACT, STAGES, launch, mode_for, programs, row_blocks
+from .triton_tables import EXACT, launch, mode_for, row_blocks
 from .triton_values import load_values, rounded, store_values, to_floats
 
 SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
@@ -36,7 +36,8 @@ def _saturated(v, MODE: tl.constexpr):
     """v + START, clamped to 0..1, which the GPU does at no cost but only if told so."""
     if MODE == PAIR:
         return tl.inline_asm_elementwise(
-            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [v, tl.full(v.shape, START, tl.float32)], dtype=tl.float32, is_pure=True, pack=1
+            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [v, tl.full(v.shape, START, tl.float32)], dtype=tl.float32,
+            is_pure=True, pack=1,
         )  # fmt: skip
     else:
         return tl.minimum(tl.maximum(v + START, 0.0), 1.0)
@@ -67,16 +68,15 @@ def _gate_gradient(g, sigma, GELU: tl.constexpr):
     return sigma * (inner + 1.0)
 
 
-@triton.jit
-def _gated_row(
-    row,
+@triton.jit(do_not_specialize=["M"])
+def gated_kernel(
     gate_ptr,  # (M, K)
     up_ptr,  # (M, K)
     centre_ptr,  # (K,) float32, where HAS_CENTRE
     codes_ptr,  # (T, M, KP / 2) uint8
     scales_ptr,  # (T, M, KP / 16) uint8
     gscale_ptr,  # (T, M) float32
-    h_ptr,  # (M, K)
+    h_ptr,  # (M, K), where KEEP_H
     gate_codes_ptr,  # (M, KP / 2) uint8
     gate_scales_ptr,
     gate_gscale_ptr,
@@ -91,10 +91,12 @@ def _gated_row(
     TERMS: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
     GELU: tl.constexpr,
+    KEEP_H: tl.constexpr,
     MODE: tl.constexpr,
     TERMS_MODE: tl.constexpr,
 ):
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
     gate = load_values(gate_ptr + row * gate_stride, blk, K, NB, MODE)
     up = load_values(up_ptr + row * up_stride, blk, K, NB, MODE)
@@ -104,60 +106,21 @@ def _gated_row(
     quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, up, up_amax, up_max, blk, K, NB, MODE, False)
     lo_g, hi_g = to_floats(gate, MODE)
     lo_u, hi_u = to_floats(up, MODE)
-    lo, hi = (lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u
+    lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
     centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
     h = less_centre(rounded(lo, hi, dtype, MODE), centre, HAS_CENTRE, MODE)
     h_amax = amax_values(h, NB, TERMS_MODE)
     h_max = row_max(finite_part(h_amax))
     h = quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, centre, row, h, h_amax, h_max, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, True
+        codes_ptr, scales_ptr, gscale_ptr, centre, row, h, h_amax, h_max, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, KEEP_H
     )  # fmt: skip
-    store_values(h_ptr + row * K, h, blk, K, NB, TERMS_MODE)
+    if KEEP_H:
+        store_values(h_ptr + row * K, h, blk, K, NB, TERMS_MODE)
 
 
 @triton.jit(do_not_specialize=["M"])
-def gated_kernel(
-    gate_ptr,  # (M, K)
-    up_ptr,  # (M, K)
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
-    codes_ptr,  # (T, M, KP / 2) uint8
-    scales_ptr,  # (T, M, KP / 16) uint8
-    gscale_ptr,  # (T, M) float32
-    h_ptr,  # (M, K)
-    gate_codes_ptr,  # (M, KP / 2) uint8
-    gate_scales_ptr,
-    gate_gscale_ptr,
-    up_codes_ptr,
-    up_scales_ptr,
-    up_gscale_ptr,
-    M,
-    gate_stride,
-    up_stride,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
-    GELU: tl.constexpr,
-    MODE: tl.constexpr,
-    TERMS_MODE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    if STAGES:
-        for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
-            _gated_row(
-            row.to(tl.int64), gate_ptr, up_ptr, centre_ptr, codes_ptr, scales_ptr, gscale_ptr, h_ptr, gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, M, gate_stride, up_stride, K, NB, TERMS, HAS_CENTRE, GELU, MODE, TERMS_MODE
-        )  # fmt: skip
-    else:
-        row = tl.program_id(0).to(tl.int64)
-        _gated_row(
-            row, gate_ptr, up_ptr, centre_ptr, codes_ptr, scales_ptr, gscale_ptr, h_ptr, gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, M, gate_stride, up_stride, K, NB, TERMS, HAS_CENTRE, GELU, MODE, TERMS_MODE
-        )  # fmt: skip
-
-
-@triton.jit
-def _gated_backward_row(
-    row,
-    dh_ptr,  # (M, K)
+def gated_backward_kernel(
+    dh_ptr,  # (M, K), where KEEP_H
     gate_codes_ptr,  # (M, KP / 2) uint8
     gate_scales_ptr,
     gate_gscale_ptr,
@@ -185,11 +148,14 @@ def _gated_backward_row(
     TERMS_MODE: tl.constexpr,
 ):
     dtype: tl.constexpr = dh_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
     KP: tl.constexpr = padded_k(K)
     codes, scales = row * (KP // 2), row * (KP // BLOCK)
-    lo_g, hi_g = load_quantized(gate_codes_ptr + codes, gate_scales_ptr + scales, tl.load(gate_gscale_ptr + row), blk, K, NB, MODE)
-    lo_u, hi_u = load_quantized(up_codes_ptr + codes, up_scales_ptr + scales, tl.load(up_gscale_ptr + row), blk, K, NB, MODE)
+    g = tl.load(gate_gscale_ptr + row)
+    lo_g, hi_g = load_quantized(gate_codes_ptr + codes, gate_scales_ptr + scales, g, blk, K, NB, MODE)
+    g = tl.load(up_gscale_ptr + row)
+    lo_u, hi_u = load_quantized(up_codes_ptr + codes, up_scales_ptr + scales, g, blk, K, NB, MODE)
     lo_d, hi_d = to_floats(load_values(dh_ptr + row * dh_stride, blk, K, NB, MODE), MODE)
     lo_s, hi_s = _gate(lo_g, GELU, MODE), _gate(hi_g, GELU, MODE)
     lo_a, hi_a = lo_g * lo_s, hi_g * hi_s
@@ -217,64 +183,22 @@ def _gated_backward_row(
         quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, dgate, dgate_amax, dgate_max, blk, K, NB, MODE, False)
 
 
-@triton.jit(do_not_specialize=["M"])
-def gated_backward_kernel(
-    dh_ptr,  # (M, K)
-    gate_codes_ptr,  # (M, KP / 2) uint8
-    gate_scales_ptr,
-    gate_gscale_ptr,
-    up_codes_ptr,
-    up_scales_ptr,
-    up_gscale_ptr,
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
-    dgate_ptr,  # (M, K)
-    dup_ptr,
-    codes_ptr,  # (2, M, KP / 2) uint8: dgate, dup; where QUANTIZE
-    scales_ptr,
-    gscale_ptr,
-    h_codes_ptr,  # (T, M, KP / 2) uint8, where TERMS
-    h_scales_ptr,
-    h_gscale_ptr,
-    M,
-    dh_stride,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
-    GELU: tl.constexpr,
-    MODE: tl.constexpr,
-    TERMS_MODE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    if STAGES:
-        for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
-            _gated_backward_row(
-            row.to(tl.int64), dh_ptr, gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, centre_ptr, dgate_ptr, dup_ptr, codes_ptr, scales_ptr, gscale_ptr, h_codes_ptr, h_scales_ptr, h_gscale_ptr, M, dh_stride, K, NB, QUANTIZE, TERMS, HAS_CENTRE, GELU, MODE, TERMS_MODE
-        )  # fmt: skip
-    else:
-        row = tl.program_id(0).to(tl.int64)
-        _gated_backward_row(
-            row, dh_ptr, gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, centre_ptr, dgate_ptr, dup_ptr, codes_ptr, scales_ptr, gscale_ptr, h_codes_ptr, h_scales_ptr, h_gscale_ptr, M, dh_stride, K, NB, QUANTIZE, TERMS, HAS_CENTRE, GELU, MODE, TERMS_MODE
-        )  # fmt: skip
-
-
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int) -> tuple[Tensor, ...]:
+def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool) -> tuple[Tensor, ...]:
     """(codes, scales, gscale, h, then the same three of gate and of up); see fused_ops for the shapes."""
     m, k = gate.shape
     gate, up = rows_contiguous(gate), rows_contiguous(up)
     parts = empty_terms(gate, terms, m, k)
-    h = gate.new_empty(m, k)
+    h = gate.new_empty((m, k) if keep_h else (0,))
     kept = [t[0] for _ in range(2) for t in empty_terms(gate, 1, m, k)]
     if m:
         nb, mode = row_blocks(k), mode_for(gate.dtype, k, gate, up)
-        gated_kernel[(programs(m, "mlp", gate),)](
+        gated_kernel[(m,)](
             gate, up, gate if centre is None else centre, *parts, h, *kept, m, gate.stride(0), up.stride(0),
-            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh", MODE=mode,
-            TERMS_MODE=mode if centre is None else EXACT, STAGES=STAGES["mlp"], **launch(nb, "mlp"),
+            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh", KEEP_H=keep_h,
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp", mode),
         )  # fmt: skip
     return *parts, h, *kept
 
@@ -301,10 +225,10 @@ def silu_mul_backward(
     parts = empty_terms(dh, recompute_terms, m, k)
     if m:
         nb, mode = row_blocks(k), mode_for(dh.dtype, k, dh)
-        gated_backward_kernel[(programs(m, "mlp_backward", dh),)](
+        gated_backward_kernel[(m,)](
             dh, *kept, dh if centre is None else centre,
             dgate, dup, *quantized, *parts, m, dh.stride(0),
             K=k, NB=nb, QUANTIZE=quantize, TERMS=recompute_terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh",
-            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, STAGES=STAGES["mlp_backward"], **launch(nb, "mlp_backward"),
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp_backward", mode),
         )  # fmt: skip
     return dgate, dup, *quantized, *parts

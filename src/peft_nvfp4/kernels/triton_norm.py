@@ -24,6 +24,7 @@ from .triton_rows import BLOCK, INF, load_row, padded_k, reciprocal, row_max, ro
 from .triton_tables import launch, mode_for, row_blocks
 from .triton_values import load_values, rounded, rounded_sum, store_values, to_floats
 
+
 def _shifted_bits(x: float) -> int:
     """Bits of an FP32 number without its sign, shifted left by 1."""
     return 2 * struct.unpack("i", struct.pack("f", x))[0]
@@ -43,7 +44,7 @@ def _weight(gamma_ptr, blk, K: tl.constexpr, NB: tl.constexpr, PLUS_ONE: tl.cons
 
 @triton.jit
 def _inverse(w, SHORT: tl.constexpr):
-    """1 / w, 0 where that would only amplify noise. SHORT: w has the 8 bits of BF16, so that clearing more bits changes nothing."""
+    """1 / w, 0 where that would only amplify noise. SHORT: w has 8 bits (BF16), so that clearing more changes nothing."""
     inverse = reciprocal(w, 3, PAIR) if SHORT else reciprocal(w, 1, EXACT)
     above = (w.to(tl.int32, bitcast=True) << 1) - LEAST  # without the sign, numbers compare like their bits; NaN is largest
     return tl.where(above.to(tl.uint32, bitcast=True) <= RANGE, inverse, 0.0)
@@ -193,8 +194,9 @@ def rmsnorm_quantize(
             x, residual, gamma, x if centre is None else centre, codes, scales, gscale, y, rstd, total,
             m, x.stride(0), residual.stride(0), eps, 1.0 / k,
             K=k, NB=nb, TERMS=terms, HAS_RESIDUAL=total.numel() > 0, HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
-            MODE=mode, TERMS_MODE=mode if centre is None else EXACT.value, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), PADDED=padded(k) - k >= BLOCK_SIZE,
-            **launch(nb, "norm"),
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT.value,
+            WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), PADDED=padded(k) - k >= BLOCK_SIZE,
+            **launch(nb, "norm", mode),
         )  # fmt: skip
     return codes, scales, gscale, y, rstd, total
 
@@ -223,6 +225,6 @@ def rmsnorm_backward(
             dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], dy if centre is None else centre,
             gamma, rstd.contiguous(), around, dx, dy.stride(0), around.stride(0), 1.0 / k,
             K=k, NB=nb, TERMS=len(codes), HAS_RESIDUAL=residual_grad is not None, HAS_CENTRE=centre is not None,
-            PLUS_ONE=plus_one, MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), **launch(nb, "norm_backward"),
+            PLUS_ONE=plus_one, MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), **launch(nb, "norm_backward", mode),
         )  # fmt: skip
     return dx

@@ -3,10 +3,10 @@
 A row is a tensor ``w`` (NB, 8) of 32-bit words: the 16 values of a block as they lie in memory, two neighbours in a word. All
 that the quantiser does to such values fits 16-bit arithmetic without losing a bit, in half the instructions and registers:
 
-* *Quotient*. |x| = t 2**(e - 12) and s g = m 2**e with m one of 1, 1.125, ... 1.875. BF16 and FP16 have the mantissa below the
-  exponent, so e subtracted from BF16's exponent and a shift by 3 give t in FP16, exactly; what is too small for that is below half
-  of the smallest code. q = t r rounds once, with r the FP16 number at 2**12 / m. x / (s g) is a midpoint between two codes or differs
-  from it by 1/256; that q then is the midpoint, or is on the right side of it, was checked for all 8 x 128 mantissas.
+* *Quotient*. |x| = t 2**(e + 12) and s g = m 2**e with m one of 1, 1.125, ... 1.875. BF16 and FP16 have the mantissa below the
+  exponent, so e subtracted from BF16's exponent and a shift by 3 give t in FP16, exactly; what is too small for that is below
+  half of the smallest code. q = t r rounds once, with r the FP16 number at 2**12 / m. x / (s g) is a midpoint between two codes
+  or differs from it by 1/256; that q then is the midpoint, or on the right side of it, was checked for all 8 x 128 mantissas.
 * *Code*. min(2 q, q + 2, q / 2 + 4) + 1028 as in triton_codes; less 4, or -4, leaves 1024 + code + 8 * sign.
 * *Value*. The bits of a code, moved to BF16's exponent and mantissa, are its value times 2**-126; D(x) has 6 bits.
 * *What is left*, x - D(x), has at most 8 bits (triton_codes).
@@ -20,7 +20,6 @@ import triton.language as tl
 from . import triton_tables
 
 PAIR = tl.constexpr(triton_tables.PAIR)
-HALVES: tl.constexpr = tl.constexpr(triton_tables.STORE_HALVES)
 
 # ---------------------------------------------------------------------------------------------- in and out
 
@@ -48,27 +47,17 @@ def load_pairs(ptr, blk, K: tl.constexpr, NB: tl.constexpr):
 def store_pairs(ptr, w, blk, K: tl.constexpr, NB: tl.constexpr):
     """Inverse of :func:`load_pairs`."""
     words = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    if HALVES:  # as the words are held: 16 bytes of a block and thread at a time
-        a, b = tl.split(tl.permute(tl.reshape(w, [NB, 2, 4]), [0, 2, 1]))
-        at = blk[:, None] * 8 + tl.arange(0, 4)[None, :]
-        if divides(NB, K):
-            tl.store(words + at, a)
-            tl.store(words + at + 4, b)
-        else:
-            tl.store(words + at, a, mask=at < K // 2)
-            tl.store(words + at + 4, b, mask=at + 4 < K // 2)
+    at = blk[:, None] * 8 + tl.arange(0, 8)[None, :]  # the compiler exchanges words so that a warp writes without gaps
+    if divides(NB, K):
+        tl.store(words + at, w)
     else:
-        at = blk[:, None] * 8 + tl.arange(0, 8)[None, :]
-        if divides(NB, K):
-            tl.store(words + at, w)
-        else:
-            tl.store(words + at, w, mask=at < K // 2)
+        tl.store(words + at, w, mask=at < K // 2)
 
 
 @triton.jit
 def opaque(blk, MODE: tl.constexpr):
-    """The same numbers, unknown to the compiler. Of neighbouring addresses of bytes it knows that they are neighbours, and gathers
-    them in a thread by way of shared memory, which costs more than the wide access saves."""
+    """The same numbers, unknown to the compiler. Of addresses of bytes it would know that they are neighbours, and gather the
+    bytes in a thread by way of shared memory, which costs more than the wide access saves."""
     if MODE == PAIR:
         blk = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [blk], dtype=tl.int32, is_pure=True, pack=1)
     return blk
@@ -139,8 +128,8 @@ def amax_pairs(w, NB: tl.constexpr):
 @triton.jit
 def both(x):
     """Pair of twice the FP32 number x, which BF16 holds exactly."""
-    return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x3232;", "=r,r", [x.to(tl.int32, bitcast=True)], dtype=tl.int32,
-                                     is_pure=True, pack=1)  # fmt: skip
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x3232;", "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -378,7 +367,7 @@ def multiply(a, b):
 
 def _nibbles(source: str, j: int, target: str) -> list[str]:
     """PTX: grid values of the codes at the bits 4 j and 4 j + 16 of a word."""
-    move = lambda to: f"shl.b32 {{}}, {source}, {to - 4 * j};" if to >= 4 * j else f"shr.u32 {{}}, {source}, {4 * j - to};"  # noqa: E731
+    move = lambda to: f"shl.b32 {{}}, {source}, {to - 4 * j};" if to >= 4 * j else f"shr.u32 {{}}, {source}, {4 * j - to};"
     return [
         move(6).format("t"),
         "and.b32 t, t, 0x01C001C0;",

@@ -158,7 +158,7 @@ def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> tuple[Tensor
         terms_kernel[(triton.cdiv(m, rows),)](
             x, x if centre is None else centre, codes, scales, gscale, m, x.stride(0),
             K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, MODE=mode,
-            TERMS_MODE=mode if centre is None else EXACT.value, ROWS=rows, **launch(nb, "terms"),
+            TERMS_MODE=mode if centre is None else EXACT.value, ROWS=rows, **launch(nb, "terms", mode),
         )  # fmt: skip
     return codes, scales, gscale
 
@@ -172,7 +172,7 @@ def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, p
     x = rows_contiguous(x)
     codes, scales, own = (t[0] for t in empty_terms(x, 1, m, k))
     if gscale is not None:
-        where, g_stride, out, given = GIVEN, int(gscale.shape[0] > 1), gscale.clone(), gscale.contiguous()
+        where, g_stride, out, given = (GIVEN, int(gscale.shape[0] > 1), gscale.clone(), gscale.contiguous())
     else:
         fits = per_row and nb <= MAX_BLOCKS
         where, g_stride = (OWN if fits else FROM_AMAX), int(per_row)
@@ -185,7 +185,8 @@ def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, p
     else:
         chunk = min(nb, CHUNK_BLOCKS)
         chunks = triton.cdiv(padded(k), BLOCK_SIZE * chunk)
-    options, mode = launch(chunk, "quantize"), mode_for(x.dtype, k, x)
+    mode = mode_for(x.dtype, k, x)
+    options = launch(chunk, "quantize", mode)
     if where == FROM_AMAX:
         amax_kernel[(m, chunks)](x, given, x.stride(0), g_stride, K=k, NB=chunk, MODE=mode, **options)
     pointer, key0, key1, on_device = seed_arguments(seed, x) if stochastic else (x, 0, 0, False)

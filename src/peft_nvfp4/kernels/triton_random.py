@@ -131,7 +131,12 @@ ROUND: tl.constexpr = tl.constexpr(
 )
 JOIN: tl.constexpr = tl.constexpr(
     "\n".join(
-        ["{ .reg .b32 z0, z1, z2, z3, t, n;", "mov.b32 z0, $1; mov.b32 z1, $2; mov.b32 z2, $3; mov.b32 z3, $4;", *JOIN_NIBBLES, "}"]
+        [
+            "{ .reg .b32 z0, z1, z2, z3, t, n;",
+            "mov.b32 z0, $1; mov.b32 z1, $2; mov.b32 z2, $3; mov.b32 z3, $4;",
+            *JOIN_NIBBLES,
+            "}",
+        ]
     )
 )
 BELOW: tl.constexpr = tl.constexpr(0x40800000 - 8192)
@@ -140,9 +145,9 @@ BELOW: tl.constexpr = tl.constexpr(0x40800000 - 8192)
 
 @triton.jit
 def _round_pairs(w, r0, r1, r2, r3, sg, ok, NB: tl.constexpr):
-    """:func:`_round` of BF16 pairs (NB, 8): words of codes (NB, 2). See triton_pairs for the quotient q, here in units of 2**14, so
+    """:func:`_round` of BF16 pairs (NB, 8): words of codes (NB, 2). The quotient q is found as in triton_pairs, times 2**-14, so
     that FP16's exponent and first mantissa bit are the code below. Too large by 2**-10, it is not below the code's value where x
-    is not, and not above the next. x - below and the decision follow in FP32, the latter from the sign of u * gap - (x - below)."""
+    is not, and not above the next. x - below and the decision follow in FP32, from the sign of u * gap - (x - below)."""
     e, r = exponent_factor(sg, ok, 3, BELOW)
     z = tl.inline_asm_elementwise(
         ROUND, "=&r,r,r,r,r,r,r,r,r,f,f",
@@ -214,7 +219,7 @@ def seed_arguments(seed: Tensor, like: Tensor) -> tuple[Tensor, int, int, bool]:
     kernel, which needs no synchronisation."""
     if seed.device.type == "cpu":
         value = int(seed)
-        return like, _signed(value & 0xFFFFFFFF), _signed((value >> 32) & 0xFFFFFFFF), False
+        return (like, _signed(value & 0xFFFFFFFF), _signed((value >> 32) & 0xFFFFFFFF), False)
     return seed.contiguous(), 0, 0, True
 
 

@@ -1,48 +1,36 @@
 """Launch constants of the Triton kernels: stored, never searched at run time.
 
 A program holds one row. ``BLOCKS_PER_THREAD`` says how many blocks of 16 values each thread keeps: more means fewer threads per
-row and fewer repeated instructions, less means fewer registers and more warps in flight. The numbers follow from the compiler's
-register counts (two programs of the widest common row should fit on a multiprocessor), not from measurements yet.
+row and fewer repeated instructions, less means fewer registers and more warps in flight. Chosen on an H200 at 4096 x 8192 and
+4096 x 2048 (benchmarks/bench_ops.py --sweep).
 """
 
 from __future__ import annotations
-
-import os
 
 import torch
 import triton
 
 from ..formats import BLOCK, padded_k
 
-BLOCKS_PER_THREAD = {
-    "terms": 2,
-    "quantize": 1,
-    "norm": 2,
-    "norm_backward": 1,
-    "mlp": 2,
-    "mlp_backward": 1,
-}
-STAGES = {"mlp": 0, "mlp_backward": 0}
-PROGRAMS = {"mlp": 3, "mlp_backward": 2}
-REGISTERS: dict[str, int] = {}
-"""Caps per thread."""
+BLOCKS_PER_THREAD = {"terms": 2, "quantize": 1, "norm": 2, "norm_backward": 1, "mlp": 2, "mlp_backward": 1}
+REGISTERS = {"mlp": 80, "mlp_backward": 64}
+"""Caps per thread under PAIR: room for three and for two programs of 8,192 values on a multiprocessor, at two spilled words."""
 MAX_BLOCKS = 2048
 """Rows wider than 16 * 2048 = 32,768 do not fit in one program."""
 CHUNK_BLOCKS = 128
 """Blocks per program where the row need not be in one program."""
-CENTRED_ROWS = 4
-"""Rows per program of ``quantize_terms`` with a centre."""
+CENTRED_ROWS = 1
+"""Rows per program of ``quantize_terms`` with a centre: more would read the centre less often, at the price of registers."""
 DEQUANTIZE = {"words": 256, "words_per_thread": 2}
 """32-bit words of codes (8 values) per program and per thread of ``dequantize``."""
-TRANSPOSE = {"blocks": 16, "words": 8}
-"""Blocks along N and words along K per program of ``transpose_requantize``, one of each per thread: 256 x 64 values."""
+TRANSPOSE = {"blocks": 32, "words": 8}
+"""Blocks along N and words along K per program of ``transpose_requantize``, one of each per thread: 512 x 64 values."""
 RANDOM_CHUNK = 1024
 """Philox counters (4 numbers) per program."""
 
 PACKED_FP16 = True
 """Round BF16 values in inline PTX on pairs of FP16 numbers (PAIR) rather than leaving the pairing to the compiler (FAST). The CPU
 interpreter cannot run inline PTX."""
-STORE_HALVES = bool(int(os.environ.get("B_HALVES", "0")))
 E2M1_INSTRUCTION = False
 """Use the FP4 conversion instruction of SM100 and later. Off: it should give the same bits and has not been run."""
 
@@ -74,16 +62,9 @@ def num_warps(nb: int, kernel: str) -> int:
     return min(max(nb // (32 * BLOCKS_PER_THREAD[kernel]), 1), 32)
 
 
-def launch(nb: int, kernel: str) -> dict[str, int | bool]:
+def launch(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
     """Launch options of a program that holds ``nb`` blocks."""
     options = {"num_warps": num_warps(nb, kernel), **EXACT_MATH}
-    if kernel in REGISTERS:
-        options["maxnreg"] = REGISTERS[kernel]
+    if mode == PAIR and kernel in REGISTERS:
+        options["maxnreg"] = min(REGISTERS[kernel], 65536 // (32 * options["num_warps"]))  # all that a multiprocessor has
     return options
-
-
-def programs(rows: int, kernel: str, x: torch.Tensor) -> int:
-    """Programs that share ``rows`` rows."""
-    if not STAGES[kernel]:
-        return rows
-    return min(rows, PROGRAMS[kernel] * torch.cuda.get_device_properties(x.device).multi_processor_count)

@@ -1,9 +1,9 @@
 """The backward layout of a frozen weight in Triton: W_b (K, N) = Q(D(W_f).T) from W_f (N, K), without a BF16 copy of the weight.
 
 Pass 1 finds the largest magnitude, exactly, from codes and scales. Pass 2 quantises. In both a thread loads the words (8 codes
-along K) of 16 neighbouring rows, so that after unpacking it holds, for each of 8 columns, a whole block along N, and the searching
-scale rule needs no exchange between threads. A warp takes 4 blocks by 8 words: what it reads of a row, and what it writes of one,
-are 32 bytes, the unit in which memory is moved, and nothing need be transposed on the way.
+along K) of 16 neighbouring rows, so that after unpacking it holds, for each of 8 columns, a whole block along N, and the search
+for a scale needs no exchange between threads. A warp takes 4 blocks by 8 words: what it reads of a row, and what it writes of
+one, are 32 bytes, the unit in which memory is moved, and nothing need be transposed on the way.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .triton_tables import EXACT_MATH, TRANSPOSE, mode_for
 
 @triton.jit
 def _rows(codes_ptr, scales_ptr, gscale_ptr, n, word, N, KP, WHOLE: tl.constexpr, PER_ROW: tl.constexpr):
-    """Codes, bits of the block scale (both int32) and global scale of the words ``word`` (KW, 1) of the rows ``n`` (1, NB). In this
-    order of the axes the compiler lets neighbouring threads take neighbouring words in loads and in stores."""
+    """Codes, bits of the block scale (both int32) and global scale of the words ``word`` (KW, 1) of the rows ``n`` (1, NB). In
+    this order of the axes the compiler lets neighbouring threads take neighbouring words in loads and in stores."""
     at = n.to(tl.int64) * (KP // 8) + word
     at_scale = n.to(tl.int64) * (KP // BLOCK) + word // 2
     if WHOLE:
@@ -44,7 +44,7 @@ def _rows(codes_ptr, scales_ptr, gscale_ptr, n, word, N, KP, WHOLE: tl.constexpr
         g = tl.load(gscale_ptr + n) if PER_ROW else tl.zeros_like(n).to(tl.float32)
     else:
         inside = (n < N) & (word * 8 < KP)
-        codes, bits = tl.load(codes_ptr + at, mask=inside, other=0), tl.load(scales_ptr + at_scale, mask=inside, other=0)
+        codes, bits = (tl.load(codes_ptr + at, mask=inside, other=0), tl.load(scales_ptr + at_scale, mask=inside, other=0))
         g = tl.load(gscale_ptr + n, mask=n < N, other=1.0) if PER_ROW else tl.zeros_like(n).to(tl.float32)
     return codes, bits.to(tl.int32), tl.broadcast_to(g, codes.shape)
 
@@ -67,7 +67,7 @@ def _every_other_row(codes_ptr, scales_ptr, gscale_ptr, n, word, N, KP, WHOLE: t
     c5, s5, g5 = _rows(codes_ptr, scales_ptr, gscale_ptr, n + 10, word, N, KP, WHOLE, PER_ROW)
     c6, s6, g6 = _rows(codes_ptr, scales_ptr, gscale_ptr, n + 12, word, N, KP, WHOLE, PER_ROW)
     c7, s7, g7 = _rows(codes_ptr, scales_ptr, gscale_ptr, n + 14, word, N, KP, WHOLE, PER_ROW)
-    codes, bits = _eight(c0, c1, c2, c3, c4, c5, c6, c7), _eight(s0, s1, s2, s3, s4, s5, s6, s7)
+    codes, bits = (_eight(c0, c1, c2, c3, c4, c5, c6, c7), _eight(s0, s1, s2, s3, s4, s5, s6, s7))
     return codes, bits, _eight(g0, g1, g2, g3, g4, g5, g6, g7)
 
 
@@ -91,7 +91,9 @@ def _tile(
             scale = multiply(scale, both(g * unit))
         return interleave(lo, hi, False), interleave(lo, hi, True), scale, scale
     else:
-        return lo, hi, decode_e4m3(lo_bits, MODE) * (lo_g if PER_ROW else g), decode_e4m3(hi_bits, MODE) * (hi_g if PER_ROW else g)
+        lo_scale = decode_e4m3(lo_bits, MODE) * (lo_g if PER_ROW else g)
+        hi_scale = decode_e4m3(hi_bits, MODE) * (hi_g if PER_ROW else g)
+        return lo, hi, lo_scale, hi_scale
 
 
 @triton.jit
@@ -141,8 +143,9 @@ def transpose_kernel(
     tl.store(out_gscale_ptr, g)
     # under PAIR, and where the rule wants them so, values come in units of 2**8 g
     SCALED: tl.constexpr = MODE == PAIR and RULE == FOUR_OVER_SIX
+    unit = inverse_g * PAIR_UNIT if SCALED else tl.full([], 1.0, tl.float32)
     tile = _tile(
-        codes_ptr, scales_ptr, gscale_ptr, inverse_g * PAIR_UNIT if SCALED else tl.full([], 1.0, tl.float32), N, KP, NB, KW, WHOLE, PER_ROW, MODE
+        codes_ptr, scales_ptr, gscale_ptr, unit, N, KP, NB, KW, WHOLE, PER_ROW, MODE
     )  # fmt: skip
     block = opaque(tl.program_id(0) * NB + tl.arange(0, NB)[None, :], MODE)
     word = tl.program_id(1) * KW + tl.arange(0, KW)[:, None]
@@ -158,7 +161,7 @@ def transpose_kernel(
         if MODE != PAIR:
             words = tl.reshape(codes.to(tl.int32), [KW * NB, 2, 4]) << (tl.arange(0, 4) * 8)[None, None, :]
             codes = tl.sum(words, axis=2)
-        codes, bits = tl.reshape(codes, [KW, NB, 2]), tl.reshape(bits, [KW, NB]).to(tl.uint8)
+        codes, bits = (tl.reshape(codes, [KW, NB, 2]), tl.reshape(bits, [KW, NB]).to(tl.uint8))
         k = word * 8 + j
         at = k.to(tl.int64) * (NP // BLOCK) + block
         at_codes = at[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
@@ -191,7 +194,8 @@ def transpose_requantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, 
     }  # fmt: skip
     grid = (triton.cdiv(np_, BLOCK_SIZE * nb), triton.cdiv(kp, 8 * kw))
     transpose_amax_kernel[grid](codes, scales, gscale, amax, n, kp, **options)
+    out_words = out_codes.view(torch.int32)
     transpose_kernel[grid](
-        codes, scales, gscale, amax, out_codes.view(torch.int32), out_scales, out_gscale, n, k, kp, np_, RULE=RULES[rule], **options
+        codes, scales, gscale, amax, out_words, out_scales, out_gscale, n, k, kp, np_, RULE=RULES[rule], **options
     )
     return out_codes, out_scales, out_gscale
