@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from peft import get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status, graphs
+from peft_nvfp4 import NVFP4LoraConfig, branches, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status, graphs
 
 SIZES = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
@@ -29,19 +29,19 @@ class Rehearsal:
         self.inputs = {name: t.clone() for name, t in inputs.items()}
         y = run(**self.inputs)
         torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
-        (self.tape,) = graphs.branches._TAPES
+        (self.tape,) = branches._TAPES
 
     def forward(self, inputs):
         torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
         places = dict(self.tape.places)
         order = iter(range(len(places)))
         self.tape.draw = lambda: self.tape.buffer[next(order)].clone()
-        graphs.branches._TAPES.append(self.tape)
+        branches._TAPES.append(self.tape)
         try:
             with torch.enable_grad():
                 self.y = self.run(**self.inputs)
         finally:
-            graphs.branches._TAPES.pop()
+            branches._TAPES.pop()
             self.tape.places = places
         return self.y.detach().clone()
 

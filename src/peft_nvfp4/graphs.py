@@ -41,21 +41,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from . import branches
-from .branches import no_autocast
+from .graph_recording import CudaRecording, SeedTape, Unsupported, substituted
 
 MAX_GRAPHS = 8
 """Combinations of input shapes that are recorded; further ones run without."""
-WARMUPS = 2
 CAUSAL = "peft_nvfp4_causal"
 """SDPA without transformers' mask code, which under capture makes a dense mask (and loses flash attention) even where all tokens
 are real. An attention function without an entry in transformers' table of mask functions gets no mask."""
 DROPPED = {"num_items_in_batch", "use_cache"}
 """Keyword arguments that the decoder ignores in training, and that may change from step to step."""
-
-
-class _Unsupported(Exception):
-    """This call cannot be replayed; the message is the reason."""
 
 
 @dataclass
@@ -76,104 +70,6 @@ class GraphStatus:
         lines = [f"replayed {n} times: {shapes}" for shapes, n in self.graphs.items()] or ["no recording"]
         lines += [f"ran {n} times without a graph: {reason}" for reason, n in self.reasons.items()]
         return "\n".join(lines + ([f"discarded {self.discarded} recordings: the model had changed"] if self.discarded else []))
-
-
-# ---------------------------------------------------------------------------------------------- recording
-
-
-class CudaRecording:
-    """Forward and backward of ``run(**inputs)``, which returns one tensor, in two CUDA graphs.
-
-    Args:
-        parameters: what is differentiated: aliases of the model's parameters (:func:`substituted`).
-        pool: memory shared by the recordings of one model. They may share it because no two are ever between forward and
-            backward at the same time.
-    """
-
-    def __init__(self, run: Callable[..., Tensor], inputs: dict[str, Tensor], parameters: list[Tensor], pool: Any):
-        self.inputs = {name: t.clone() for name, t in inputs.items()}
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARMUPS):  # compiles kernels and makes workspaces, which a capture may not
-                y = run(**self.inputs)
-                with no_autocast(y):
-                    torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
-                del y
-        torch.cuda.current_stream().wait_stream(side)
-        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # thread_local: the pinning thread of a data loader may go on meanwhile
-        with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
-            y = run(**self.inputs)
-        self.dy = torch.empty_like(y)
-        # backward runs outside of the forward's autocast, as it does in eager code
-        with no_autocast(y), torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
-            grads = torch.autograd.grad(y, parameters, self.dy, allow_unused=True)
-        self.y, self.grads = y.detach(), grads
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
-        self.forward_graph.replay()
-        return self.y.clone()
-
-    def backward(self, dy: Tensor) -> list[Tensor | None]:
-        """Gradients of the parameters, in memory of their own: ``.grad`` outlives the next replay."""
-        self.dy.copy_(dy)
-        self.backward_graph.replay()
-        there = [g for g in self.grads if g is not None]
-        own = iter(torch._foreach_mul(there, 1.0) if there else ())
-        return [None if g is None else next(own) for g in self.grads]
-
-
-@contextmanager
-def substituted(module: nn.Module, parameters: list[nn.Parameter], aliases: list[nn.Parameter]) -> Iterator[None]:
-    """Within the context the module computes with other parameters (over the same memory). Autograd accumulates into a parameter
-    on the stream where the parameter was first used; if an earlier loss is still referenced, so is that node, and a capture on
-    another stream would have to wait for a stream that it does not record."""
-    instead = dict(zip(map(id, parameters), aliases))
-    places = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in instead]
-    for owner, name, p in places:
-        owner._parameters[name] = instead[id(p)]
-    try:
-        yield
-    finally:
-        for owner, name, p in places:
-            owner._parameters[name] = p
-
-
-class SeedTape:
-    """Seeds of one recording, in one device tensor that is refilled before each replay.
-
-    While recording, a seed is drawn from the CPU generator as always, but what the kernels get is the place on the tape that is
-    reserved for it. Activation checkpointing draws the same number a second time, and gets the same place.
-    """
-
-    LENGTH = 4096
-
-    def __init__(self, device: torch.device):
-        self.buffer = torch.zeros(self.LENGTH, dtype=torch.int64, device=device)
-        self.places: dict[int, int] = {}
-
-    def draw(self) -> Tensor:
-        number = int(torch.randint(-(2**62), 2**62, (), dtype=torch.int64))
-        place = self.places.setdefault(number, len(self.places))
-        if place >= self.LENGTH:
-            raise _Unsupported(f"more than {self.LENGTH} random seeds in a step")
-        return self.buffer[place]
-
-    def refill(self) -> None:
-        """Draw what eager code would draw."""
-        if self.places:
-            numbers = torch.randint(-(2**62), 2**62, (len(self.places),), dtype=torch.int64)
-            self.buffer[: len(self.places)].copy_(numbers, non_blocking=True)
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        branches._TAPES.append(self)
-        try:
-            yield
-        finally:
-            branches._TAPES.pop()
 
 
 # ---------------------------------------------------------------------------------------------- the decoder's forward
@@ -243,7 +139,7 @@ class GraphedForward:
             return self.original(*args, **kwargs)
         try:
             return self._replay(args, kwargs)
-        except _Unsupported as reason:
+        except Unsupported as reason:
             if str(reason) not in self.status.reasons:
                 warnings.warn(f"this step runs without a CUDA graph: {reason}", stacklevel=3)
             self.status.reasons[str(reason)] += 1
@@ -251,7 +147,7 @@ class GraphedForward:
 
     def _replay(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.pending is not None and (ticket := self.pending()) is not None and ticket.open:
-            raise _Unsupported("the backward of an earlier forward is still to come")
+            raise Unsupported("the backward of an earlier forward is still to come")
         tensors, constants = self._inputs(args, kwargs)
         key = (
             tuple((name, tuple(t.shape), t.dtype, t.device) for name, t in tensors.items()),
@@ -265,10 +161,10 @@ class GraphedForward:
             entry = None
         if entry is None:
             if key in self.failed and self.failed[key][0] == state:
-                raise _Unsupported(self.failed[key][1])
+                raise Unsupported(self.failed[key][1])
             try:
                 entry = self.entries[key] = self._record(tensors, constants, state)
-            except _Unsupported as reason:
+            except Unsupported as reason:
                 self.failed[key] = (state, str(reason))
                 raise
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
@@ -286,14 +182,14 @@ class GraphedForward:
         constants = {k: v for k, v in named.items() if v is not None and k not in tensors and k not in DROPPED}
         for name, value in constants.items():
             if not isinstance(value, bool | int | float | str):
-                raise _Unsupported(f"the decoder is called with {name} ({type(value).__name__})")
+                raise Unsupported(f"the decoder is called with {name} ({type(value).__name__})")
         if "position_ids" in tensors and "attention_mask" not in tensors:
-            raise _Unsupported("position_ids without attention_mask may mean packed sequences")
+            raise Unsupported("position_ids without attention_mask may mean packed sequences")
         for name, t in tensors.items():
             if t.requires_grad:
-                raise _Unsupported(f"{name} requires a gradient")
+                raise Unsupported(f"{name} requires a gradient")
             if not t.is_cuda and self.recorder is CudaRecording:
-                raise _Unsupported(f"{name} is on the {t.device.type}")
+                raise Unsupported(f"{name} is on the {t.device.type}")
         mask = tensors.get("attention_mask")
         # transformers looks into the mask, too, and waits for the device as well
         if mask is not None and mask.ndim == 2 and self._maskless(tensors) and bool(mask.all()):
@@ -313,7 +209,7 @@ class GraphedForward:
             hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
             adapters.append((type(module), module.training, vars(module).get("attention_dropout"), *map(tuple, hooks)))
             if hasattr(module, "lora_A") and module._forward_pre_hooks:
-                raise _Unsupported("hooks on adapters (aLoRA) may do something else in every step")
+                raise Unsupported("hooks on adapters (aLoRA) may do something else in every step")
             if hasattr(module, "lora_A"):
                 dropouts = tuple(getattr(d, "p", 0.0) for d in module.lora_dropout.values())
                 scaling = tuple(module.scaling.items())
@@ -327,16 +223,16 @@ class GraphedForward:
 
     def _record(self, tensors: dict[str, Tensor], constants: dict[str, Any], state: tuple) -> _Entry:
         if len(self.entries) >= MAX_GRAPHS:
-            raise _Unsupported(f"more than {MAX_GRAPHS} combinations of input shapes (pad_to_multiple_of gives fewer)")
+            raise Unsupported(f"more than {MAX_GRAPHS} combinations of input shapes (pad_to_multiple_of gives fewer)")
         parameters = [p for p in self.decoder.parameters() if p.requires_grad]
         if not parameters:
-            raise _Unsupported("nothing of the decoder is trained")
+            raise Unsupported("nothing of the decoder is trained")
         aliases = [nn.Parameter(p.detach()) for p in parameters]
         device = parameters[0].device
         if device.type == "cuda":  # a capture records the streams of one device, the current one
             current = torch.device("cuda", torch.cuda.current_device())
             if {t.device for t in (*self.decoder.parameters(), *tensors.values())} != {current}:
-                raise _Unsupported(f"not all of the decoder and its inputs are on the current device, {current}")
+                raise Unsupported(f"not all of the decoder and its inputs are on the current device, {current}")
         tape, kinds = SeedTape(device), set()
         no_cache = {"use_cache": False} if "use_cache" in self.__signature__.parameters or self.catch_all else {}
 
@@ -345,7 +241,7 @@ class GraphedForward:
             with self._attention(inputs), substituted(self.decoder, parameters, aliases):
                 output = self.original(**inputs, **constants, **no_cache)
             if not isinstance(output, ModelOutput) or [k for k, v in output.items() if v is not None] != ["last_hidden_state"]:
-                raise _Unsupported("the decoder returns more than the last hidden state")
+                raise Unsupported("the decoder returns more than the last hidden state")
             kinds.add(type(output))
             return output.last_hidden_state
 
@@ -359,10 +255,10 @@ class GraphedForward:
             here = torch.cuda.stream(torch.cuda.current_stream() if device.type == "cuda" else None)
             with here, torch.random.fork_rng(generators), tape.recording(), substituted(self.decoder, parameters, aliases):
                 recording = self.recorder(run, tensors, aliases, self.pool)
-        except _Unsupported:
+        except Unsupported:
             raise
         except Exception as error:  # whatever a model does that a capture forbids: said, and the step goes on without
-            raise _Unsupported(f"recording failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+            raise Unsupported(f"recording failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
         finally:
             torch.set_autocast_cache_enabled(cached)
         return _Entry(recording, tape, kinds.pop(), parameters, state)
