@@ -32,8 +32,8 @@ class Branch(NamedTuple):
 
 
 _TAPES: list = []
-"""The innermost is that of the CUDA graph being recorded (peft_nvfp4.graph_recording.SeedTape). Not per thread: backward, and with it what
-activation checkpointing computes again, runs in a thread of autograd's."""
+"""The innermost is that of the CUDA graph being recorded (peft_nvfp4.graph_recording.SeedTape). Not per thread: backward, and
+with it what activation checkpointing computes again, runs in a thread of autograd's."""
 
 
 def draw_seed() -> Tensor:
