@@ -415,7 +415,7 @@ BREAKDOWN |= {"device ms": lambda r: r["device_total_ms"], "profiled host ms": l
 
 
 def verdicts(rows: list[dict]) -> list[str]:
-    """Issue 3's targets for Llama-1B at 4 x 1024, as far as their cases were run."""
+    """Targets for Llama-1B at 4 x 1024, as far as their cases were run."""
     rows = [r for r in rows if r["shape"] == "1b" and "error" not in r]
     rows = [r for r in rows if "largest_batch" in r or (r["batch"], r["seq"]) == (4, 1024)]
     lines = []

@@ -4,14 +4,11 @@ The kernels that lay out the operands run in Triton's interpreter on a CPU (in a
 if Triton is installed) and on CUDA; the GEMM is PyTorch's in both.
 """
 
-import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from _interpreter import run_interpreted
 
 from peft_nvfp4 import fused_reference, linear_ops, reference
 from peft_nvfp4.formats import ACTIVATION, GRADIENT, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
@@ -150,12 +147,7 @@ def test_on_cuda():
 
 
 def test_in_the_interpreter():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("not run: Triton is not installed")
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=900)
+    run = run_interpreted(__file__)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

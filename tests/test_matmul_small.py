@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from _assertions import gaussian, generator, to, unit
+from _interpreter import run_interpreted
 from test_ops_matmul import exact_matrix, float64_product, whole_bias
 from torch import nn
 from triton_cases import BF16, FP16, FP32, ON_GPU, cases, run_case
@@ -140,12 +136,7 @@ def interpret() -> None:
 @pytest.fixture(scope="module")
 def interpreted():
     """What :func:`interpret` prints, from a process of its own."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("not run: Triton is not installed")
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    run = run_interpreted(__file__)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
 

@@ -7,16 +7,13 @@ CUDA with real shapes, marked ``gpu``.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from _assertions import SEED
+from _interpreter import run_interpreted
 from triton_cases import BF16, GROUPS, ON_GPU, awkward, cases, difference, normal, run_case
 
 from peft_nvfp4 import fused_ops, fused_reference, kernels
@@ -53,12 +50,7 @@ def interpret(groups: list[str]) -> int:
 @pytest.fixture(scope="module")
 def interpreted():
     """group -> result of :func:`interpret`, from one process that runs them all."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("not run: Triton is not installed")
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    run = run_interpreted(__file__)
     results = {result["group"]: result for result in map(json.loads, run.stdout.splitlines())}
     assert results.keys() == set(GROUPS), run.stderr[-3000:]
     return results

@@ -176,7 +176,7 @@ class NVFP4Linears(torch.autograd.Function):
         # xd may stand for the operand of the frozen product where it is the sum of the terms, unrounded
         values = xd if centre is None and (x.dtype == torch.float32 or x.dtype == torch.bfloat16 and spec.terms == 1) else None
         weights = [QuantizedMatrix(*linear[2:5], spec.k) for linear in frozen]
-        constants = [_constant(linear) for linear in frozen]
+        constants = [total_constant(linear.bias, linear.constant) for linear in frozen]
         ups = [item.sb for item in adapters.items]
         a = adapters.stack if inside else None
         ys = linear_ops.fprop(parts, values, weights, constants, hidden, ups, owner, a, x.dtype)
@@ -234,11 +234,11 @@ def _saved(ctx) -> tuple[Tensor | None, list[Frozen], list[Tensor], lora.Adapter
     return saved[0], frozen, hidden, adapters, saved[at:]
 
 
-def _constant(linear: Frozen) -> Tensor | None:
-    """What the epilogue adds to every row of the product."""
-    if linear.constant is None:
-        return linear.bias
-    return linear.constant if linear.bias is None else linear.bias.float() + linear.constant
+def total_constant(bias: Tensor | None, constant: Tensor | None) -> Tensor | None:
+    """What the epilogue adds to every row of a product: the bias (N,) and D(W_f) @ mu (N,) float32."""
+    if constant is None:
+        return bias
+    return constant if bias is None else bias.float() + constant
 
 
 def _input_gradient(dys, frozen: Sequence[Frozen], spec: SiteSpec, stack: Tensor | None, g: Tensor | None) -> Tensor:

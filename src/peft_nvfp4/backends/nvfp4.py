@@ -32,6 +32,7 @@ from ..linear import (
     flatten,
     no_autocast,
     quantize_input,
+    total_constant,
 )
 from . import FrozenLinear, FrozenOptions, autocast_input, frozen, register_backend
 
@@ -143,6 +144,10 @@ class NVFP4FrozenLinear(FrozenLinear):
     def _centre(self) -> Tensor | None:
         return None if self.input_centre is None else self.input_centre.view(torch.float32)
 
+    @property
+    def _constant(self) -> Tensor | None:
+        return None if self.output_centre is None else self.output_centre.view(torch.float32)
+
     # -- the contract
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -206,10 +211,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         xd = None
         if branches:
             xd = x2 if shared.exact and not shared.hollow else self._values(shared, x2)
-        constant = self.bias
-        if self.output_centre is not None:
-            constant = self.output_centre.view(torch.float32)
-            constant = constant if self.bias is None else self.bias.float() + constant
+        constant = total_constant(self.bias, self._constant)
         values = xd if self.input_centre is None and len(shared.parts) == 1 else None
         adapters = [(b.a, b.b, b.scaling) for b in branches]
         return kernel.linear(shared.parts, self.forward_layout, constant, adapters, xd, values)
@@ -223,9 +225,9 @@ class NVFP4FrozenLinear(FrozenLinear):
         """This layer's tensors as the Function takes them."""
         # not only with autograd on: reentrant checkpointing draws its first seeds without, and must draw the same number
         sr_seed = draw_seed() if self.options.gradients == "nvfp4_sr" else None
-        constant = None if self.output_centre is None else self.output_centre.view(torch.float32)
         back = self.backward_layout
-        return Frozen(self.bias, constant, *self.forward_layout[:3], *(back[:3] if back is not None else (None,) * 3), sr_seed)
+        w_b = (None,) * 3 if back is None else back[:3]
+        return Frozen(self.bias, self._constant, *self.forward_layout[:3], *w_b, sr_seed)
 
     def _quantized_input(self, key: Tensor, x2: Tensor) -> QuantizedInput:
         """x~ of the tensor that the layer was called with (x2 is the same, cast and flattened): from whoever quantised it before,

@@ -79,19 +79,16 @@ class CompressedGate(torch.autograd.Function):
 
 
 class CompressedGatedMLP(FusedGatedMLP):
-    """Takes the place of a gated MLP whose ``down`` has compressed activations."""
+    """Takes the place of a gated MLP whose ``down`` has compressed activations. Without autograd it runs the original."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         if args or kwargs or not torch.is_grad_enabled():
             return self.original.forward(x, *args, **kwargs)
         parts = self.parts
-        pair = [self._modules[name](x) for name in parts.first]
-        if len(pair) == 1:
-            pair = pair[0].chunk(2, dim=-1)
-        gate, up = pair[parts.gate], pair[1 - parts.gate]
+        gate, up = self._gate_and_up(x)
         shape, f = gate.shape, gate.shape[-1]
         h, *codes = CompressedGate.apply(gate.reshape(-1, f), up.reshape(-1, f), parts.act)
-        del pair, gate, up  # the largest activations of a layer: nothing needs them any more
+        del gate, up  # the largest activations of a layer: nothing needs them any more
         h = h.view(shape)
         handoff.put(h, QuantizedInput((QuantizedMatrix(*codes, f),), None, h.dtype))
         return self._modules[parts.down](h)

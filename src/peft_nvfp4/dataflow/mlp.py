@@ -95,18 +95,22 @@ class FusedGatedMLP(nn.Module):
         down = base_of(self._modules[parts.down])
         if not isinstance(down, NVFP4FrozenLinear) or args or kwargs:
             return self.original.forward(x, *args, **kwargs)
-        pair = [self._modules[name](x) for name in parts.first]
-        if len(pair) == 1:
-            pair = pair[0].chunk(2, dim=-1)
-        gate, up = pair[parts.gate], pair[1 - parts.gate]
+        gate, up = self._gate_and_up(x)
         centre, terms, f, shape = down.input_centre, down.options.terms, gate.shape[-1], gate.shape
         mu = None if centre is None else centre.view(torch.float32)
         hollow = _reads_only_codes(self._modules[parts.down], gate)
         h, *flat = GatedQuantize.apply(gate.reshape(-1, f), up.reshape(-1, f), mu, parts.act, terms, hollow)
-        del pair, gate, up  # the largest activations of a layer: nothing needs them any more
+        del gate, up  # the largest activations of a layer: nothing needs them any more
         h = h.view(shape)
         handoff.put(h, QuantizedInput(as_parts(flat, f), centre, h.dtype, exact=True, hollow=hollow))
         return self._modules[parts.down](h)
+
+    def _gate_and_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        parts = self.parts
+        pair = [self._modules[name](x) for name in parts.first]
+        if len(pair) == 1:
+            pair = pair[0].chunk(2, dim=-1)
+        return pair[parts.gate], pair[1 - parts.gate]
 
     def extra_repr(self) -> str:
         return f"act={self.parts.act}"

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from .. import linear_ops, ops
-from ..formats import GRADIENT_STOCHASTIC, QuantizedMatrix
+from ..formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
 from ..reference import full_precision_sums
+from . import triton_matmul
 from . import triton_operands as operands
+from .triton_tables import MAX_BLOCKS
 
 ROWS = 2048
 """Rows of an operand at a time, where all of them would take more than :data:`OPERAND_BYTES`. Fewer would leave a large GPU's
 multiprocessors without a tile."""
 OPERAND_BYTES = 48 << 20
-SMALL_ROWS = 64
+SMALL_ROWS = triton_matmul.ROWS
 """Up to here a product is bound by the weight's bytes, and decoding it in the loop (triton_matmul) is faster."""
-WIDEST = 32768
+WIDEST = MAX_BLOCKS * BLOCK
 
 
 def _chunks(rows: int, columns: int) -> Iterator[slice]:
@@ -84,13 +86,15 @@ def _join(pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 def _separate(terms, weights, constants, values, hidden, ups, owner, a) -> list[Tensor]:
-    """Every product by itself, and the low-rank one added to it, in BF16: rounded a second time, but in few launches."""
+    """Every product by itself, with the low-rank one in its sum (:mod:`triton_matmul`) or, for many rows, added in BF16."""
     hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, torch.bfloat16)
     ys = []
     for i, (w, constant) in enumerate(zip(weights, constants)):
-        y = ops.matmul(terms, w, constant, torch.bfloat16, values)
-        for h, up, of in zip(hidden, ups, owner):
-            y = y.addmm_(h, up.T) if of == i else y
+        own = [j for j, of in enumerate(owner) if of == i]
+        h, up = (hidden[own[0]], ups[own[0]]) if own else (None, None)
+        y = triton_matmul.product(terms, w, constant, torch.bfloat16, values, h, up)
+        for j in own[1:]:
+            y.addmm_(hidden[j], ups[j].T)
         ys.append(y)
     return ys if made is None else [*ys, made]
 
