@@ -279,13 +279,14 @@ def test_second_derivative_raises():
 
 
 def test_quantize_input_terms():
-    """The first term is Q(x - mu), the second Q of the FP32 remainder; their sum is D(x~)."""
+    """The first term is Q(x - mu), the second Q of the FP32 remainder under the same global scale; their sum is D(x~)."""
     x, mu = torch.randn(M, 100) + 1, torch.randn(100)
     one, two, centred = quantize_input(x, 1, None), quantize_input(x, 2, None), quantize_input(x, 2, mu)
     assert [len(one), len(two), len(centred)] == [1, 2, 2]
     assert_same_matrix(one[0], ops.quantize(x, ACTIVATION))
     assert_same_matrix(two[0], one[0])
-    assert_same_matrix(two[1], ops.quantize(x - ops.dequantize(one[0]), ACTIVATION), "second term")
+    rest = ops.quantize(x - ops.dequantize(one[0]), ACTIVATION, gscale=one[0].gscale)
+    assert_same_matrix(two[1], rest, "second term: the first one's global scale")
     assert_same_matrix(centred[0], ops.quantize(x - mu, ACTIVATION), "centred first term")
     total = ops.dequantize(centred[0]) + ops.dequantize(centred[1]) + mu
     assert_same_bits(dequantize_input(centred, mu, torch.float32), total, "D(x~)")

@@ -38,12 +38,17 @@ be noise."""
 
 
 def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> list[QuantizedMatrix]:
-    """x (M, K) as one or two NVFP4 terms with a global scale per row; the second quantises what the first left over."""
+    """x (M, K) as one or two NVFP4 terms with a global scale per row; the second quantises what the first left over.
+
+    Both terms have one global scale. A kernel can then multiply them in one pass, as a matrix of 2K columns, and scale its sums
+    once per row. What is left over is a twelfth of the block scale in size, which E4M3 can say with all its digits unless the
+    block is a thousand times smaller than the row's largest value.
+    """
     if centre is not None:
         x = x.float() - centre
     parts = [reference.quantize(x, ACTIVATION)]
     if terms == 2:
-        parts.append(reference.quantize(x.float() - reference.dequantize(parts[0]), ACTIVATION))
+        parts.append(reference.quantize(x.float() - reference.dequantize(parts[0]), ACTIVATION, parts[0].gscale))
     return parts
 
 

@@ -267,18 +267,22 @@ def store_codes(codes_ptr, scales_ptr, codes, bits, blk, K: tl.constexpr, NB: tl
 
 
 @triton.jit
-def quantize_store(
-    codes_ptr, scales_ptr, gscale_ptr, row, x, amax, largest, blk,
-    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr, GRID: tl.constexpr,
-):  # fmt: skip
-    """A whole row under the rule max6, with the global scale that follows from its largest magnitude, stored as row ``row`` of a
-    matrix: (grid values where GRID, their scale)."""
-    g, inverse_g = power_of_two_scale(largest)
-    codes, bits, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, GRID)
+def _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
+    """Codes, block scales and global scale as row ``row`` of a matrix."""
     KP: tl.constexpr = padded_k(K)
     store_codes(codes_ptr + row * (KP // 2), scales_ptr + row * (KP // BLOCK), codes, bits, blk, K, NB, MODE)
     tl.store(gscale_ptr + row, g)
-    return grid, sg
+
+
+@triton.jit
+def quantize_store(
+    codes_ptr, scales_ptr, gscale_ptr, row, x, amax, largest, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """A whole row under the rule max6, with the global scale that follows from its largest magnitude, stored as row ``row`` of a
+    matrix."""
+    g, inverse_g = power_of_two_scale(largest)
+    codes, bits, _, _ = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, False)
+    _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K, NB, MODE)
 
 
 @triton.jit
@@ -295,19 +299,18 @@ def quantize_store_terms(
     codes_ptr, scales_ptr, gscale_ptr, centre, row, x, amax, largest, blk, M,
     K: tl.constexpr, NB: tl.constexpr, TERMS: tl.constexpr, HAS_CENTRE: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One or two terms of x, which is what less_centre returned, stored as rows ``row`` and ``row + M``; with VALUES, returns
-    D(x~) = sum of the terms + centre."""
-    grid, sg = quantize_store(
-        codes_ptr, scales_ptr, gscale_ptr, row, x, amax, largest, blk, K, NB, MODE, VALUES or TERMS == 2
-    )  # fmt: skip
+    """One or two terms of x, which is what less_centre returned, with one global scale, stored as rows ``row`` and ``row + M``;
+    with VALUES, returns D(x~) = sum of the terms + centre."""
+    g, inverse_g = power_of_two_scale(largest)
+    codes, bits, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, VALUES or TERMS == 2)
+    _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K, NB, MODE)
     d = x
     if VALUES:
         d = on_grid(grid, sg, MODE)
     if TERMS == 2:
         x = remainder(x, grid, sg, MODE)
-        amax = amax_values(x, NB, MODE)
-        largest = row_max(finite_part(amax))
-        grid, sg = quantize_store(codes_ptr, scales_ptr, gscale_ptr, row + M, x, amax, largest, blk, K, NB, MODE, VALUES)
+        codes, bits, grid, sg = quantize_blocks(x, amax_values(x, NB, MODE), g, inverse_g, NB, MODE, False, VALUES)
+        _store(codes_ptr, scales_ptr, gscale_ptr, row + M, codes, bits, g, blk, K, NB, MODE)
         if VALUES:
             if MODE == PAIR:  # rounded to BF16 once, as after a sum in FP32: see rounded_sum
                 d = multiply_add(grid, both(sg)[:, None], d)

@@ -102,8 +102,8 @@ def gated_kernel(
     up = load_values(up_ptr + row * up_stride, blk, K, NB, MODE)
     gate_amax, up_amax = amax_values(gate, NB, MODE), amax_values(up, NB, MODE)
     gate_max, up_max = two_row_max(finite_part(gate_amax), finite_part(up_amax))
-    quantize_store(gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, row, gate, gate_amax, gate_max, blk, K, NB, MODE, False)
-    quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, up, up_amax, up_max, blk, K, NB, MODE, False)
+    quantize_store(gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, row, gate, gate_amax, gate_max, blk, K, NB, MODE)
+    quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, up, up_amax, up_max, blk, K, NB, MODE)
     lo_g, hi_g = to_floats(gate, MODE)
     lo_u, hi_u = to_floats(up, MODE)
     lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
@@ -179,8 +179,8 @@ def gated_backward_kernel(
             K, NB, TERMS, HAS_CENTRE, TERMS_MODE, False,
         )  # fmt: skip
     if QUANTIZE:
-        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row + M, dup, dup_amax, dup_max, blk, K, NB, MODE, False)
-        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, dgate, dgate_amax, dgate_max, blk, K, NB, MODE, False)
+        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row + M, dup, dup_amax, dup_max, blk, K, NB, MODE)
+        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, dgate, dgate_amax, dgate_max, blk, K, NB, MODE)
 
 
 # ---------------------------------------------------------------------------------------------- launches
