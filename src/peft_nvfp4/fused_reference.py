@@ -71,7 +71,7 @@ _EXPONENT_RANGE = (48, 254)  # biased; below 2**-79 the resolution stays at 2**-
 def row_sum(values: Tensor) -> Tensor:
     """Sum of every row of (M, K) float32, the same for any order of adding. A row with Inf or NaN gives the larger of them."""
     rows, k = values.shape
-    v = F.pad(values, (0, padded_k(k) - k)).view(rows, -1, BLOCK)
+    v = F.pad(values, (0, padded_k(k) - k)).view(rows, padded_k(k) // BLOCK, BLOCK)
     while v.shape[-1] > 1:
         half = v.shape[-1] // 2
         v = v[..., :half] + v[..., half:]
