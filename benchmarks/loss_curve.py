@@ -76,12 +76,14 @@ def run(args) -> None:
         model, tokenizer, train, steps=args.steps, batch_size=args.batch_size, lr=args.lr, warmup=max(args.steps // 10, 1),
         seed=args.seed, progress=progress,
     )  # fmt: skip
+    inputs, last, _ = data.collate(next(data.training_batches(data.encode(tokenizer, train), args.batch_size, args.seed)), None)
+    real = (torch.arange(inputs.shape[1]) <= last[:, None]).flatten()  # padding may be another token with another tokenizer
     score = data.evaluate(model, tokenizer, test)
     print(f"{args.out.name} accuracy {score.accuracy:.4f} nll {score.nll:.4f}", flush=True)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "function"}
     torch.save(
-        {"settings": settings, "environment": environment(), "losses": losses, "codes": first, "accuracy": score.accuracy,
-         "nll": score.nll}, args.out,
+        {"settings": settings, "environment": environment(), "losses": losses, "codes": first, "real": real,
+         "accuracy": score.accuracy, "nll": score.nll}, args.out,
     )  # fmt: skip
 
 
@@ -95,15 +97,14 @@ def compare(args) -> None:
     for (a, x), (b, y) in itertools.combinations(runs.items(), 2):
         step0 = x["losses"][0] - y["losses"][0]
         curve = (smooth(x["losses"]) - smooth(y["losses"])).abs()
-        equal = {name: (x["codes"][name] == y["codes"][name]).float().mean().item() for name in x["codes"] if name in y["codes"]}
+        both = [name for name in x["codes"] if name in y["codes"]]
+        equal = {name: (x["codes"][name] == y["codes"][name])[x["real"]].float().mean().item() for name in both}
         pairs.append(
             {"runs": [a, b], "loss difference at step 0": step0, "smoothed curves: mean difference": curve.mean().item(),
              "smoothed curves: largest difference": curve.max().item(),
              "bytes of input codes equal at step 0, by linear (free-running)": equal}
         )  # fmt: skip
-    summary = {
-        name: {k: r[k] for k in ("settings", "environment", "accuracy", "nll", "losses")} for name, r in runs.items()
-    }
+    summary = {name: {k: r[k] for k in ("settings", "environment", "accuracy", "nll", "losses")} for name, r in runs.items()}
     args.out.with_suffix(".json").write_text(json.dumps({"runs": summary, "pairs": pairs}, indent=1) + "\n")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, r in runs.items():

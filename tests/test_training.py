@@ -4,7 +4,6 @@ accumulation, generation; copies, determinism, and evaluating before training.""
 import copy
 import pickle
 
-import bitsandbytes as bnb
 import pytest
 import torch
 import transformers as hf
@@ -15,6 +14,8 @@ from torch import nn
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.freeze import frozen_layers
 from peft_nvfp4.lora import FrozenLoraLinear
+
+bnb = pytest.importorskip("bitsandbytes")
 
 BACKENDS = ("nvfp4", "nf4", "bf16")
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
