@@ -133,6 +133,15 @@ def to_bnb(model: LlamaForCausalLM) -> None:
     model.is_loaded_in_4bit = True
 
 
+@functools.cache
+def _accept_slices() -> None:
+    """Liger's loss views the hidden states as a matrix, which a slice of the last positions (logits_to_keep) is not."""
+    from liger_kernel.transformers.model import llama
+
+    loss = llama.LigerForCausalLMLoss
+    llama.LigerForCausalLMLoss = lambda hidden_states, **rest: loss(hidden_states=hidden_states.contiguous(), **rest)
+
+
 def build(case: Case, shape: str, attention: str, device: torch.device):
     """(model with adapters, the function that Liger puts in RoPE's place or None, notes)."""
     torch.manual_seed(0)
@@ -142,6 +151,7 @@ def build(case: Case, shape: str, attention: str, device: torch.device):
 
         plain = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP
         apply_liger_kernel_to_llama(model=model)
+        _accept_slices()
         rope = modeling_llama.apply_rotary_pos_emb
         modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP = plain
     common_fields = {"r": R, "lora_alpha": ALPHA, "target_modules": TARGETS}
