@@ -1,0 +1,214 @@
+"""A projection of one training step on cards that nobody has measured this package on: RTX 5080 and 5090. NOT a measurement.
+
+    python benchmarks/roofline.py                       # prints, and with --out FILE.md writes, the tables
+
+Each kernel takes the larger of its arithmetic at a rate and its bytes at a bandwidth; a step is their sum (kernels of one stream
+do not overlap; the host is left out, as with CUDA graphs; nothing is found in the L2 cache). Sources of the rates:
+
+* FP4 GEMM: the paper's own GEMMs on an RTX 5080 (PACT, Table 1: 4096 tokens, Llama-3B shapes, 678-772 TFLOP/s) and its step
+  (Table 11: 15.9 TFLOP in 25.6 ms, 620 TFLOP/s, which includes smaller shapes and tails). 620 is used.
+* BF16 GEMM: Table 1, 112-116 TFLOP/s; 112 is used.
+* Bandwidth: 960 GB/s (RTX 5080), 1792 GB/s (RTX 5090) by data sheet, times COPY, the share of it that a device copy reaches on
+  the H200 for operands of this size, times KERNELS, the share of a copy that this package's kernels reach there (ops_h200.csv).
+* Attention: Table 11, 12.7 ms for 4 x 1024 tokens of Llama-1B; scaled with layers x heads x head_dim x seq.
+* RTX 5090: FP4, BF16 and attention rates times 1676 / 900 (dense FP4 of the data sheets).
+
+The last table compares the model, set to what the paper did (logits at every position, gradients quantised in a kernel of their
+own), with the paper's Table 11. What to measure first on a card is at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+COPY, KERNELS = 0.85, 0.85
+NVFP4 = 0.5625  # bytes a value: 4 bits and an eighth of a byte of block scale per 16
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    fp4: float  # TFLOP/s reached
+    bf16: float
+    bandwidth: float  # GB/s, data sheet
+    attention: float  # ms for 4 x 1024 tokens of Llama-1B
+
+
+RATIO = 1676 / 900
+CARDS = (
+    Card("RTX 5080", 620, 112, 960, 12.7),
+    Card("RTX 5090", 620 * RATIO, 112 * RATIO, 1792, 12.7 / RATIO),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    d: int
+    f: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Name -> (inputs, outputs)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = {"q": (self.d, q), "k": (self.d, kv), "v": (self.d, kv), "o": (q, self.d)}
+        return attention | {"gate": (self.d, self.f), "up": (self.d, self.f), "down": (self.f, self.d)}
+
+
+SHAPES = (
+    Shape("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128256),
+    Shape("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128, 128256),
+    Shape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256),
+)
+TERMS = {"paper": (1, 1), "balanced": (2, 1), "high": (2, 2)}
+"""NVFP4 terms of the inputs of (q, k, v, gate, up) and of (o, down)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is trained: batch x seq tokens, ``labels`` positions with logits, LoRA rank r on all linears."""
+
+    batch: int = 4
+    seq: int = 1024
+    labels: int = 4 * 32
+    r: int = 16
+    accuracy: str = "paper"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+def project(card: Card, shape: Shape, step: Step) -> dict[str, float]:
+    """Milliseconds by the categories of the paper's Table 11."""
+    m, r, (norm_terms, inner_terms) = step.tokens, step.r, TERMS[step.accuracy]
+    moved = card.bandwidth * 1e6 * COPY * KERNELS  # bytes a millisecond
+
+    def gemm(rate: float, flops: float, moving: float = 0.0) -> float:
+        return max(flops / (rate * 1e9), moving / (card.bandwidth * 1e6 * COPY))
+
+    fp4 = lora = 0.0
+    for name, (k, n) in shape.linears.items():
+        terms = inner_terms if name in ("o", "down") else norm_terms
+        fp4 += gemm(card.fp4, 2 * m * k * n * terms) + gemm(card.fp4, 2 * m * k * n)
+        low, high = 2 * m * r * k, 2 * m * r * n
+        passes: Iterable[tuple[float, float]] = (
+            (low, 2 * m * k / (3 if name in "qkv" else 2 if name in ("gate", "up") else 1)),  # h = x A', stacked
+            (high, 4 * m * n),  # h B' written, and read by the product's epilogue
+            (high, 2 * m * n),  # g = dy B
+            (high, 2 * m * n),  # dB = dy' h
+            (low, 2 * m * k),  # dA = g' x
+            (low, 4 * m * k / (3 if name in "qkv" else 2 if name in ("gate", "up") else 1)),  # g A, and its addition
+        )
+        lora += sum(gemm(card.bf16, flops, moving) for flops, moving in passes)
+    d, f, q, kv = shape.d, shape.f, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    quantise = (
+        2 * (2 * d + 2 * d + NVFP4 * d * norm_terms)  # RMSNorm: x; D(y), codes
+        + (2 * q + NVFP4 * q * inner_terms)  # input of o
+        + (4 * f + NVFP4 * f * (2 + inner_terms))  # gate, up; codes of gate, up, h
+        + (2 * f + 2 * NVFP4 * f + 4 * f)  # backward of it: dh, codes; dgate, dup
+        + (2 + NVFP4) * (2 * d + q + 2 * kv + 2 * f)  # gradients of all seven linears
+        + 2 * (2 * d + NVFP4 * d * norm_terms + 2 * d)  # backward of RMSNorm
+        + (2 + NVFP4) * (2 * d + q + f)  # D(x~) again, for dA
+        + 2 * (2 * d + q + f) / 16 * (norm_terms + 1)  # block scales put in the order that the GEMM reads
+    )
+    elementwise = 2 * (6 * d) + 2 * (6 * d) + 2 * 2 * (2 * (q + kv)) * 2  # residual sums and their gradients, RoPE both ways
+    rows, weight = step.labels, 2 * shape.vocab * d
+    head = gemm(card.bf16, 2 * rows * shape.vocab * d, weight) * 2 + 6 * 2 * rows * shape.vocab / moved
+    adapters = sum(r * (k + n) for k, n in shape.linears.values()) * shape.layers
+    scale = shape.layers * shape.heads * shape.head_dim * step.tokens * step.seq / (16 * 32 * 64 * 4096 * 1024)
+    return {
+        "NVFP4 GEMMs": fp4 * shape.layers,
+        "BF16 GEMMs: LoRA": lora * shape.layers,
+        "BF16 GEMMs: head": head,
+        "quantisation / fused kernels": quantise * m * shape.layers / moved,
+        "attention": card.attention * scale,
+        "elementwise / optimizer": elementwise * m * shape.layers / moved + adapters * 4 * 7 / moved,
+    }
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *rows])
+
+
+def report() -> str:
+    parts = [
+        "# Step time on RTX 5080 and 5090: a projection, not a measurement",
+        "Made by `benchmarks/roofline.py`, whose docstring gives the sources of the rates. Milliseconds of one step, "
+        "LoRA r=16 on "
+        "all linears, 4 x 1024 tokens, loss on the last 32 of each row, CUDA graphs (no time of the host).",
+    ]
+    for card in CARDS:
+        rows = []
+        for shape in SHAPES:
+            for accuracy in TERMS:
+                times = project(card, shape, Step(accuracy=accuracy))
+                total = sum(times.values())
+                rows.append(
+                    [
+                        f"{shape.name}, {accuracy}",
+                        *(f"{t:.1f}" for t in times.values()),
+                        f"**{total:.0f}**",
+                        f"{4096 / total:.1f}k",
+                    ]
+                )
+        parts += [f"## {card.name}", table(["", *times, "step", "tokens/s"], rows)]
+    card, shape = CARDS[0], SHAPES[0]
+    outputs = sum(n for _, n in shape.linears.values()) * shape.layers * 4096 / (card.bandwidth * 1e6 * COPY)
+    up, dy = 4 * outputs, 2 * outputs
+    paper = project(card, shape, Step(labels=4096))
+    bf16 = {"NVFP4 GEMMs": 25.6, "BF16 GEMMs": 48.9, "quantisation / fused kernels": 17.1, "attention": 12.7, "elementwise": 21.8}
+    ours = {
+        "NVFP4 GEMMs": paper["NVFP4 GEMMs"],
+        "BF16 GEMMs": paper["BF16 GEMMs: LoRA"] + paper["BF16 GEMMs: head"],
+        "quantisation / fused kernels": paper["quantisation / fused kernels"],
+        "attention": paper["attention"],
+        "elementwise": paper["elementwise / optimizer"],
+    }
+    rows = [[name, f"{ours[name]:.1f}", f"{bf16[name]:.1f}"] for name in ours]
+    rows.append(["sum", f"{sum(ours.values()):.1f}", f"{sum(bf16.values()):.1f} (the paper's own sum: 130.1)"])
+    parts += [
+        "## The model against the paper",
+        "Llama-3.2-1B on the RTX 5080 with logits at all 4096 positions, PACT's Table 11. Attention and the FP4 rate "
+        "come from there, "
+        "so those two rows agree by construction; the others are predictions. BF16 GEMMs: the head alone takes 38 ms "
+        "at this rate, "
+        "which leaves the paper 10 ms for LoRA where the model, which reads everything from memory, has 25. "
+        "Elementwise: the paper "
+        "has more than twice the bytes that are counted here.",
+        table(["ms", "model", "paper"], rows),
+        "## What to measure first on a card",
+        "1. `peft-nvfp4 doctor`: is everything correct there?\n"
+        "2. `peft-nvfp4 tune`: the GEMM's tiles; compare with 678-772 TFLOP/s at M=4096 (Table 1).\n"
+        "3. `benchmarks/bench_ops.py --bench`: the row kernels against a device copy on GDDR7 with 64 MB of L2, where one row of "
+        "MLP activations per program may no longer be the best cut.\n"
+        "4. `benchmarks/bench_train.py --shapes 1b --cases bf16,bf16-liger,bf16-compile,qlora,nvfp4-paper-graphs,nvfp4-graphs`.\n"
+        "5. If the step is more than 15 % above this page: the breakdown of the same command shows which row.",
+        "## Where the next milliseconds are\n\nBy the same arithmetic, Llama-3.2-1B on the RTX 5080: "
+        f"{up:.1f} ms of the LoRA row are h B' written to memory and read again by the product's epilogue, which a "
+        f"rank-r product inside "
+        f"the epilogue would save; {dy:.1f} ms are dy read a second time for dB, which one kernel for g and dB would save.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    text = report()
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
