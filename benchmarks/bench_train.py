@@ -60,6 +60,7 @@ OWN = {
     **dict.fromkeys(("paper", "balanced", "high"), "accuracy preset"),
     "transient": "weight_layouts='transient'",
     "noattach": "fused=False: norms and MLPs as they are",
+    "recompute": "recompute_mlp=True: the MLP's inner activation made anew in backward",
 }
 OPTIONS = {"bf16": SHARED | STOCK, "qlora": SHARED | STOCK, "nvfp4": SHARED | OWN}
 GROUPS = {
@@ -158,7 +159,8 @@ def build(case: Case, shape: str, attention: str, device: torch.device):
     if case.method == "nvfp4":
         layouts = "transient" if "transient" in case else "cached"
         fused = "noattach" not in case
-        config = NVFP4LoraConfig(**common_fields, accuracy=case.accuracy, weight_layouts=layouts, fused=fused)
+        own = {"weight_layouts": layouts, "fused": fused, "recompute_mlp": "recompute" in case}
+        config = NVFP4LoraConfig(**common_fields, accuracy=case.accuracy, **own)
         model = get_peft_model(model, config)
         notes["attach"] = str(model.base_model.nvfp4_report) if fused else "not fused"
     elif "ours" in case:
@@ -395,7 +397,7 @@ def expected_saved(case: Case, shape: str) -> float | None:
     d, f, _, heads, kv, head_dim, *_ = SHAPES[shape]
     q, k = heads * head_dim, kv * head_dim
     norm, interior = {"paper": (1, 1), "balanced": (2, 1), "high": (2, 2)}[case.accuracy]
-    nvfp4 = norm * 2 * d + interior * (q + f) + 2 * f
+    nvfp4 = norm * 2 * d + interior * (q + (0 if "recompute" in case else f)) + 2 * f
     return nvfp4 * 9 / 16 + 2 * (2 * q + 2 * k) + 2 * 7 * R + 4 * heads + 8
 
 

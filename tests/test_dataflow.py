@@ -15,7 +15,7 @@ from peft_nvfp4 import NVFP4LoraConfig, attach, dequantize_model, detach, freeze
 from peft_nvfp4.dataflow.attach import attached
 from peft_nvfp4.dataflow.mlp import ACTIVATIONS, FusedGatedMLP, GatedParts, GatedQuantize
 from peft_nvfp4.dataflow.norm import NVFP4RMSNorm, RMSNormQuantize
-from peft_nvfp4.formats import ACTIVATION
+from peft_nvfp4.formats import ACTIVATION, padded_k
 
 SIZES = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
@@ -29,9 +29,8 @@ def tuned(family: str, **settings):
     torch.manual_seed(0)
     config = getattr(hf, f"{family}Config")(**SIZES, **FAMILIES[family], pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = getattr(hf, f"{family}ForCausalLM")(config)
-    return get_peft_model(
-        model, NVFP4LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, fused=False, **settings)
-    )
+    settings = {"target_modules": "all-linear"} | settings
+    return get_peft_model(model, NVFP4LoraConfig(r=4, init_lora_weights=False, fused=False, **settings))
 
 
 def loss_and_gradients(model):
@@ -407,6 +406,70 @@ def test_the_residual_stream_and_gate_up_are_not_kept():
             attach(model)
         sizes[fuse] = kept_bytes(model, IDS.repeat(2, 1)) - kept_bytes(model, IDS)
     assert sizes[True] < 0.45 * sizes[False], sizes  # 1488 and 3760 bytes a token and layer in FP32
+
+
+def test_recomputing_the_product_keeps_its_codes_no_more():
+    """Less is kept by exactly the codes, block scales and global scale of h~ (f wide), and only down's dA differs."""
+    runs, sizes = {}, {}
+    for recompute in (False, True):
+        model = tuned("Llama", accuracy="paper")
+        attach(model, recompute_mlp=recompute)
+        sizes[recompute] = kept_bytes(model, IDS.repeat(2, 1)) - kept_bytes(model, IDS)
+        loss, _ = loss_and_gradients(model)
+        runs[recompute] = loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    f, layers = model.config.intermediate_size, model.config.num_hidden_layers
+    assert sizes[False] - sizes[True] == layers * IDS.numel() * (padded_k(f) * 9 // 16 + 4)
+    (loss, kept), (again, made) = runs[False], runs[True]
+    assert loss == again
+    differing = {name for name in kept if not torch.equal(kept[name], made[name])}
+    assert differing == {name for name in kept if "down_proj.lora_A" in name}
+    for name in differing:
+        assert torch.cosine_similarity(kept[name].flatten(), made[name].flatten(), dim=0) > 0.97  # h~ of rounded factors
+
+
+@pytest.mark.parametrize("accuracy", ["paper", "high"])
+def test_recomputed_gradient(accuracy):
+    """dA of down is that of D(h~) made from D(gate) and D(up): g.T @ D(h~), with g = dy @ (s * B)."""
+    model = tuned("Llama", accuracy=accuracy)
+    attach(model, recompute_mlp=True)
+    mlp = model.base_model.model.model.layers[-1].mlp
+    seen = {}
+    for name in ("gate_proj", "up_proj"):
+        layer = getattr(mlp, name)
+        layer.register_forward_hook(lambda m, args, y, name=name: seen.update({name: y.detach().flatten(0, -2)}))
+    keep = lambda dy: seen.update(dy=dy.flatten(0, -2))
+    mlp.down_proj.register_forward_hook(lambda m, args, y: y.register_hook(keep) and None)
+    loss_and_gradients(model)
+    gate, up = (reference.quantize(seen[name], ACTIVATION) for name in ("gate_proj", "up_proj"))
+    h = fused_reference.gated_values(gate, up, None, "silu", 1 if accuracy == "paper" else 2, torch.float32)
+    a, b = mlp.down_proj.lora_A["default"].weight, mlp.down_proj.lora_B["default"].weight
+    expected = (seen["dy"] @ (mlp.down_proj.scaling["default"] * b)).T @ h
+    torch.testing.assert_close(a.grad, expected, rtol=1e-5, atol=1e-7)  # FP32 sums in another order
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "dropout", "DoRA", "hooked", "no adapter on down"])
+def test_recomputing_where_it_may_not_apply(how):
+    """Same forward, finite gradients, an empty table; what falls back gives the gradients of keeping."""
+    settings = {"lora_dropout": 0.3} if how == "dropout" else {"use_dora": True} if how == "DoRA" else {}
+    if how == "no adapter on down":
+        settings["target_modules"] = ["q_proj", "gate_proj"]
+    runs = []
+    for recompute in (False, True):
+        model = tuned("Llama", **settings)
+        attach(model, recompute_mlp=recompute)
+        if how == "checkpointing":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+        if how == "hooked":
+            model.base_model.model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda module, args: None)
+        torch.manual_seed(3)
+        runs.append(loss_and_gradients(model))
+    (loss, kept), (again, made) = runs
+    assert loss == again and handoff.live() == 0
+    assert torch.isfinite(made).all()
+    assert torch.cosine_similarity(kept, made, dim=0) > 0.99
+    if how in ("no adapter on down", "DoRA"):
+        assert torch.equal(kept, made)
 
 
 def test_copies_pickles_and_merges(tmp_path):

@@ -317,6 +317,7 @@ def test_what_an_adapter_folder_holds(stock, backend):
         gradients="nvfp4",
         activations="bf16",
         fused=True,
+        recompute_mlp=False,
         cuda_graphs=False,
         skip_modules=None,
     )
@@ -417,6 +418,7 @@ VALUES = {
     "gradients": ["nvfp4", "nvfp4_sr", "bf16"],
     "activations": ["bf16", "nvfp4"],
     "fused": [True, False],
+    "recompute_mlp": [False, True],
     "cuda_graphs": [False, True],
     "skip_modules": [None, [], ["lm_head", "layers.0.mlp"]],
 }
@@ -463,6 +465,7 @@ def test_configuration_without_a_side_car_gets_defaults(tmp_path):
         gradients="nvfp4",
         activations="bf16",
         fused=True,
+        recompute_mlp=False,
         cuda_graphs=False,
         skip_modules=None,
     )

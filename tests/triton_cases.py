@@ -177,6 +177,11 @@ def _mlp_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
         gate, up = (reference.quantize(t, ACTIVATION) for t in forward(k, FP32, act, 1, False)[:2])
         return awkward(rows, k, dtype), *gate[:3], *up[:3], None, act, quantize, recompute
 
+    def values(k, dtype, act, terms, centred):
+        gate, up, centre, *_ = forward(k, dtype, act, terms, centred)
+        gate, up = (reference.quantize(t, ACTIVATION) for t in (gate, up))
+        return *gate[:3], *up[:3], centre, act, terms, k, dtype
+
     for k in widths:
         variants = (
             (k, BF16, "silu", 1, False),
@@ -188,6 +193,7 @@ def _mlp_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
             if k == widths[-1] or a[1:] == (BF16, "silu", 1, False):
                 label = f"{a[2]} {str(a[1])[6:]} {a[3]} term(s){' centred' if a[4] else ''} K={k}"
                 yield Case("mlp", "silu_mul_quantize", label, lambda a=a: forward(*a))
+                yield Case("mlp", "gated_values", label, lambda a=a: values(*a))
         variants = (
             (k, BF16, "silu", False, 0),
             (k, BF16, "gelu_tanh", True, 2),

@@ -1,4 +1,4 @@
-"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with eight fields of its own.
+"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with nine fields of its own.
 
 On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so
 anyone can load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
@@ -21,7 +21,17 @@ from .sites import ACCURACY
 
 SIDE_CAR = "nvfp4_adapter.json"
 SIDE_CAR_VERSION = 1
-OWN_FIELDS = ("backend", "accuracy", "weight_layouts", "gradients", "activations", "fused", "cuda_graphs", "skip_modules")
+OWN_FIELDS = (
+    "backend",
+    "accuracy",
+    "weight_layouts",
+    "gradients",
+    "activations",
+    "fused",
+    "recompute_mlp",
+    "cuda_graphs",
+    "skip_modules",
+)
 
 
 @dataclass
@@ -44,6 +54,9 @@ class NVFP4LoraConfig(LoraConfig):
         fused: (nvfp4) replace RMSNorms and gated MLPs by ones that emit NVFP4 and keep little else for backward, and compute
             linears of one input together (:func:`peft_nvfp4.attach`): faster and far smaller. Gradients of norms and activations
             are then taken at the 4-bit values. ``model.base_model.nvfp4_report`` says what was found.
+        recompute_mlp: (nvfp4, fused) do not keep the codes of the input of an MLP's last linear for its adapter's gradient, but
+            make it anew in backward from the kept codes of gate and up: a sixth less memory for activations. The forward pass is
+            the same; that one gradient is taken at twice-rounded values.
         cuda_graphs: training replays recordings of the decoder, one for each shape of its inputs (:mod:`peft_nvfp4.graphs`): much
             faster where Python and kernel launches bound the step, and memory that stays allocated. Off by default.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.
@@ -58,6 +71,7 @@ class NVFP4LoraConfig(LoraConfig):
     gradients: str = field(default="nvfp4", metadata={"help": "'nvfp4', 'nvfp4_sr' or 'bf16'"})
     activations: str = field(default="bf16", metadata={"help": "kept for backward by nf4 and bf16: 'bf16' or 'nvfp4'"})
     fused: bool = field(default=True, metadata={"help": "norms and gated MLPs that emit NVFP4"})
+    recompute_mlp: bool = field(default=False, metadata={"help": "make the MLP's inner activation anew in backward"})
     cuda_graphs: bool = field(default=False, metadata={"help": "record training steps in CUDA graphs"})
     skip_modules: list[str] | None = field(default=None, metadata={"help": "modules to leave dense"})
 
@@ -78,7 +92,7 @@ class NVFP4LoraConfig(LoraConfig):
             raise TypeError("skip_modules is a list of module names, not a string")
 
     def own_fields(self) -> dict[str, Any]:
-        """The eight fields that stock PEFT does not know."""
+        """The nine fields that stock PEFT does not know."""
         return {name: getattr(self, name) for name in OWN_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:

@@ -297,6 +297,38 @@ def silu_mul_backward(
     return GatedGrads(out[0], out[1], _parts(*out[2:5], k), _parts(*out[5:8], k))
 
 
+def _check_gated_values(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype) -> None:
+    op = "gated_values"
+    _check(dtype in FLOATS, lambda: f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
+    _check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    _check_parts(f"{op} (gate)", [gc], [gs], [gg], gc.shape[0], k, per_row=True)
+    _check_parts(f"{op} (up)", [uc], [us], [ug], gc.shape[0], k, per_row=True)
+    _check_centre(op, centre, k)
+    _check_terms(op, terms)
+
+
+def _gated_values_reference(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype):
+    gate, up = QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k)
+    return fused_reference.gated_values(gate, up, centre, act, terms, dtype)
+
+
+_gated_values = _operator(
+    "gated_values",
+    "(Tensor gate_codes, Tensor gate_scales, Tensor gate_gscale, Tensor up_codes, Tensor up_scales, Tensor up_gscale, "
+    "Tensor? centre, str act, int terms, int k, ScalarType dtype) -> Tensor",
+    _check_gated_values,
+    _gated_values_reference,
+    lambda gc, gs, gg, uc, us, ug, centre, act, terms, k, dtype: gc.new_empty(gc.shape[0], k, dtype=dtype),
+)
+
+
+def gated_values(
+    gate: QuantizedMatrix, up: QuantizedMatrix, centre: Tensor | None, act: str, terms: int, dtype: torch.dtype
+) -> Tensor:
+    """D(h~) (M, f) from the NVFP4 copies of gate and up; see :func:`fused_reference.gated_values`."""
+    return _gated_values(*gate[:3], *up[:3], centre, act, terms, gate.k, dtype)
+
+
 # ---------------------------------------------------------------------------------------------- dropout
 
 

@@ -241,6 +241,17 @@ def silu_mul_backward(
     return GatedGrads(dgate, dup, quantized, parts)
 
 
+def gated_values(
+    gate: QuantizedMatrix, up: QuantizedMatrix, centre: Tensor | None, act: str, terms: int, dtype: torch.dtype
+) -> Tensor:
+    """D(h~) (M, f) of h = act(D(gate)) * D(up): the input of the MLP's last linear as backward can make it anew from what it
+    keeps of gate and up, rounded and quantised as in the forward pass. Not quite the forward's h~, whose gate and up had not been
+    quantised."""
+    g = reference.dequantize(gate)
+    sigma, _ = _gate(g, act)
+    return dequantize_terms(quantize_terms(((g * sigma) * reference.dequantize(up)).to(dtype), centre, terms), centre, dtype)
+
+
 # ---------------------------------------------------------------------------------------------- dropout
 
 

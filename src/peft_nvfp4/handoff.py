@@ -31,13 +31,21 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .formats import QuantizedMatrix
+
+
+class GatedSource(NamedTuple):
+    """The NVFP4 copies of gate and up (M, f), and the activation: what a gated MLP keeps for backward."""
+
+    gate: QuantizedMatrix
+    up: QuantizedMatrix
+    act: str
 
 
 @dataclass
@@ -52,6 +60,7 @@ class QuantizedInput:
             key alive.
         exact: x itself is D(x~) already (a fused producer returned it).
         hollow: x has the shape and the gradient of D(x~) but no values: its one reader needs only the codes.
+        source: what x~ can be made from anew in backward, if that is kept anyway; then nobody need keep the codes of x~.
         stamp: what x was when it was entered.
         entered: it is in the table (or on the traced tensor).
         outputs: of linears of the site that were computed before they were called, by the identity of the layer. Their autograd
@@ -64,6 +73,7 @@ class QuantizedInput:
     values: Tensor | None = None
     exact: bool = False
     hollow: bool = False
+    source: GatedSource | None = None
     stamp: tuple[int, int] = (0, 0)
     entered: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)

@@ -15,7 +15,8 @@ The adapter gradients are the exact ones of the function that was computed (they
 quantised one of the paper (Table 7): x -> D(x~) counts as the identity, dy is quantised along N and multiplied by the
 backward layout W_b (K, N). With ``gradients="bf16"`` it is dy @ D(W_f), not quantised at all.
 
-Kept for backward: the codes of x~ (0.56 bytes a value and term instead of 2), h_i, and a seed instead of each mask.
+Kept for backward: the codes of x~ (0.56 bytes a value and term instead of 2), h_i, and a seed instead of each mask. Where x~ is
+the product of a gated MLP, it can be made anew from gate and up, which the MLP keeps (``SiteSpec.recompute``).
 
 Rejected: building the same from separate operators. Autograd would then save D(x~) in BF16 once per branch, which is most of
 what NVFP4 activations are meant to avoid.
@@ -78,11 +79,18 @@ class SiteSpec:
         k: inputs.
         terms: 1 or 2 NVFP4 terms of the input.
         linears: those that read it.
+        recompute: activation of the gated MLP from whose gate and up backward makes x~ anew; None where it is kept.
     """
 
     k: int
     terms: int
     linears: tuple[LinearSpec, ...]
+    recompute: str | None = None
+
+    @property
+    def kept(self) -> int:
+        """Tensors of the input at the head of the variable ones: its terms, then gate and up if it is recomputed."""
+        return 3 * self.terms + (6 if self.recompute else 0)
 
 
 # ---------------------------------------------------------------------------------------------- the input x~
@@ -136,7 +144,7 @@ class Operands(NamedTuple):
 def operands(spec: SiteSpec, flat: Sequence[Tensor | None]) -> Operands:
     """Inverse of :func:`flatten`."""
     parts = [QuantizedMatrix(*flat[3 * i : 3 * i + 3], spec.k) for i in range(spec.terms)]
-    at, width = 3 * spec.terms, len(Frozen._fields)
+    at, width = spec.kept, len(Frozen._fields)
     frozen = [Frozen(*flat[at + width * i : at + width * (i + 1)]) for i in range(len(spec.linears))]
     at += width * len(frozen)
     sources, owner = [], []
@@ -149,7 +157,8 @@ def operands(spec: SiteSpec, flat: Sequence[Tensor | None]) -> Operands:
 
 
 def flatten(parts: Sequence[QuantizedMatrix], frozen: Sequence[Frozen], sources: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The variable inputs: the terms of x~, the frozen linears, then (A, B, dropout seed or None) of all branches."""
+    """The variable inputs: the terms of x~ (and gate and up, if it is recomputed), the frozen linears, then (A, B, dropout seed
+    or None) of all branches."""
     return [t for part in parts for t in part[:3]] + [t for item in frozen for t in item] + list(sources)
 
 
@@ -186,7 +195,8 @@ class NVFP4Linears(torch.autograd.Function):
                 hidden[i] = h
         ctx.spec, ctx.branches, ctx.owner = spec, [(a.rank, a.scaling, a.dropout) for a in adapters.items], owner
         ctx.dtypes = [(a.dtype, b.dtype) for a, b, *_ in sources]
-        kept = flat[: 3 * spec.terms] if sources else ()  # no adapter: nothing of x is needed
+        kept = flat[3 * spec.terms : spec.kept] if spec.recompute else flat[: spec.kept]
+        kept = kept if sources else ()  # no adapter: nothing of x is needed
         layers = [t for linear in frozen for t in linear[2:]]
         ctx.save_for_backward(centre, *layers, *hidden, *adapters.tensors(), *kept)
         return tuple(ys)
@@ -197,7 +207,7 @@ class NVFP4Linears(torch.autograd.Function):
         spec, owner = ctx.spec, ctx.owner
         needs = ctx.needs_input_grad
         centre, frozen, hidden, adapters, kept = _saved(ctx)
-        first = FIXED + 3 * spec.terms
+        first = FIXED + spec.kept
         per_branch = first + len(Frozen._fields) * len(frozen)
         wanted = Needs(
             needs[0],
@@ -211,8 +221,7 @@ class NVFP4Linears(torch.autograd.Function):
                     grads[first + len(Frozen._fields) * i] = dy.sum(0)
             xd = None
             if any(wanted.a):
-                parts = [QuantizedMatrix(*kept[3 * i : 3 * i + 3], spec.k) for i in range(spec.terms)]
-                xd = dequantize_input(parts, centre, dys[0].dtype)
+                xd = _input_again(kept, centre, spec, dys[0].dtype)
             das, dbs, gs = lora.backward([dys[i] for i in owner], xd, hidden, adapters, wanted)
             del xd
             if needs[0]:
@@ -220,6 +229,14 @@ class NVFP4Linears(torch.autograd.Function):
         for i, (da, db) in enumerate(zip(das, dbs)):
             grads[per_branch + 3 * i], grads[per_branch + 3 * i + 1] = da, db
         return tuple(grads)
+
+
+def _input_again(kept: Sequence[Tensor], centre: Tensor | None, spec: SiteSpec, dtype: torch.dtype) -> Tensor:
+    """D(x~) (M, K) from what was kept of it."""
+    parts = [QuantizedMatrix(*kept[i : i + 3], spec.k) for i in range(0, len(kept), 3)]
+    if spec.recompute is None:
+        return dequantize_input(parts, centre, dtype)
+    return fused_ops.gated_values(*parts, centre, spec.recompute, spec.terms, dtype)
 
 
 def _saved(ctx) -> tuple[Tensor | None, list[Frozen], list[Tensor], lora.Adapters, Sequence[Tensor]]:

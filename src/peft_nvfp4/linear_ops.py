@@ -3,9 +3,10 @@
     fprop:  y_i = D(x~) @ D(W_i).T + constant_i + sum_j h_j @ up_j.T      over the branches j of linear i; h = D(x~) @ A.T
     dgrad:  dx  = sum_i D(Q(dy_i)) @ D(W_b,i).T + g @ A
 
-Exact products, FP32 accumulation, one rounding to the activations' dtype (dgrad may round once more for every linear after the
-first). That is what one FP4 tensor core kernel with the low-rank product in its epilogue computes; the reference below, and the
-emulation in :mod:`peft_nvfp4.kernels.emulated`, compute the same up to the order of the sums.
+Exact products, FP32 accumulation, one rounding to the activations' dtype (a kernel may round the low-rank part by itself, and
+dgrad once more for every linear after the first). That is what one FP4 tensor core kernel with the low-rank product in its
+epilogue computes; the reference below, and the emulation in :mod:`peft_nvfp4.kernels.emulated`, compute the same up to the order
+of the sums.
 """
 
 from __future__ import annotations

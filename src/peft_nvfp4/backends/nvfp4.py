@@ -277,12 +277,13 @@ def product(
         )
         for layer, branches in members
     )
-    spec = SiteSpec(first.in_features, first.options.terms, specs)
+    source = shared.source
+    spec = SiteSpec(first.in_features, first.options.terms, specs, None if source is None else source.act)
     frozen, sources = [], []
     for layer, branches in members:  # seeds in the order of the layers: together or one by one, the numbers are the same
         sources += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
         frozen.append(layer._frozen())
-    flat = flatten(shared.parts, frozen, sources)
+    flat = flatten([*shared.parts, *(() if source is None else source[:2])], frozen, sources)
     return NVFP4Linears.apply(x2, xd, first._centre, spec, *flat)
 
 

@@ -54,12 +54,13 @@ class Report:
         return "\n".join(lines)
 
 
-def attach(model: nn.Module, run: Callable[[], object] | None = None) -> Report:
+def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_mlp: bool = False) -> Report:
     """Replace norms and gated MLPs of ``model`` by fused ones, in place. What was attached before is detached first.
 
     Args:
         run: calls the model on a small input; by default on two tokens, ``model(input_ids=...)``. Needed for a model that takes
             something else, and for towers (of images, of sound) that such a call does not reach.
+        recompute_mlp: (linears in nvfp4) see :class:`~peft_nvfp4.NVFP4LoraConfig`.
     """
     report = Report()
     detach(model)
@@ -79,7 +80,7 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None) -> Report:
         if name not in report.skipped:
             _attach_norm(model, name, norm, readers.get(name, Readers()), linears, report)
     for name, mlp in mlps.items():
-        _attach_mlp(model, name, mlp, report)
+        _attach_mlp(model, name, mlp, recompute_mlp, report)
     for site in sites:
         _attach_site([linears[name] for name in site], site, report)
     reached = {name for site in sites for name in site}
@@ -183,7 +184,7 @@ def _attach_norm(
             report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 
 
-def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, report: Report) -> None:
+def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, recompute: bool, report: Report) -> None:
     try:
         parts = recognise(mlp)
     except Exception as error:  # whatever an unknown module may raise on random numbers
@@ -197,5 +198,5 @@ def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, report: Report) -> 
         report.skipped[name] = f"{parts.down} is not frozen in nvfp4, nor keeps its activations in it"
     else:
         kept = not isinstance(down, NVFP4FrozenLinear)
-        _replace(model, name, (CompressedGatedMLP if kept else FusedGatedMLP)(mlp, parts))
+        _replace(model, name, CompressedGatedMLP(mlp, parts) if kept else FusedGatedMLP(mlp, parts, recompute))
         report.fused[name] = "gated MLP, codes kept" if kept else "gated MLP"

@@ -26,20 +26,20 @@ from .. import fused_ops as fused
 from .. import handoff
 from ..backends import autocast_input
 from ..backends.nvfp4 import NVFP4FrozenLinear
-from ..handoff import QuantizedInput
+from ..handoff import GatedSource, QuantizedInput
 from .norm import as_parts
 from .probe import base_of, modes_kept, share_hooks, standing_in
 
 
 class GatedQuantize(torch.autograd.Function):
-    """(D(h~) (M, f), codes, scales and gscale of every term of h~) of gate and up (M, f). ``hollow``: of D(h~) only the shape,
-    the dtype and the gradient (one number in memory)."""
+    """(D(h~) (M, f), codes, scales and gscale of every term of h~, then of gate and of up) of gate and up (M, f). ``hollow``: of
+    D(h~) only the shape, the dtype and the gradient (one number in memory)."""
 
     @staticmethod
     def forward(ctx, gate, up, centre, act: str, terms: int, hollow: bool = False):
         out = fused.silu_mul_quantize(gate, up, centre, act, terms, not hollow)
-        flat = [t for part in out.parts for t in part[:3]]
-        ctx.save_for_backward(*out.gate[:3], *out.up[:3])
+        flat = [t for part in (*out.parts, out.gate, out.up) for t in part[:3]]
+        ctx.save_for_backward(*flat[-6:])
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*flat)
         h = gate.new_zeros(1).expand(gate.shape) if hollow else out.h
@@ -72,13 +72,18 @@ class GatedParts:
 
 class FusedGatedMLP(nn.Module):
     """Takes the place of a gated MLP. It owns the original's children under their names, so state-dict keys and adapter targets
-    do not change, and runs the original where fusing does not apply (``down`` not in NVFP4 any more, or more than one input)."""
+    do not change, and runs the original where fusing does not apply (``down`` not in NVFP4 any more, or more than one input).
 
-    def __init__(self, original: nn.Module, parts: GatedParts):
+    Args:
+        recompute: keep no codes of h~ for the adapter's gradient, but make D(h~) anew from those of gate and up. It is then the
+            product of quantised factors: close to the forward's, not the same. A sixth less memory for backward.
+    """
+
+    def __init__(self, original: nn.Module, parts: GatedParts, recompute: bool = False):
         super().__init__()
         for name, child in original.named_children():
             self.add_module(name, child)
-        self.parts, self.training = parts, original.training
+        self.parts, self.recompute, self.training = parts, recompute, original.training
         self._outside = (original,)
         share_hooks(original, self)
 
@@ -102,7 +107,9 @@ class FusedGatedMLP(nn.Module):
         h, *flat = GatedQuantize.apply(gate.reshape(-1, f), up.reshape(-1, f), mu, parts.act, terms, hollow)
         del gate, up  # the largest activations of a layer: nothing needs them any more
         h = h.view(shape)
-        handoff.put(h, QuantizedInput(as_parts(flat, f), centre, h.dtype, exact=True, hollow=hollow))
+        *codes, gate_copy, up_copy = as_parts(flat, f)
+        source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute else None
+        handoff.put(h, QuantizedInput(tuple(codes), centre, h.dtype, exact=True, hollow=hollow, source=source))
         return self._modules[parts.down](h)
 
     def _gate_and_up(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -295,6 +295,15 @@ def less_centre(x, centre, HAS_CENTRE: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
+def add_term(d, grid, sg, MODE: tl.constexpr):
+    """d + D(second term)."""
+    if MODE == PAIR:  # rounded to BF16 once, as after a sum in FP32
+        return multiply_add(grid, both(sg)[:, None], d)
+    else:
+        return d[0] + grid[0] * sg[:, None], d[1] + grid[1] * sg[:, None]
+
+
+@triton.jit
 def quantize_store_terms(
     codes_ptr, scales_ptr, gscale_ptr, centre, row, x, amax, largest, blk, M,
     K: tl.constexpr, NB: tl.constexpr, TERMS: tl.constexpr, HAS_CENTRE: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr,
@@ -312,11 +321,23 @@ def quantize_store_terms(
         codes, bits, grid, sg = quantize_blocks(x, amax_values(x, NB, MODE), g, inverse_g, NB, MODE, False, VALUES)
         _store(codes_ptr, scales_ptr, gscale_ptr, row + M, codes, bits, g, blk, K, NB, MODE)
         if VALUES:
-            if MODE == PAIR:  # rounded to BF16 once, as after a sum in FP32: see rounded_sum
-                d = multiply_add(grid, both(sg)[:, None], d)
-            else:
-                d = (d[0] + grid[0] * sg[:, None], d[1] + grid[1] * sg[:, None])
+            d = add_term(d, grid, sg, MODE)
     if HAS_CENTRE and VALUES:
+        d = (d[0] + centre[0], d[1] + centre[1])
+    return d
+
+
+@triton.jit
+def terms_values(x, amax, largest, centre, NB: tl.constexpr, TERMS: tl.constexpr, HAS_CENTRE: tl.constexpr, MODE: tl.constexpr):
+    """D(x~) as :func:`quantize_store_terms` returns it, with nothing stored."""
+    g, inverse_g = power_of_two_scale(largest)
+    _, _, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, True)
+    d = on_grid(grid, sg, MODE)
+    if TERMS == 2:
+        x = remainder(x, grid, sg, MODE)
+        _, _, grid, sg = quantize_blocks(x, amax_values(x, NB, MODE), g, inverse_g, NB, MODE, False, True)
+        d = add_term(d, grid, sg, MODE)
+    if HAS_CENTRE:
         d = (d[0] + centre[0], d[1] + centre[1])
     return d
 

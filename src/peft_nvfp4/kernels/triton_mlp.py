@@ -2,21 +2,31 @@
 
 Formulas and rounding: :mod:`peft_nvfp4.fused_reference`. One program per row. The forward reads gate and up once and writes
 D(h~), the terms of h~ and the NVFP4 copies of gate and up; the backward reads dh and those copies (3.1 bytes a value instead of
-6) and writes both gradients, if wanted also in NVFP4, and h~ again if it was not kept.
+6) and writes both gradients, if wanted also in NVFP4, and h~ again if it was not kept. ``gated_values`` makes D(h~) alone.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import fused_reference
-from .triton_blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store, quantize_store_terms
+from ..formats import QuantizedMatrix
+from .triton_blocks import (
+    amax_values,
+    finite_part,
+    less_centre,
+    load_quantized,
+    quantize_store,
+    quantize_store_terms,
+    terms_values,
+)
 from .triton_codes import PAIR
 from .triton_quantize import empty_terms, rows_contiguous
 from .triton_rows import BLOCK, load_row, padded_k, reciprocal, row_max, three_row_max, two_row_max
-from .triton_tables import EXACT, launch, mode_for, row_blocks
+from .triton_tables import EXACT, MAX_BLOCKS, launch, mode_for, row_blocks
 from .triton_values import load_values, rounded, store_values, to_floats
 
 SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
@@ -183,6 +193,42 @@ def gated_backward_kernel(
         quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, dgate, dgate_amax, dgate_max, blk, K, NB, MODE)
 
 
+@triton.jit(do_not_specialize=["M"])
+def gated_values_kernel(
+    gate_codes_ptr,  # (M, KP / 2) uint8
+    gate_scales_ptr,
+    gate_gscale_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    up_gscale_ptr,
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    out_ptr,  # (M, K)
+    M,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    GELU: tl.constexpr,
+    MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+):
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    KP: tl.constexpr = padded_k(K)
+    codes, scales = row * (KP // 2), row * (KP // BLOCK)
+    g = tl.load(gate_gscale_ptr + row)
+    lo_g, hi_g = load_quantized(gate_codes_ptr + codes, gate_scales_ptr + scales, g, blk, K, NB, MODE)
+    g = tl.load(up_gscale_ptr + row)
+    lo_u, hi_u = load_quantized(up_codes_ptr + codes, up_scales_ptr + scales, g, blk, K, NB, MODE)
+    lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
+    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+    h = less_centre(rounded(lo, hi, dtype, MODE), centre, HAS_CENTRE, MODE)
+    amax = amax_values(h, NB, TERMS_MODE)
+    h = terms_values(h, amax, row_max(finite_part(amax)), centre, NB, TERMS, HAS_CENTRE, TERMS_MODE)
+    store_values(out_ptr + row * K, h, blk, K, NB, TERMS_MODE)
+
+
 # ---------------------------------------------------------------------------------------------- launches
 
 
@@ -232,3 +278,33 @@ def silu_mul_backward(
             MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp_backward", mode),
         )  # fmt: skip
     return dgate, dup, *quantized, *parts
+
+
+def gated_values(
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    gate_gscale: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    up_gscale: Tensor,
+    centre: Tensor | None,
+    act: str,
+    terms: int,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """D(h~) (M, K) from the codes of gate and up."""
+    m, nb = gate_codes.shape[0], row_blocks(k)
+    kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]
+    if nb > MAX_BLOCKS or k == 0:
+        gate, up = QuantizedMatrix(*kept[:3], k), QuantizedMatrix(*kept[3:], k)
+        return fused_reference.gated_values(gate, up, centre, act, terms, dtype)
+    out = gate_codes.new_empty(m, k, dtype=dtype)
+    if m:
+        mode = mode_for(dtype, k, out)
+        gated_values_kernel[(m,)](
+            *kept, out if centre is None else centre, out, m,
+            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh",
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp", mode),
+        )  # fmt: skip
+    return out
