@@ -138,6 +138,9 @@ def test_fused_operators_return_what_the_reference_returns(operator):
         arguments = [*rest[0], parts, *(a for a in rest[1] if operator == "rmsnorm_backward" or not isinstance(a, int))]
     elif operator == "silu_mul_backward":
         arguments[1:7] = QuantizedMatrix(*arguments[1:4], 80), QuantizedMatrix(*arguments[4:7], 80)
+    elif operator == "gated_values":
+        *codes, centre, act, terms, k, dtype = arguments
+        arguments = [QuantizedMatrix(*codes[:3], k), QuantizedMatrix(*codes[3:], k), centre, act, terms, dtype]
     with torch.no_grad():
         got = getattr(fused_ops, operator)(*arguments)
         expected = getattr(fused_reference, operator)(*arguments)
@@ -157,14 +160,14 @@ def flattened(value) -> list[torch.Tensor]:
 def test_status_names_every_operator_and_a_reason():
     status = kernels.status()
     names = {o.operator for o in status.operators}
-    assert names == set(kernels.KERNELS) | set(kernels.EMULATED) | set(kernels.PLAIN)
+    assert names == set(kernels.KERNELS) | set(kernels.PRODUCTS) | set(kernels.PLAIN)
     assert all(o.note for o in status.operators if o.implementation == "reference")
     assert str(status).splitlines()[0].split() == ["operator", "implementation", "device", "note"]
 
 
 def test_an_unknown_choice_raises(monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", None)
-    monkeypatch.setenv(kernels.VARIABLE, "cutlass")
+    monkeypatch.setenv(kernels.VARIABLE, "cutlas")
     with pytest.raises(ValueError, match="choose 'auto'"):
         kernels.load()
 

@@ -1,10 +1,14 @@
 """Which implementation of an operator runs, and why: the one place of the package that looks at hardware.
 
-:func:`load` gives every operator that has a Triton kernel an implementation for CUDA tensors. That is a table entry: Triton is
+:func:`load` gives every operator that has a kernel an implementation for CUDA tensors. That is a table entry: Triton is
 imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
-:func:`status` says per operator what runs and, where it is the plain-PyTorch reference, why. The two compute the same bits (of
-a matrix product, up to the order of its sum); the environment variable ``PEFT_NVFP4_KERNELS=reference`` (read by :func:`load`)
-forces the reference. :func:`cache_weights` keeps BF16 copies of weights for products that are emulated.
+The two products of a training step have several (:mod:`tiers`): the best one that works is found out on the device, at the first
+call. :func:`status` says per operator what runs and, where it is not the best there is, why. All compute the same bits (of a
+matrix product, up to the order of its sum). :func:`cache_weights` keeps BF16 copies of weights for products that are emulated.
+
+The environment variable ``PEFT_NVFP4_KERNELS``, read by :func:`load`, forces a choice: ``cutlass``, ``scaled_mm`` or
+``emulated`` that tier of the two products (the first product on a GPU raises if it does not work there), ``reference`` plain
+PyTorch for everything.
 
 >>> print(kernels.status())
 """
@@ -15,13 +19,13 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 
-from .. import fused_ops, linear_ops, ops
-from . import weight_cache
+from .. import fused_ops, ops
+from . import tiers, weight_cache
 
 cache_weights = weight_cache.limit
 """``kernels.cache_weights(bytes)``: keep BF16 copies of weights, see :mod:`~peft_nvfp4.kernels.weight_cache`."""
@@ -64,6 +68,7 @@ KERNELS = {
     "rmsnorm_backward": _fused("norm", "rmsnorm_backward"),
     "silu_mul_quantize": _fused("mlp", "silu_mul_quantize"),
     "silu_mul_backward": _fused("mlp", "silu_mul_backward"),
+    "gated_values": _fused("mlp", "gated_values", whole_row=False),
     "dropout": _fused("random", "dropout", whole_row=False),
     "rotary_embedding": _fused("rope", "rotary_embedding", whole_row=False),
     "dropout_mask": Kernel("random", "dropout_mask", ops._check_dropout_mask, ops._dropout_mask),
@@ -72,21 +77,20 @@ KERNELS = {
     ),
 }
 
-EMULATED = {
-    "fprop": "dequantise, then the BF16 GEMM of PyTorch: exact products",
-    "dgrad": "round and dequantise, then the BF16 GEMM of PyTorch: exact products",
-}
-"""Products of a training step: emulated until there is a kernel for FP4 tensor cores."""
+PRODUCTS = ("fprop", "dgrad")
+"""The products of a training step, which have tiers."""
 
 PLAIN = {
     "pack": "no kernel, not in a training step",
     "unpack": "no kernel, not in a training step",
-    "swizzle_scales": "no kernel, once per weight",
-    "unswizzle_scales": "no kernel, once per weight",
+    "swizzle_scales": "no kernel, one copy",
+    "unswizzle_scales": "no kernel, not in a training step",
 }
 """Operators that are plain PyTorch everywhere, and why."""
 
-_loaded: str | None = None  # None before load(), then "" or the reason why no kernel was registered
+_loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
+_forced = ""  # a name of tiers.NAMES
+_choices: dict[torch.device, tiers.Choice] = {}
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -133,13 +137,34 @@ def _on_cuda(name: str) -> Callable:
     return call
 
 
-def _emulated(name: str) -> Callable:
-    """The products of a training step: :mod:`emulated` where the Triton kernels run."""
+def choice(device: torch.device) -> tiers.Choice:
+    """What computes the two products on a CUDA device. The first call for a device tries the tiers, which synchronises with it.
+
+    Raises:
+        RuntimeError: the tier that ``PEFT_NVFP4_KERNELS`` names does not work here.
+    """
+    found = _choices.get(device)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the kernels for {device} are chosen by trying them, which a CUDA graph cannot record: run a forward pass, or "
+                "call peft_nvfp4.kernels.status(), before the capture"
+            )
+        with torch.cuda.device(device):
+            found = _choices[device] = tiers.choose(device, _forced, _obstacle())
+    return found
+
+
+def _product(name: str) -> Callable:
+    """What is registered for the products of a training step: decides at the first call."""
 
     def call(*args):
-        if _obstacle():
-            return getattr(linear_ops, f"reference_{name}")(*args)
-        return getattr(importlib.import_module(f"{__name__}.emulated"), name)(*args)
+        device = args[0][0].device
+        function = getattr(choice(device), name)
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # kernels are launched on the current device, wherever their arguments live
+                return function(*args)
+        return function(*args)
 
     return call
 
@@ -166,24 +191,26 @@ def load() -> None:
     Raises:
         ValueError: ``PEFT_NVFP4_KERNELS`` or ``PEFT_NVFP4_WEIGHT_CACHE`` has an unknown value.
     """
-    global _loaded
+    global _loaded, _forced
     if _loaded is not None:
         return
-    choice = os.environ.get(VARIABLE, "").strip().lower()
-    if choice not in ("", "auto", "reference"):
-        raise ValueError(f"{VARIABLE}={choice!r}: choose 'auto' (or unset it) or 'reference'")
+    asked = os.environ.get(VARIABLE, "").strip().lower()
+    if asked not in ("", "auto", *tiers.NAMES):
+        raise ValueError(f"{VARIABLE}={asked!r}: choose 'auto' (or unset it) or one of {', '.join(map(repr, tiers.NAMES))}")
     if os.environ.get(weight_cache.VARIABLE):
         cache_weights(weight_cache.parse(os.environ[weight_cache.VARIABLE]))
-    if choice == "reference":
+    _forced = "" if asked == "auto" else asked
+    if asked == "reference":
         _loaded = f"{VARIABLE}=reference"
-    elif importlib.util.find_spec("triton") is None:
+        return
+    for name in PRODUCTS:
+        ops.register_kernel(name, "cuda", _product(name))
+    if importlib.util.find_spec("triton") is None:
         _loaded = "Triton is not installed (pip install triton)"
-    else:
-        _loaded = ""
-        for name in KERNELS:
-            ops.register_kernel(name, "cuda", _on_cuda(name))
-        for name in ("fprop", "dgrad"):
-            ops.register_kernel(name, "cuda", _emulated(name))
+        return
+    _loaded = ""
+    for name in KERNELS:
+        ops.register_kernel(name, "cuda", _on_cuda(name))
 
 
 # ---------------------------------------------------------------------------------------------- reporting
@@ -194,37 +221,60 @@ class OperatorStatus:
     """One line of :func:`status`."""
 
     operator: str
-    implementation: str  # "triton", "emulated" or "reference"
+    implementation: str  # "triton", a tier (tiers.NAMES), or "none" where the one that was asked for does not work
     device: str
-    note: str  # why not Triton, or its limits
+    note: str  # why not a kernel, or its limits
 
 
 @dataclass(frozen=True)
 class Status:
-    """What runs where. Prints as a table."""
+    """What runs where. Prints as a table.
+
+    Attributes:
+        skipped: tier of the two products that does not run -> why.
+    """
 
     operators: tuple[OperatorStatus, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("operator", "implementation", "device", "note")]
         rows += [(o.operator, o.implementation, o.device, o.note) for o in self.operators]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows]
+        return "\n".join(lines + [f"{tier} is not used: {reason}" for tier, reason in self.skipped.items()])
+
+
+def _products_status(reason: str, device: str) -> tuple[list[OperatorStatus], dict[str, str]]:
+    """Lines of the two products and the tiers that were skipped; a reason: why nothing but the reference can run."""
+    if not reason and torch.compiler.is_compiling():
+        reason = "the compiler is tracing: not tried"
+    skipped: dict[str, str] = {}
+    if reason:
+        name, note = "reference", reason
+    else:
+        try:
+            found = choice(torch.device("cuda", torch.cuda.current_device()))
+            name, note, skipped = found.tier, found.note, found.skipped
+        except RuntimeError as error:
+            name, note = "none", str(error)
+    return [OperatorStatus(operator, name, device, note) for operator in PRODUCTS], skipped
 
 
 def status() -> Status:
-    """Implementation of every operator on this machine. Asks the GPU driver and imports Triton if there is a GPU."""
+    """Implementation of every operator on this machine. With a GPU: asks the driver, imports Triton and tries the tiers."""
     if not torch.cuda.is_available():
-        device, reason = "cpu", "no CUDA device"
+        device, reason, alone = "cpu", "no CUDA device", "no CUDA device"
+        if _forced in tiers.NAMES[:3]:
+            alone += f", so {VARIABLE}={_forced} has no effect"
     else:
         device, reason = torch.cuda.get_device_name(), _loaded if _loaded is not None else "kernels.load() was not called"
+        alone = reason if _forced == "reference" or _loaded is None else ""
         reason = reason or _obstacle()
     lines = []
     for name, kernel in KERNELS.items():
         limit = f"rows up to {WIDEST_ROW}, wider ones: reference" if kernel.whole_row else kernel.note
         lines.append(OperatorStatus(name, "reference" if reason else "triton", device, reason or limit))
-    lines += [
-        OperatorStatus(name, "reference" if reason else "emulated", device, reason or note) for name, note in EMULATED.items()
-    ]
-    lines += [OperatorStatus(name, "reference", device, note) for name, note in PLAIN.items()]
-    return Status(tuple(lines))
+    products, skipped = _products_status(alone, device)
+    lines += products + [OperatorStatus(name, "reference", device, note) for name, note in PLAIN.items()]
+    return Status(tuple(lines), skipped)

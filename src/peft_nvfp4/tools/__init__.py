@@ -1,0 +1,1 @@
+"""What helps around training: :mod:`doctor`."""
