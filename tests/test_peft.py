@@ -320,6 +320,7 @@ def test_what_an_adapter_folder_holds(stock, backend):
         recompute_mlp=False,
         cuda_graphs=False,
         skip_modules=None,
+        calibration=None,
     )
 
 
@@ -421,6 +422,7 @@ VALUES = {
     "recompute_mlp": [False, True],
     "cuda_graphs": [False, True],
     "skip_modules": [None, [], ["lm_head", "layers.0.mlp"]],
+    "calibration": [None, "a/folder"],
 }
 by_own_field = pytest.mark.parametrize(
     "field, value", [(f, v) for f, values in VALUES.items() for v in values], ids=lambda v: str(v).replace("'", "")
@@ -468,7 +470,20 @@ def test_configuration_without_a_side_car_gets_defaults(tmp_path):
         recompute_mlp=False,
         cuda_graphs=False,
         skip_modules=None,
+        calibration=None,
     )
+
+
+@pytest.mark.parametrize("field", VALUES)
+def test_a_side_car_from_before_a_field_existed(tmp_path, field):
+    """The field gets its default; the others are read."""
+    defaults = NVFP4LoraConfig().own_fields()
+    other = {name: next(v for v in values if v != defaults[name]) for name, values in VALUES.items()}
+    config(**other).save_pretrained(str(tmp_path))
+    side_car = json.loads((tmp_path / SIDE_CAR).read_text())
+    del side_car[field]
+    (tmp_path / SIDE_CAR).write_text(json.dumps(side_car))
+    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == defaults | other | {field: defaults[field]}
 
 
 def test_configuration_from_the_hub(tmp_path):

@@ -7,6 +7,8 @@ Importing the package installs its hooks into PEFT (:func:`register`); :func:`un
 
 from . import kernels
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
+from .calibration.gptq import GPTQOptions
+from .calibration.run import CalibrationOptions, apply_calibration, calibrate
 from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, detach
 from .dataflow.loss import linear_cross_entropy
@@ -19,11 +21,15 @@ from .version import __version__
 __all__ = [
     "__version__",
     "BACKENDS",
+    "CalibrationOptions",
     "FrozenLinear",
     "FrozenOptions",
+    "GPTQOptions",
     "NVFP4LoraConfig",
+    "apply_calibration",
     "attach",
     "attach_loss",
+    "calibrate",
     "dequantize_model",
     "detach",
     "detach_loss",

@@ -1,4 +1,4 @@
-"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with nine fields of its own.
+"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with ten fields of its own.
 
 On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so
 anyone can load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
@@ -31,6 +31,7 @@ OWN_FIELDS = (
     "recompute_mlp",
     "cuda_graphs",
     "skip_modules",
+    "calibration",
 )
 
 
@@ -60,6 +61,8 @@ class NVFP4LoraConfig(LoraConfig):
         cuda_graphs: training replays recordings of the decoder, one for each shape of its inputs (:mod:`peft_nvfp4.graphs`): much
             faster where Python and kernel launches bound the step, and memory that stays allocated. Off by default.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.
+        calibration: (nvfp4) folder written by :func:`peft_nvfp4.calibrate` for this base model: its linears get the weights,
+            terms and centres stored there, whatever ``accuracy`` says; the others are frozen as without it.
 
     Raises:
         ValueError: an unknown word in one of these fields; the message lists the known ones.
@@ -74,6 +77,7 @@ class NVFP4LoraConfig(LoraConfig):
     recompute_mlp: bool = field(default=False, metadata={"help": "make the MLP's inner activation anew in backward"})
     cuda_graphs: bool = field(default=False, metadata={"help": "record training steps in CUDA graphs"})
     skip_modules: list[str] | None = field(default=None, metadata={"help": "modules to leave dense"})
+    calibration: str | None = field(default=None, metadata={"help": "folder of a finished calibration"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +85,9 @@ class NVFP4LoraConfig(LoraConfig):
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
         if self.accuracy not in ACCURACY:
             raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {self.accuracy!r}")
+        if self.calibration is not None and self.backend != "nvfp4":
+            raise ValueError(f"a calibration is for backend='nvfp4', got {self.backend!r}")
+        self.calibration = None if self.calibration is None else str(self.calibration)
         FrozenOptions(self.weight_layouts, self.gradients, activations=self.activations)
         from .tuner import registered  # not at the top: the tuner imports this module
 
@@ -92,7 +99,7 @@ class NVFP4LoraConfig(LoraConfig):
             raise TypeError("skip_modules is a list of module names, not a string")
 
     def own_fields(self) -> dict[str, Any]:
-        """The nine fields that stock PEFT does not know."""
+        """The ten fields that stock PEFT does not know."""
         return {name: getattr(self, name) for name in OWN_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:

@@ -89,6 +89,10 @@ def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig,
 def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
     saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
     with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
+        if config.calibration is not None:
+            from .calibration.run import apply_calibration  # not at the top: only those who calibrate need it
+
+            apply_calibration(model, config.calibration, weight_layouts=config.weight_layouts, gradients=config.gradients)
         freeze_model(
             model,
             config.backend,
@@ -103,7 +107,7 @@ def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
 def _check_same_base(frozen: list[tuple[str, FrozenLinear]], config: NVFP4LoraConfig) -> None:
     """A further adapter must ask for the base that is there: changing it would change what the others were trained on."""
     for name, layer in frozen:
-        terms = input_terms(name.removesuffix(".base_layer"), config.accuracy)
+        terms = layer.options.terms if layer.calibrated else input_terms(name.removesuffix(".base_layer"), config.accuracy)
         wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
         differs = layer.options != wanted if layer.backend == "nvfp4" else layer.options.activations != wanted.activations
         if layer.backend != config.backend or differs:

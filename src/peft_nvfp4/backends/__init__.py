@@ -70,11 +70,13 @@ class FrozenLinear(nn.Linear):
         compute_dtype: dtype that :meth:`dequantize` returns; follows ``.to(dtype)`` and ``.half()``.
         dense_dtype: dtype of what :meth:`to_linear` makes, where it is not ``compute_dtype`` (an adopted bitsandbytes layer
             computes in one dtype and belongs to a model in another).
+        calibrated: weight and input spec come from a calibration (:mod:`peft_nvfp4.calibration`), not from a config's preset.
         shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
     """
 
     backend: ClassVar[str]
     shares_input = False
+    calibrated = False
 
     def __init__(
         self, in_features: int, out_features: int, bias: Tensor | None, compute_dtype: torch.dtype, options: FrozenOptions

@@ -1,0 +1,251 @@
+"""GPTQ on NVFP4: round a frozen weight column by column, and let the columns to come make up for each rounding error.
+
+Rounding to nearest minimises |W - V|. What matters is the output: for inputs x~ with second moments H = E[x~ x~^T],
+
+    E|(W - V) x~|^2 = tr((W - V) H (W - V)^T),
+
+rows being independent. GPTQ fixes one column after the other. With U the upper Cholesky factor of H^-1 (H^-1 = U^T U), the error
+e = (w_j - v_j) / U[j, j] of column j is best made up for by  W[:, j+1:] -= e U[j, j+1:]. Columns are taken in blocks of 128:
+within a block one by one, the effect of a whole block on all later columns as one product.
+
+* H comes from the inputs as the layer multiplies them, D(Q(x)), produced by layers that are quantised already.
+* The global scale and all block scales are fixed before the first column (*static groups*), so columns can be taken in any order
+  while the memory layout stays what it is. ``act_order`` takes the columns with the largest inputs first: their errors have the
+  most columns left to be made up by.
+* A block scale is searched for with the error of column k weighted by H[k, k].
+* Codes come out of the loop. Deriving them again from the values would choose other scales.
+* The *asymmetric* target: the layer sees x~, should answer W x. The best dense weight for that is
+  W E[x x~^T] H^-1; it is rounded in place of W. It repairs systematic errors of the activations' rounding, and belongs to W4A4:
+  with inputs that are not rounded, it is a worse weight.
+* Columns that no calibration token used (H[k, k] = 0) influence no scale and are rounded to nearest.
+
+The inverse is never formed: with H = R R^T, R upper triangular, U = R^-1.
+
+Sources: Frantar et al., "GPTQ" (2022); act-order with static groups as in GPTQModel; the asymmetric target as in "GPTAQ" (2025).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops, reference
+from ..formats import SCALE_RULES, QuantizedMatrix
+from .hessian import Moments, exact_matmul
+from .levels import Levels, NF4Levels, NVFP4Levels
+
+DAMPING_STEPS = (1.0, 10.0, 100.0)
+"""Multiples of the damping that are tried before GPTQ gives up."""
+
+
+@dataclass(frozen=True)
+class GPTQOptions:
+    """How a weight is solved for.
+
+    Attributes:
+        rule: choice of the block scales: ``"max6"``, ``"four_over_six"`` or ``"mse"``.
+        weighted: the searching rules weigh a column's error by H's diagonal.
+        act_order: columns by falling diag(H), not from left to right.
+        asymmetric: solve for the target that makes up for the rounding of the activations (needs the cross moment).
+        damping: added to H's diagonal, as a share of its mean.
+        columns: width of a lazy block.
+    """
+
+    rule: str = "mse"
+    weighted: bool = True
+    act_order: bool = True
+    asymmetric: bool = False
+    damping: float = 0.01
+    columns: int = 128
+
+    def __post_init__(self) -> None:
+        if self.rule not in SCALE_RULES:
+            raise ValueError(f"unknown block-scale rule {self.rule!r}; choose one of {', '.join(SCALE_RULES)}")
+        if not self.damping > 0:
+            raise ValueError(f"damping must be positive, got {self.damping}")
+        if self.columns < 1:
+            raise ValueError(f"columns must be at least 1, got {self.columns}")
+
+
+class Factor(NamedTuple):
+    """H, taken apart."""
+
+    u: Tensor  # (K, K) upper triangular, H^-1 = U^T U, rows and columns in solving order
+    order: Tensor  # (K,) original column of every step
+    importance: Tensor  # (K,) diag(H) over its mean, 0 for columns without input
+    damping: float  # share of the mean that was added
+
+
+class Solution(NamedTuple):
+    """What came out for one weight."""
+
+    q: Any  # QuantizedMatrix, or NF4Matrix
+    damping: float | None  # None: rounded to nearest, GPTQ was not possible
+
+
+def factorize(h: Tensor, options: GPTQOptions) -> Factor | None:
+    """U and the order of the columns; None if H cannot be factorised (not finite, without any input, not positive)."""
+    diagonal = h.diagonal()
+    alive = diagonal > 0
+    mean = (diagonal * alive).sum() / alive.sum()
+    if not bool(mean > 0) or not bool(torch.isfinite(mean)):
+        return None
+    importance = torch.where(alive, diagonal / mean, 0.0)
+    k = h.shape[0]
+    order = torch.arange(k, device=h.device)
+    if options.act_order:
+        order = torch.sort(importance, descending=True, stable=True).indices
+    reversed_order = order.flip(0)
+    for step in DAMPING_STEPS:
+        damping = options.damping * step
+        a = h[reversed_order][:, reversed_order]
+        a.diagonal().add_(mean * damping)  # columns without input then have no coupling and lose nothing
+        lower, info = torch.linalg.cholesky_ex(a)
+        if int(info) == 0 and bool(torch.isfinite(lower[-1]).all()):
+            del a
+            r = lower.flip(0, 1)  # a = L L^T reversed both ways: H = R R^T with R upper triangular
+            u = torch.linalg.solve_triangular(r, torch.eye(k, device=h.device, dtype=h.dtype), upper=True)
+            return Factor(u, order, importance, damping)
+    return None
+
+
+def solve(target: Tensor, factor: Factor, levels: Levels, scale: Tensor, columns: int) -> Tensor:
+    """Codes (N, K) of a target (N, K) float32, with the scales (N, K / levels.block) fixed.
+
+    Works on the transpose, so that a column is contiguous. Nothing in the loop waits for the GPU.
+    """
+    u, order = factor.u, factor.order
+    w = target.T[order]  # (K, N), a copy
+    scale = scale.T.contiguous()
+    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    diagonal = u.diagonal()
+    for start in range(0, w.shape[0], columns):
+        stop = min(start + columns, w.shape[0])
+        block = w[start:stop]
+        factors = scale[order[start:stop] // levels.block]
+        thresholds = levels.thresholds(factors)
+        errors = torch.empty_like(block)
+        rows = zip(block, u[start:stop, start:stop], diagonal[start:stop], factors, thresholds, codes[start:stop], errors)
+        for j, (column, u_row, u_jj, its_factor, its_thresholds, out, error) in enumerate(rows):
+            its_codes, values = levels.round(column, its_thresholds, its_factor)
+            out.copy_(its_codes)
+            torch.div(column - values, u_jj, out=error)
+            block[j + 1 :].addr_(u_row[j + 1 :], error, alpha=-1.0)
+        w[stop:].addmm_(u[start:stop, stop:].T, errors, alpha=-1.0)
+    result = torch.empty_like(codes)
+    result[order] = codes
+    return result.T.contiguous()
+
+
+def asymmetric_target(w: Tensor, moments: Moments, factor: Factor) -> Tensor:
+    """W + W (C - H) (H + damping)^-1, that is W C H^-1 but for the damping, which pulls towards W."""
+    change = (w @ (moments.c - moments.h))[:, factor.order]
+    change = (change @ factor.u.T) @ factor.u
+    result = w.clone()
+    result[:, factor.order] += change
+    return result
+
+
+def gptq(
+    weights: Sequence[Tensor],
+    moments: Moments,
+    options: GPTQOptions | None = None,
+    *,
+    gscale: Tensor | None = None,
+    storage: str = "nvfp4",
+    name: str = "weight",
+) -> list[Solution]:
+    """Quantise the weights of the linears that read one input.
+
+    Args:
+        weights: each (N_i, K), any floating dtype, on the device where the work is to be done.
+        moments: of their input, see :class:`~peft_nvfp4.calibration.hessian.Moments`.
+        gscale: (1,) global scale; by default the one that fits the largest value of all the weights.
+        storage: ``"nvfp4"`` or ``"nf4"``.
+        name: of the site, for warnings.
+
+    Returns:
+        One :class:`Solution` for each weight, its ``q`` a ``QuantizedMatrix`` (or ``NF4Matrix``).
+
+    Raises:
+        ValueError: shapes do not fit; an asymmetric target without cross moments; NaN or Inf in a weight.
+    """
+    options = options or GPTQOptions()
+    device = weights[0].device
+    k = moments.mean.numel()
+    if any(w.ndim != 2 or w.shape[1] != k for w in weights):
+        raise ValueError(f"{name}: weights must be (N, {k}), got {[tuple(w.shape) for w in weights]}")
+    if options.asymmetric and moments.c is None:
+        raise ValueError(f"{name}: an asymmetric target needs cross moments: Moments(k, cross=True)")
+    sizes = [w.shape[0] for w in weights]
+    target = torch.cat([w.detach().float() for w in weights])
+    if not torch.isfinite(target).all():
+        raise ValueError(f"{name}: weight holds NaN or Inf; a quantised layer cannot represent them")
+    with exact_matmul(), torch.no_grad():
+        factor = factorize(moments.h.to(device), options)
+        _warn(factor, options, name)
+        if factor is not None and options.asymmetric:
+            target = asymmetric_target(target, moments, factor)
+        levels = _levels(storage, options.rule, target, gscale, weights[0].dtype)
+        parts = target.split(sizes)
+        importance = factor.importance if factor is not None and options.weighted else None
+        if importance is None and factor is not None and bool((factor.importance == 0).any()):
+            importance = (factor.importance > 0).float()  # columns without input still count for nothing
+        scales = [levels.scales(part, importance) for part in parts]
+        scale = torch.cat([s.factor for s in scales])
+        if factor is None:
+            codes = _nearest(target, levels, scale)
+        else:
+            codes = solve(target, factor, levels, scale, options.columns)
+    damping = None if factor is None else factor.damping
+    return [Solution(levels.pack(c, s, k), damping) for c, s in zip(codes.split(sizes), scales)]
+
+
+def _warn(factor: Factor | None, options: GPTQOptions, name: str) -> None:
+    if factor is None:
+        warnings.warn(
+            f"{name}: GPTQ is not possible (no input reached it, or its Hessian is not finite or not positive); it is rounded to "
+            "nearest",
+            stacklevel=3,
+        )
+    elif factor.damping > options.damping:
+        warnings.warn(f"{name}: its Hessian needed a damping of {factor.damping:g}, not {options.damping:g}", stacklevel=3)
+
+
+def _levels(storage: str, rule: str, target: Tensor, gscale: Tensor | None, dtype: torch.dtype) -> Levels:
+    if storage == "nf4":
+        return NF4Levels(rule, target.device, dtype)
+    if storage != "nvfp4":
+        raise ValueError(f"storage is 'nvfp4' or 'nf4', got {storage!r}")
+    gscale = ops.weight_gscale(target) if gscale is None else gscale.to(target.device)
+    return NVFP4Levels(rule, gscale)
+
+
+def _nearest(target: Tensor, levels: Levels, scale: Tensor) -> Tensor:
+    """Codes (N, K), every column by itself."""
+    scale = scale.T.contiguous()
+    columns = [
+        levels.round(column, levels.thresholds(scale[k // levels.block]), scale[k // levels.block])[0]
+        for k, column in enumerate(target.T.contiguous())
+    ]
+    return torch.stack(columns, dim=1)
+
+
+def gptq_backward(w: QuantizedMatrix, gradients: Moments, options: GPTQOptions | None = None, name: str = "weight") -> Solution:
+    """Backward layout W_b (K, N) of a forward weight (N, K): D(w)^T solved against the moments of the incoming gradient D(Q(dy)),
+    so that the error of dx = dy W is what becomes small. The source is D(w): the gradient belongs to the function that was
+    computed."""
+    return gptq([reference.dequantize(w).T.contiguous()], gradients, options, name=name)[0]
+
+
+def output_error(w: Tensor, v: Tensor, h: Tensor) -> float:
+    """Root of E|(W - V) x~|^2 / E|W x~|^2 for second moments H of x~; W, V (N, K)."""
+    w, h = w.float(), h.to(w.device)
+    d = w - v.float()
+    with exact_matmul():
+        return (((d @ h) * d).sum().double() / ((w @ h) * w).sum().double().clamp(min=1e-300)).sqrt().item()

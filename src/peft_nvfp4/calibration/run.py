@@ -1,0 +1,184 @@
+"""Calibrate a model: :func:`calibrate` goes through its decoder layers once and leaves frozen NVFP4 linears behind.
+
+>>> report = calibrate(model, texts, tokenizer, output_dir="calibration")
+>>> model = get_peft_model(model, NVFP4LoraConfig(...))        # keeps the frozen linears as they are
+
+Layer by layer: the inputs of a layer come from layers that are quantised already, W4A4, through the package's own linears. One
+layer is on the GPU at a time; activations wait on the CPU or on disk. With an ``output_dir`` every finished layer is kept there,
+and the same call goes on where it was interrupted: finished layers are loaded and only run to produce the next one's input, so
+the result has the same bits (on one device) as an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backends import FrozenOptions
+from ..freeze import _mark_quantised, plan
+from ..sites import ACCURACY
+from .data import batches
+from .gptq import GPTQOptions
+from .passes import Run
+from .report import Report
+from .store import Store, digest, install, load_layer, model_digest, read_manifest
+from .structure import find_stack
+
+METHODS = ("gptq", "nearest")
+BACKWARDS = ("requantize", "gptq")
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What is calibrated, and on how much.
+
+    Attributes:
+        method: ``"gptq"``, or ``"nearest"`` (weights by the searching rule; for centres and terms alone).
+        gptq: see :class:`~peft_nvfp4.calibration.gptq.GPTQOptions`.
+        accuracy: preset of the inputs' terms, see :class:`~peft_nvfp4.NVFP4LoraConfig`.
+        budget: choose the terms by measured errors instead, adding at most this share to the multiplications of the forward
+            products (two terms at all norm outputs add 0.66 in a Llama; backward has one term in any case).
+        centre: subtract the mean input, at sites of one term.
+        true_sequential: the sites of a layer one after the other.
+        backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
+            the gradient from a few backward passes.
+        backward_batches: how many.
+        weight_layouts, gradients: of the frozen linears.
+        samples, seq_len, batch_size, seed: see :func:`peft_nvfp4.calibration.data.batches`.
+        report_tokens: tokens (held out) on which errors are measured; 0 for no report.
+    """
+
+    method: str = "gptq"
+    gptq: GPTQOptions = field(default_factory=GPTQOptions)
+    accuracy: str = "balanced"
+    budget: float | None = None
+    centre: bool = False
+    true_sequential: bool = False
+    backward: str = "requantize"
+    backward_batches: int = 16
+    weight_layouts: str = "cached"
+    gradients: str = "nvfp4"
+    samples: int = 128
+    seq_len: int = 2048
+    batch_size: int = 1
+    seed: int = 0
+    report_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.accuracy not in ACCURACY:
+            raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {self.accuracy!r}")
+        if self.budget is not None and not 0 <= self.budget <= 1:
+            raise ValueError(f"budget is a share of the FP4 work between 0 and 1, got {self.budget}")
+        if self.backward not in BACKWARDS:
+            raise ValueError(f"backward must be one of {', '.join(BACKWARDS)}, got {self.backward!r}")
+        if self.backward == "gptq" and (self.weight_layouts != "cached" or self.gradients == "bf16"):
+            raise ValueError(
+                "backward='gptq' makes a backward layout to keep: it needs weight_layouts='cached', gradients in NVFP4"
+            )
+        FrozenOptions(self.weight_layouts, self.gradients)  # validates
+
+
+def calibrate(
+    model: nn.Module,
+    data: Any,
+    tokenizer: Any = None,
+    options: CalibrationOptions | None = None,
+    *,
+    output_dir: str | Path | None = None,
+    device: torch.device | str | None = None,
+    layers: Sequence[str] | None = None,
+    skip_modules: Sequence[str] = (),
+    offload: str = "cpu",
+    progress: bool = True,
+) -> Report:
+    """Freeze the linears of a dense model's layers in NVFP4, in place, calibrated on data.
+
+    Args:
+        data: texts (with ``tokenizer``), a ``datasets`` dataset, token ids, or batches of a processor.
+        output_dir: keep finished layers there, to be resumed or applied to another copy of the model.
+        device: where the work is done; by default the GPU if there is one.
+        layers: names of the lists of layers to calibrate, in the order in which data passes them
+            (``["vision_model.encoder.layers", "text_model.layers"]``); by default the one with most weights, of the text model.
+        skip_modules: names (or dotted endings) of modules to leave dense.
+        offload: ``"cpu"`` or ``"disk"``, where activations wait.
+
+    Returns:
+        What was done and the errors of every layer.
+
+    Raises:
+        ValueError: an option or the data does not fit; the model cannot be calibrated layer by layer; ``output_dir`` holds a
+            calibration of something else.
+    """
+    options = options or CalibrationOptions()
+    if offload not in ("cpu", "disk"):
+        raise ValueError(f"offload is 'cpu' or 'disk', got {offload!r}")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    planned = plan(model, "nvfp4", tuple(skip_modules))
+    names = [find_stack(model, planned, name) for name in layers or (None,)]
+    data = batches(
+        data, tokenizer, samples=options.samples, seq_len=options.seq_len, batch_size=options.batch_size, seed=options.seed
+    )
+    settings = {**asdict(options), "layers": names, "skip_modules": list(skip_modules)}
+    store = None
+    if output_dir is not None:
+        marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)}
+        store = Store(output_dir, marks, settings)
+    report = Report(settings, str(device))
+    with tempfile.TemporaryDirectory(dir=output_dir) as folder:
+        for name in names:
+            inside = [n for n in planned if n.startswith(f"{name}.")]
+            waiting = Path(folder) if offload == "disk" else None
+            Run(model, name, inside, data, options, device, store, waiting).run(report, progress)
+    report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
+    _mark_quantised(model)
+    if store is not None:
+        report.save(store.folder)
+    return report
+
+
+def apply_calibration(
+    model: nn.Module, folder: str | Path, *, weight_layouts: str | None = None, gradients: str | None = None
+) -> list[str]:
+    """Put the linears of a finished calibration into another copy of the model it was made for.
+
+    Args:
+        weight_layouts, gradients: of the frozen linears; by default those of the calibration.
+
+    Returns:
+        Dotted names of the linears.
+
+    Raises:
+        ValueError: the folder holds no calibration, an unfinished one, or one of another model. Nothing has been changed then.
+    """
+    manifest = read_manifest(folder)
+    expected = [n for name in manifest["settings"]["layers"] for n in _layer_names(model, name, folder)]
+    parts = ("layers", "backward") if manifest["settings"]["backward"] == "gptq" else ("layers",)
+    missing = [n for part in parts for n in expected if n not in manifest[part]]
+    if missing:
+        raise ValueError(f"the calibration in {folder} is not finished ({missing[0]} is missing); run calibrate again to go on")
+    if manifest["fingerprint"]["model"] != model_digest(model):
+        raise ValueError(f"the calibration in {folder} was made for other weights than this model's")
+    done = []
+    for name in expected:
+        entry, settings = manifest["layers"][name], manifest["settings"]
+        layouts = weight_layouts or settings["weight_layouts"]
+        tensors = load_layer(folder, manifest, name)
+        install(model.get_submodule(name), name, entry, tensors, layouts, gradients or settings["gradients"])
+        done += [f"{name}.{n}" for group in entry["sites"] for n in group]
+    _mark_quantised(model)
+    return done
+
+
+def _layer_names(model: nn.Module, name: str, folder: str | Path) -> list[str]:
+    try:
+        return [f"{name}.{i}" for i in range(len(model.get_submodule(name)))]
+    except AttributeError:
+        raise ValueError(f"the calibration in {folder} is of a model with layers {name}; this model has none") from None

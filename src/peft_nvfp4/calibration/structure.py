@@ -1,0 +1,216 @@
+"""The structure that calibration needs of a model, found by running it: its decoder layers, what they are called with, and which
+linears of a layer read one input. No table of architectures.
+
+* The *stack* of layers is the ``nn.ModuleList`` that holds most of the linear weights.
+* Calls: the model runs with every layer of the stack replaced by one that notes its arguments and returns its input. That costs
+  next to nothing and gives each layer its own arguments (masks and rotary embeddings differ between sliding and full attention).
+  From then on a layer can be run alone, on the output of the one before it.
+* Sites: linears of a layer that are handed the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..dataflow.probe import modes_kept, standing_in
+from .data import Batch
+
+
+class _Stop(Exception):
+    """The last layer has been reached."""
+
+
+@dataclass
+class Call:
+    """The arguments of one layer, but for the hidden states."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Stack:
+    """A run of layers and what each is called with.
+
+    Attributes:
+        name: dotted name of the ModuleList.
+        layers: its members.
+        hidden: for every batch, the input of the first layer.
+        calls: for every batch, for every layer, its other arguments.
+        tuples: layers return a tuple whose first item is the hidden states.
+    """
+
+    name: str
+    layers: nn.ModuleList
+    hidden: list[Tensor]
+    calls: list[list[Call]]
+    tuples: bool
+
+    def run(self, index: int, batch: int, hidden: Tensor) -> Tensor:
+        """Output of layer ``index`` for a batch."""
+        call = to_device(self.calls[batch][index], hidden.device)
+        output = self.layers[index](hidden, *call.args, **call.kwargs)
+        return output[0] if self.tuples else output
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, Call):
+        return Call(to_device(tree.args, device), to_device(tree.kwargs, device))
+    return tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, tree)
+
+
+def find_stack(model: nn.Module, planned: Sequence[str], name: str | None = None) -> str:
+    """Dotted name of the ModuleList of decoder layers: the one given, or the one with most weights of the planned linears.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    if name is not None:
+        found = [n for n in lists if n == name or n.endswith(f".{name}")]
+        if len(found) != 1:
+            raise ValueError(f"{name!r} names {len(found)} lists of layers of this model; it has {', '.join(lists) or 'none'}")
+        return found[0]
+    sizes = {n: sum(model.get_submodule(p).weight.numel() for p in planned if p.startswith(f"{n}.")) for n in lists}
+    best = max(sizes, key=lambda n: (sizes[n], -len(n)), default=None)
+    if best is None or not sizes[best]:
+        raise ValueError("this model has no list of layers with linears to calibrate; name it: calibrate(..., layers=...)")
+    return best
+
+
+@contextmanager
+def outside_on(model: nn.Module, layers: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the context, what lies outside of the layers (embeddings, towers) is on ``device``; and where it was, afterwards."""
+    inside = set(layers.modules())
+    moved = []
+    for module in model.modules():
+        if module not in inside:
+            home = next((t.device for t in (*module.parameters(False), *module.buffers(False))), None)
+            if home is not None and home != device:
+                moved.append((module, home))
+    try:
+        for module, _ in moved:
+            module._apply(lambda t: t.to(device), recurse=False)
+        yield
+    finally:
+        for module, home in moved:
+            module._apply(lambda t: t.to(home), recurse=False)
+
+
+def call_model(model: nn.Module, batch: Batch, device: torch.device) -> Any:
+    config = getattr(model, "config", None)
+    return model(**to_device(batch, device), **({"use_cache": False} if config is not None else {}))
+
+
+def capture(model: nn.Module, name: str, data: Sequence[Batch], device: torch.device) -> Stack:
+    """What the layers of the stack are called with for every batch, kept on the CPU.
+
+    Raises:
+        ValueError: the model does something between its layers, or calls them in another way than one after the other.
+    """
+    layers = model.get_submodule(name)
+    stack = Stack(name, layers, [], [], False)
+    with torch.no_grad(), modes_kept(model), outside_on(model, layers, device):
+        model.eval()
+        stack.tuples = _returns_tuples(model, layers, data[0], device)
+        for batch in data:
+            record: list[tuple[Tensor, Call]] = []
+            with standing_in({layer: _recorder(stack, i, record) for i, layer in enumerate(layers)}):
+                try:
+                    call_model(model, batch, device)
+                except _Stop:
+                    pass
+            if len(record) != len(layers):
+                raise ValueError(f"a forward pass reached {len(record)} of the {len(layers)} layers of {name}")
+            memo: dict[int, Tensor] = {}
+            stack.hidden.append(record[0][0].cpu())
+            stack.calls.append([_on_cpu(call, memo) for _, call in record])
+    return stack
+
+
+def _on_cpu(call: Call, memo: dict[int, Tensor]) -> Call:
+    """On the CPU; what layers share stays shared."""
+
+    def move(t):
+        return memo.setdefault(id(t), t.detach().cpu()) if isinstance(t, Tensor) else t
+
+    return Call(tree_map(move, call.args), tree_map(move, call.kwargs))
+
+
+def _recorder(stack: Stack, index: int, record: list[tuple[Tensor, Call]]) -> Callable:
+    def forward(*args, **kwargs):
+        args = list(args)
+        hidden = args.pop(0) if args else kwargs.pop("hidden_states")
+        if len(record) != index or (record and record[-1][0] is not hidden):
+            raise ValueError(
+                f"this model does something to the hidden states before layer {index} of {stack.name}, or calls its layers in "
+                "another order; layers cannot be calibrated one after the other"
+            )
+        record.append((hidden, Call(tuple(args), kwargs)))
+        if index + 1 == len(stack.layers):
+            raise _Stop
+        return (hidden,) if stack.tuples else hidden
+
+    return forward
+
+
+def _returns_tuples(model: nn.Module, layers: nn.ModuleList, batch: Batch, device: torch.device) -> bool:
+    """Whether a layer returns a tuple: the first one is run on one batch."""
+    found: list[bool] = []
+    first = layers[0]
+    inner = first.forward
+
+    def forward(*args, **kwargs):
+        home = next(first.parameters()).device
+        try:
+            found.append(isinstance(first.to(device) and inner(*args, **kwargs), tuple))
+        finally:
+            first.to(home)
+        raise _Stop
+
+    with standing_in({first: forward}):
+        try:
+            call_model(model, batch, device)
+        except _Stop:
+            pass
+    if not found:
+        raise ValueError("a forward pass does not reach the layers")
+    return found[0]
+
+
+def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str]) -> list[list[str]]:
+    """Groups of the named linears of a layer that are handed one tensor, in the order of use; linears that the run does not reach
+    are left out."""
+    layer = stack.layers[index]
+    groups: list[tuple[Tensor, list[str]]] = []
+
+    def watch(name: str, linear: nn.Linear) -> Callable:
+        inner = linear.forward
+
+        def forward(x: Tensor, *args, **kwargs):
+            for tensor, group in groups:
+                if tensor is x:
+                    group.append(name)
+                    break
+            else:
+                groups.append((x, [name]))
+            return inner(x, *args, **kwargs)
+
+        return forward
+
+    with standing_in({layer.get_submodule(n): watch(n, layer.get_submodule(n)) for n in names}), torch.no_grad():
+        stack.run(index, 0, hidden)
+    found, seen = [], set()
+    for _, group in groups:
+        group = [n for n in dict.fromkeys(group) if n not in seen]
+        seen.update(group)
+        if group:
+            found.append(group)
+    return found
