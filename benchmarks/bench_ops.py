@@ -161,6 +161,7 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
             ("silu_mul_backward", where, (x, *gate, *up, None, "silu", False, 0)),
             ("silu_mul_backward", f"quantised {where}", (x, *gate, *up, None, "silu", True, 0)),
             ("silu_mul_backward", f"quantised recompute {where}", (x, *gate, *up, None, "silu", True, 1)),
+            ("gated_values", where, (*gate, *up, None, "silu", 1, k, BF16)),
             ("dropout", where, (x, 0.1, seed)),
         ]
     q, k, cos, sin = rope_inputs(4, 1024, 32, 8, 64)

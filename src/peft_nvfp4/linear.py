@@ -24,7 +24,7 @@ what NVFP4 activations are meant to avoid.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,10 +103,13 @@ def quantize_input(x: Tensor, terms: int, centre: Tensor | None) -> list[Quantiz
 
 def dequantize_input(parts: list[QuantizedMatrix], centre: Tensor | None, dtype: torch.dtype) -> Tensor:
     """D(x~) (M, K), summed in FP32 and rounded once to ``dtype``."""
-    if dtype != torch.float16:
-        return fused_ops.dequantize_terms(parts, centre, dtype)
-    # a rounding up of the largest value may pass FP16's end where x itself did not
-    return fused_ops.dequantize_terms(parts, centre, torch.float32).clamp(-65504.0, 65504.0).to(dtype)
+    return _in_range(lambda d: fused_ops.dequantize_terms(parts, centre, d), dtype)
+
+
+def _in_range(values: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+    """``values(dtype)``, through FP32 if that is FP16: a rounding up of the largest value may pass FP16's end where x itself did
+    not."""
+    return values(dtype) if dtype != torch.float16 else values(torch.float32).clamp(-65504.0, 65504.0).to(dtype)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -236,11 +239,11 @@ def _input_again(kept: Sequence[Tensor], centre: Tensor | None, spec: SiteSpec, 
     parts = [QuantizedMatrix(*kept[i : i + 3], spec.k) for i in range(0, len(kept), 3)]
     if spec.recompute is None:
         return dequantize_input(parts, centre, dtype)
-    return fused_ops.gated_values(*parts, centre, spec.recompute, spec.terms, dtype)
+    return _in_range(lambda d: fused_ops.gated_values(*parts, centre, spec.recompute, spec.terms, d), dtype)
 
 
 def _saved(ctx) -> tuple[Tensor | None, list[Frozen], list[Tensor], lora.Adapters, Sequence[Tensor]]:
-    """(centre, frozen linears, hidden, adapters, tensors of the terms of x~)."""
+    """(centre, frozen linears, hidden, adapters, tensors of the terms of x~ or of what it is made from)."""
     saved = ctx.saved_tensors  # read once: under checkpointing every reading recomputes
     at, width = 1, len(Frozen._fields) - 2
     frozen = [Frozen(None, None, *saved[at + width * i : at + width * (i + 1)]) for i in range(len(ctx.spec.linears))]

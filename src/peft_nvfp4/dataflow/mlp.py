@@ -3,7 +3,8 @@
     h = act(gate(x)) * up(x);  y = down(h)
 
 The product is computed from BF16 gate and up in FP32 and quantised in the same pass; what backward needs are the codes of gate,
-up and h (0.56 bytes a value each instead of 2). Gradients come from D(gate~) and D(up~), in FP32.
+up and h (0.56 bytes a value each instead of 2). Gradients come from D(gate~) and D(up~), in FP32. As an option, h is not kept:
+D(h~), for down's dA, is made anew from D(gate~) and D(up~) (:func:`peft_nvfp4.fused_reference.gated_values`).
 
 Source: PACT, Table 7, row SiLU-multiply.
 
@@ -76,7 +77,8 @@ class FusedGatedMLP(nn.Module):
 
     Args:
         recompute: keep no codes of h~ for the adapter's gradient, but make D(h~) anew from those of gate and up. It is then the
-            product of quantised factors: close to the forward's, not the same. A sixth less memory for backward.
+            product of quantised factors: close to the forward's, not the same. A sixth less memory for backward. Where gate and
+            up are not kept (nothing before them is trained), h~ is kept all the same: less than the two of them.
     """
 
     def __init__(self, original: nn.Module, parts: GatedParts, recompute: bool = False):
@@ -108,7 +110,8 @@ class FusedGatedMLP(nn.Module):
         del gate, up  # the largest activations of a layer: nothing needs them any more
         h = h.view(shape)
         *codes, gate_copy, up_copy = as_parts(flat, f)
-        source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute else None
+        kept = h.requires_grad  # gate and up are
+        source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute and kept else None
         handoff.put(h, QuantizedInput(tuple(codes), centre, h.dtype, exact=True, hollow=hollow, source=source))
         return self._modules[parts.down](h)
 
