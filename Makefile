@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+CUTLASS = nvidia-cutlass==4.2.0.0
 BIN = $(VENV)/bin
 export HF_HUB_OFFLINE = 1
+export PEFT_NVFP4_BUILD ?= 0# the CUDA extension takes minutes: make build-ext
 
-.PHONY: demo test lint clean
+.PHONY: demo test build-ext lint clean
 
 # PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
 $(VENV)/.base: pyproject.toml
@@ -21,6 +23,7 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install -q -e ".[test]"
+	if command -v nvcc >/dev/null; then $(BIN)/python -m pip install -q --no-deps $(CUTLASS); fi  # one kernel is compiled
 	touch $@
 
 demo: $(VENV)/.demo
@@ -29,6 +32,11 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+# FP4 GEMMs for RTX 50xx: needs nvcc from CUDA 12.8 or later, no GPU
+build-ext: $(VENV)/.base
+	$(BIN)/python -m pip install -q --no-deps $(CUTLASS)
+	$(BIN)/python csrc/build.py
 
 lint:
 	$(BIN)/python -m pip install -q ruff

@@ -1,0 +1,70 @@
+/* The C interface of the SM120 extension: plain symbols, so that one binary serves every Python and torch version.
+ *
+ * y[m, n] = x_gscale[m] * w_gscale * sum_t sum_k x_t[m, k] * w[n, k]  + bias[n] + c[m, n]
+ *
+ * x_t (1 or 2 terms with one scale per row) and w are E2M1 codes (low nibble = even k) with one E4M3 scale for 16 codes along k;
+ * the sum is FP32, everything else happens in FP32 before the one rounding of y. A call computes up to PEFT_NVFP4_PARTS products
+ * of the same x in one launch; each part has its own weight, scale, bias, c and y. Nothing here allocates or synchronises.
+ * The fields are read by Python through ctypes (kernels/extension.py): change one, change PEFT_NVFP4_ABI. */
+#pragma once
+#include <stdint.h>
+
+#define PEFT_NVFP4_ABI 1
+#define PEFT_NVFP4_TERMS 2
+#define PEFT_NVFP4_PARTS 4
+
+#ifdef _WIN32
+#define PEFT_NVFP4_API __declspec(dllexport)
+#else
+#define PEFT_NVFP4_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct peft_nvfp4_part {
+  int64_t n;             /* rows of the weight */
+  const void* codes;     /* (n, k/2) bytes, row-major, address a multiple of 16 */
+  const void* scales;    /* (n, k/16) E4M3 bytes, row-major */
+  const float* gscale;   /* one number on the device */
+  const void* bias;      /* (n,) or null */
+  const void* c;         /* (m, n) of the instance's type of c, rows ldc apart; null where the instance has no c */
+  void* d;               /* (m, n) of the instance's type of d, rows ldd apart */
+  int64_t ldc, ldd;      /* in elements; times the element's size a multiple of 16 bytes */
+  int32_t bias_is_bf16;  /* 0: bias is FP32 */
+  int32_t reserved;
+} peft_nvfp4_part;
+
+typedef struct peft_nvfp4_gemm_args {
+  uint32_t version; /* PEFT_NVFP4_ABI */
+  int32_t instance; /* index into peft_nvfp4_describe */
+  int32_t terms, parts;
+  int64_t m, k;     /* k as stored: a multiple of 32 */
+  const void* x_codes[PEFT_NVFP4_TERMS];  /* (m, k/2) bytes each, row-major, address a multiple of 16 */
+  const void* x_scales[PEFT_NVFP4_TERMS]; /* (m, k/16) E4M3 bytes each, row-major */
+  const float* x_gscale;                  /* (m,), or (1,) for all rows */
+  int64_t x_gscale_rows;                  /* m or 1 */
+  peft_nvfp4_part part[PEFT_NVFP4_PARTS];
+  void* workspace; /* on the device, address a multiple of 256; contents irrelevant */
+  int64_t workspace_bytes;
+  void* stream;     /* cudaStream_t */
+  int32_t sm_count; /* multiprocessors to fill; 0 asks the current device */
+  int32_t reserved;
+} peft_nvfp4_gemm_args;
+
+PEFT_NVFP4_API int peft_nvfp4_abi(void);
+/* 0, or a code for peft_nvfp4_error. All products are queued on args->stream. */
+PEFT_NVFP4_API int peft_nvfp4_gemm(const peft_nvfp4_gemm_args* args);
+/* Bytes of workspace for these arguments (pointers are not looked at), or minus an error code. */
+PEFT_NVFP4_API int64_t peft_nvfp4_workspace(const peft_nvfp4_gemm_args* args);
+/* What is wrong and the rule that it breaks; never null. */
+PEFT_NVFP4_API const char* peft_nvfp4_error(int code);
+/* One instance per call, "name tile_m tile_n tile_k schedule c d stages smem_bytes"; null past the last. */
+PEFT_NVFP4_API const char* peft_nvfp4_describe(int instance);
+/* What was built: "archs=12.0a,12.1a emulated=0 cutlass=4.2.0 nvcc=13.0 source=<hash>". */
+PEFT_NVFP4_API const char* peft_nvfp4_build_info(void);
+
+#ifdef __cplusplus
+}
+#endif
