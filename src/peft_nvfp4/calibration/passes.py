@@ -6,13 +6,13 @@ hidden states on the CPU or on disk, one layer at a time on the GPU, finished la
 
 from __future__ import annotations
 
-import resource
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -316,7 +316,7 @@ def _sample(x: Tensor, held_out: Tensor | None, count: int) -> Tensor:
 
 
 def _peak(device: torch.device) -> float:
-    """GiB: of the GPU during a layer, or of the process so far."""
+    """GiB: the GPU's peak during a layer, or what the process holds after it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return psutil.Process().memory_info().rss / 2**30
