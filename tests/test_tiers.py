@@ -403,6 +403,8 @@ class FakeCuda:
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
+    monkeypatch.setattr(kernels, "_loaded", "")  # whatever other tests have left
+    monkeypatch.setattr(kernels, "_forced", "")
     yield FakeCuda(monkeypatch)
     kernels._obstacle.cache_clear()
 
