@@ -15,6 +15,7 @@ from .dataflow.loss import linear_cross_entropy
 from .dataflow.loss_attach import attach_loss, detach_loss
 from .freeze import dequantize_model, freeze_model, frozen_bytes
 from .graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .hf import PactConfig, prepare_model_for_nvfp4_training
 from .tuner import register, unregister
 from .version import __version__
 
@@ -26,6 +27,7 @@ __all__ = [
     "FrozenOptions",
     "GPTQOptions",
     "NVFP4LoraConfig",
+    "PactConfig",
     "apply_calibration",
     "attach",
     "attach_loss",
@@ -40,6 +42,7 @@ __all__ = [
     "graph_status",
     "kernels",
     "linear_cross_entropy",
+    "prepare_model_for_nvfp4_training",
     "register",
     "unregister",
 ]

@@ -108,11 +108,13 @@ def _mark_quantised(model: nn.Module) -> None:
             module.config._is_quantized = True
 
 
-def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[str]:
-    """Dotted names of the linears to freeze, after every check that can fail."""
+def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: bool = True) -> list[str]:
+    """Dotted names of the linears to freeze, after every check that can fail. With ``loaded=False`` the weights are still to
+    come: the names, without the checks of what they hold."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    _refuse_other_quantisation(model)
+    if loaded:
+        _refuse_other_quantisation(model)
     keep = _kept_dense(model)
     names, inside_tuner = [], ()
     # PyTorch's own transformer layers have a fast path that reads .weight of their linears
@@ -142,7 +144,9 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...]) -> list[
             or id(module) in keep
         ):
             continue
-        if name.startswith(opaque) or _skipped(name, skip_modules) or not _convertible(name, module, backend):
+        if name.startswith(opaque) or _skipped(name, skip_modules):
+            continue
+        if not (_convertible(name, module, backend) if loaded else type(module) is nn.Linear):
             continue
         names.append(name)
     return names

@@ -173,6 +173,8 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
 
 CHUNK = 1 << 22
 """Elements quantised at a time by :func:`quantize_weight`: the FP32 temporaries of a chunk take some 100 MB."""
+CHUNK_CPU = 1 << 18
+"""The same on a CPU, where temporaries that fit into its caches take two thirds of the time, and 10 MB."""
 
 
 def weight_gscale(w: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -
     """``quantize`` for large finite matrices with one global scale: same bits, by chunks of rows, so that the temporaries stay
     small."""
     gscale = weight_gscale(w) if gscale is None else gscale
-    step = max(1, CHUNK // max(1, w.shape[1]))
+    step = max(1, (CHUNK_CPU if w.device.type == "cpu" else CHUNK) // max(1, w.shape[1]))
     parts = [quantize(w[i : i + step], fmt, gscale) for i in range(0, max(1, w.shape[0]), step)]
     if len(parts) == 1:
         return parts[0]

@@ -5,7 +5,7 @@
 | ``_prepare_model`` of ``LoraModel``, ``MixedModel`` | with our config: freezes the base before PEFT lists its modules |
 | ``LoraModel._create_new_module`` | a frozen target gets a :class:`FrozenLoraLinear`, for any LoRA config |
 | ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
-| ``BaseTuner.inject_adapter`` | with our config: fuses the model after it. Other tuners (IA3, ...) on frozen linears raise |
+| ``BaseTuner.inject_adapter`` | our config, or LoRA on a ``PactConfig`` model: fuses it after. IA3, ... on frozen linears raise |
 
 Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's
 own classes and code. Replacing PEFT's tuner class in its mapping instead would change the class of every LoRA model of the
@@ -31,6 +31,7 @@ from .dataflow.attach import attach, attached, detach
 from .dataflow.probe import base_of
 from .freeze import dequantize_model, freeze_model, frozen_layers
 from .graphs import disable_cuda_graphs, enable_cuda_graphs
+from .hf.config import PactConfig, pact_config
 from .lora import FrozenLoraLinear, refuse_unsupported
 from .sites import input_terms
 
@@ -106,6 +107,8 @@ def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
 
 def _check_same_base(frozen: list[tuple[str, FrozenLinear]], config: NVFP4LoraConfig) -> None:
     """A further adapter must ask for the base that is there: changing it would change what the others were trained on."""
+    if config.calibration is not None and not any(layer.calibrated for _, layer in frozen):
+        raise ValueError("a calibration replaces dense weights, and this base is frozen: load it without quantization_config")
     for name, layer in frozen:
         terms = layer.options.terms if layer.calibrated else input_terms(name.removesuffix(".base_layer"), config.accuracy)
         wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
@@ -182,8 +185,9 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     _refuse_frozen_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
     if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
         result = original(self, model, adapter_name, *args, **kwargs)
-        if isinstance(config, NVFP4LoraConfig):
-            _attach(self, model, config)
+        settings = config if isinstance(config, NVFP4LoraConfig) else pact_config(model)
+        if settings is not None:
+            _attach(self, model, settings)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
     result = original(self, model, adapter_name, *args, **kwargs)
@@ -202,7 +206,7 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     )
 
 
-def _attach(tuner: BaseTuner, model: nn.Module, config: NVFP4LoraConfig) -> None:
+def _attach(tuner: BaseTuner, model: nn.Module, config: NVFP4LoraConfig | PactConfig) -> None:
     """Fuse what the config wants fused, once for all adapters of a model."""
     if not config.fused and attached(model):
         warnings.warn(

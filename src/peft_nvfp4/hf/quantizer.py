@@ -1,0 +1,274 @@
+"""The transformers quantizer behind :class:`PactConfig`.
+
+``from_pretrained`` builds the model on the meta device and then hands over one weight after the other. Two ways from there:
+
+* **A dense checkpoint** (:class:`StreamingQuantize`). The planned linears stay placeholders. A weight that arrives is held until
+  its siblings (q/k/v, gate/up) are there, since they share a global scale; then the group is quantised, takes its place in the
+  model and the dense weights are let go. At any time one group is dense. The result is :func:`~peft_nvfp4.freeze_model`'s, bit
+  for bit. An alternative in two passes over the file would read everything twice to hold one matrix instead of three.
+* **A saved model** (:mod:`.checkpoint`). The planned linears become empty packed layers before loading, transformers fills them
+  like any parameters, and what is not in the file (the backward layout) is made from what is.
+
+An error inside a conversion would only be logged by transformers, so errors are kept, what follows is not converted any more, and
+:meth:`PactQuantizer._process_model_after_weight_loading` raises: ``from_pretrained`` returns a whole model or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantizer
+
+from .. import freeze
+from ..backends import FrozenOptions
+from ..backends.nvfp4 import NVFP4FrozenLinear
+from ..freeze import dequantize_model, frozen_layers
+from ..ops import weight_gscale
+from ..sites import input_terms
+from . import checkpoint
+from .config import METHOD, PactConfig
+from .mapped import release
+from .prepare import mark_as_4bit, unmark_as_4bit
+
+RELEASE_BYTES = 1 << 25
+"""Dense bytes quantised between two calls of :func:`release`."""
+
+
+@register_quantizer(METHOD)
+class PactQuantizer(HfQuantizer):
+    """Loads, saves and dequantises models of a :class:`PactConfig`.
+
+    Attributes:
+        planned: dotted name of a linear to freeze -> the names, itself included, that share its global scale.
+    """
+
+    requires_calibration = False
+    quantization_config: PactConfig
+
+    def __init__(self, quantization_config: PactConfig, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.planned: dict[str, tuple[str, ...]] = {}
+        self._held: dict[str, Tensor] = {}  # dense weights that wait for their siblings
+        self._stored: dict[str, checkpoint.Stored] = {}  # name in the model -> where it comes from
+        self._failure: str | None = None
+        self._files: list[str] = []
+        self._read_bytes = 0
+
+    # -- where a model may go
+
+    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+        """Every part of the model must be where it computes.
+
+        Raises:
+            ValueError: a device_map that offloads to the CPU or the disk.
+        """
+        devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
+        if "disk" in devices or "cpu" in devices and len(devices) > 1:
+            raise ValueError(
+                f"device_map puts parts of the model on {' and '.join(sorted(devices & {'cpu', 'disk'}))}: a frozen NVFP4 layer "
+                "is not offloaded. Spread the model over GPUs, choose weight_layouts='transient' (half the memory), or load it "
+                "on the CPU alone (device_map='cpu')."
+            )
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """As with bitsandbytes: the current GPU where there is one, unless the caller says otherwise."""
+        if device_map is None:
+            device_map = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
+        return device_map
+
+    def adjust_max_memory(self, max_memory: Mapping) -> dict:
+        return {key: value * 0.9 for key, value in max_memory.items()}  # a group of dense weights, and what packing it takes
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        """Bytes an element of this (placeholder or packed) parameter will take."""
+        config = self.quantization_config
+        layouts = 2 if config.weight_layouts == "cached" and config.gradients != "bf16" else 1
+        name, _, leaf = param_name.rpartition(".")
+        if name not in self.planned or leaf == "bias":
+            return param.element_size()
+        return layouts * (1 if self.pre_quantized else 4.5 / 8)
+
+    # -- before loading
+
+    def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **kwargs: Any) -> nn.Module:
+        skip = tuple(self.quantization_config.skip_modules or ())
+        freeze._check_names(model, skip)
+        names = self._untied(model, freeze.plan(model, "nvfp4", skip, loaded=False))
+        if not names:
+            raise ValueError(f"no linear layer of {type(model).__name__} can be frozen in NVFP4; leave quantization_config out")
+        self.planned = {name: tuple(freeze._siblings(model, name, set(names))) for name in names}
+        checkpoint.check_files(checkpoint_files, packed=self.pre_quantized)
+        self._files = list(checkpoint_files or ())
+        self._stored = checkpoint.stored_tensors(model, checkpoint_files)
+        if self.pre_quantized:
+            checkpoint.check_layout(model, self.planned, self._stored)
+            for name in self.planned:
+                self._put(model, name, checkpoint.empty_layer(model.get_submodule(name), self._options(name)))
+        return model
+
+    @staticmethod
+    def _untied(model: nn.Module, names: list[str]) -> list[str]:
+        """Without those whose weight is another parameter's too: it is tied after loading, and would have to be packed twice."""
+        tied = {key for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for key in pair}
+        return [name for name in names if f"{name}.weight" not in tied]
+
+    def _options(self, name: str) -> FrozenOptions:
+        config = self.quantization_config
+        return FrozenOptions(config.weight_layouts, config.gradients, input_terms(name, config.accuracy))
+
+    def _put(self, model: nn.Module, name: str, layer: NVFP4FrozenLinear) -> None:
+        layer.shares_input = len(self.planned[name]) > 1
+        freeze._carry_attributes(model.get_submodule(name), layer)
+        for p in layer.parameters():
+            p.requires_grad_(False)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+
+    # -- a dense checkpoint
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        name, _, leaf = param_name.rpartition(".")
+        return not self.pre_quantized and leaf == "weight" and name in self.planned
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return StreamingQuantize(self)
+
+    def collect(self, model: nn.Module, name: str, weight: Tensor) -> None:
+        """Take the weight of a planned linear; quantise its group if it is the last of it."""
+        linear = model.get_submodule(name)
+        problem = None
+        if self._failure is None:
+            if tuple(weight.shape) != (linear.out_features, linear.in_features):
+                problem = f"has the shape {tuple(weight.shape)}, {type(model).__name__} has {tuple(linear.weight.shape)}"
+            elif not all(torch.isfinite(extreme) for extreme in weight.aminmax()):  # NaN is both; no temporaries
+                problem = "holds NaN or Inf; a quantised layer cannot represent them"
+        if problem is not None:
+            self._failure = f"{self._origin(f'{name}.weight')} {problem}"
+        if self._failure is not None:
+            linear.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)  # what follows can move it
+            linear._is_hf_initialized = True
+            return
+        self._held[name] = weight
+        linear._is_hf_initialized = True  # nothing to initialise while it waits
+        if all(sibling in self._held for sibling in self.planned[name]):
+            self._freeze_group(model, self.planned[name])
+
+    def _freeze_group(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        """Quantise held weights under one global scale; as :func:`freeze_model` does for linears that are there."""
+        weights = {name: self._held.pop(name) for name in names}
+        gscale = torch.stack([weight_gscale(w).cpu() for w in weights.values()]).amax(0) if len(names) > 1 else None
+        for name in names:
+            linear, weight = model.get_submodule(name), weights.pop(name)
+            bias, linear.bias = linear.bias, None  # it may still be to come
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            scale = None if gscale is None else gscale.to(weight.device, copy=True)  # files refuse shared tensors
+            layer = NVFP4FrozenLinear.quantize(linear, self._options(name), gscale=scale)
+            layer.bias = bias
+            for p in layer.packed_tensors().values():
+                p._is_hf_initialized = True
+            layer._is_hf_initialized = bias is None or getattr(bias, "_is_hf_initialized", False)
+            self._read_bytes += weight.nbytes
+            self._put(model, name, layer)
+        del linear, weight
+        if self._read_bytes >= RELEASE_BYTES:
+            self._read_bytes = 0
+            release(self._files)
+
+    def _freeze_rest(self, model: nn.Module) -> None:
+        """Groups of which the checkpoint lacks a weight, which transformers has initialised (and said so)."""
+        for name, group in self.planned.items():
+            if isinstance(model.get_submodule(name), NVFP4FrozenLinear):
+                continue
+            for sibling in group:
+                self._held.setdefault(sibling, model.get_submodule(sibling).weight.detach())
+            self._freeze_group(model, group)
+
+    def _origin(self, name: str) -> str:
+        """A tensor's name and the file it is in, for messages."""
+        stored = self._stored.get(name)
+        return name if stored is None else f"{stored.key} in {stored.file}"
+
+    # -- after loading
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        if self._failure is not None:
+            self._held.clear()
+            raise ValueError(self._failure)
+        if self.pre_quantized:
+            layers = {name: model.get_submodule(name) for name in self.planned}
+            checkpoint.check_loaded(layers, self._origin)
+            for layer in layers.values():
+                checkpoint.complete(layer)
+        else:
+            self._freeze_rest(model)
+        for _, layer in frozen_layers(model):
+            for p in layer.parameters():
+                p.requires_grad_(False)  # transformers lets every floating one it sets be trained: a bias
+        freeze._warn_dense_share(model, tuple(self.quantization_config.skip_modules or ()))
+        mark_as_4bit(model)
+        model._weight_conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if self._kept(c)]
+        release(self._files)
+        self._stored, self._files = {}, []
+        return model
+
+    def _kept(self, conversion: Any) -> bool:
+        """Whether a conversion made at loading may be undone at saving: one that split or merged dense weights would meet packed
+        ones, which stay under their names in the model."""
+        if not isinstance(conversion, WeightConverter):
+            return True
+        reverse = conversion.reverse_transform()
+        return not any(reverse.rename_source_key(f"{name}.weight")[1] for name in self.planned)
+
+    # -- saving, and back to dense
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What ``save_pretrained`` writes: everything but backward layouts, which are made anew with the same bits."""
+        return checkpoint.saved_state_dict(model), {}
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise ValueError("the model carries an adapter: merge or unload it, then dequantize()")
+        frozen = [name for name, _ in frozen_layers(model)]
+        dequantize_model(model)
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # the config of a saved model holds a word
+        for name in frozen:
+            model.get_submodule(name).to(dtype=dtype).requires_grad_(True)
+        unmark_as_4bit(model)
+        for module in model.modules():
+            if getattr(getattr(module, "config", None), "_is_quantized", False):
+                module.config._is_quantized = False
+        return model
+
+
+class StreamingQuantize(ConversionOps):
+    """Takes planned weights out of the stream of loaded parameters; whatever else is in it goes on."""
+
+    def __init__(self, quantizer: PactQuantizer):
+        self.quantizer = quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], model: nn.Module, missing_keys: set[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        rest = {}
+        for key, value in input_dict.items():
+            if not self.quantizer.param_needs_quantization(model, key):
+                rest[key] = value
+                continue
+            self.quantizer.collect(model, key.removesuffix(".weight"), value[0] if isinstance(value, list) else value)
+            if missing_keys is not None:
+                missing_keys.discard(key)
+        return rest
