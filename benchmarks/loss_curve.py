@@ -80,7 +80,11 @@ def run(args) -> None:
     real = (torch.arange(inputs.shape[1]) <= last[:, None]).flatten()  # padding may be another token with another tokenizer
     score = data.evaluate(model, tokenizer, test)
     print(f"{args.out.name} accuracy {score.accuracy:.4f} nll {score.nll:.4f}", flush=True)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "function"}
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(args).items()
+        if key not in ("function", "out")
+    }
     torch.save(
         {"settings": settings, "environment": environment(), "losses": losses, "codes": first, "real": real,
          "accuracy": score.accuracy, "nll": score.nll}, args.out,

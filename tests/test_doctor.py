@@ -7,11 +7,12 @@ import sys
 
 import pytest
 import torch
+from _gemms import one_by_one
 from scalar_nvfp4 import quantize_exact, swizzled_position
 from test_tiers import MUTANTS, fake_scaled_mm, gemm, narrow
 
 from peft_nvfp4 import kernels, linear_ops, reference
-from peft_nvfp4.kernels import known_products, native, scaled_mm, tiers
+from peft_nvfp4.kernels import known_products, scaled_mm, tiers
 from peft_nvfp4.tools import conformance, conformance_gemm, doctor, environment, oracle
 from peft_nvfp4.tools.results import FAILED, NOT_RUN, PASSED, WARNING, NotRun, Result, checked
 
@@ -27,7 +28,7 @@ def failed(results):
 
 
 def of_gemm(function):
-    return list(conformance_gemm.gemm_checks("a tier", native.one_by_one(function), CPU))
+    return list(conformance_gemm.gemm_checks("a tier", one_by_one(function), CPU))
 
 
 # ---------------------------------------------------------------------------------------------- the report
@@ -210,7 +211,7 @@ def test_tiers_that_are_there_are_checked(monkeypatch):
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
     monkeypatch.setattr(scaled_mm, "_scaled_mm", no_image)
-    broken = lambda: [("", native.one_by_one(no_image))]
+    broken = lambda: [("", one_by_one(no_image))]
     monkeypatch.setitem(tiers.NATIVE, "cutlass", broken)
     results = list(conformance.tiers_on(device))
     assert {(r.group, r.outcome) for r in results} == {

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from _gemms import one_by_one
 from test_emulated import SITES, close, exact_dgrad, exact_fprop, packed, site
 
 from peft_nvfp4 import kernels, linear_ops, reference
@@ -183,17 +184,17 @@ def test_products_over_a_gemm(name, terms, constant):
         rest = (constants, values, hidden, ups, owner, None, ws[0].k, dtype)
         arguments = (*packed(parts), *packed(ws), *rest)
         assert native.takes_fprop(*arguments)
-        ys = native.fprop(native.one_by_one(gemm), *arguments)
+        ys = native.fprop(one_by_one(gemm), *arguments)
         for y, exact in zip(ys, exact_fprop(*forward)):
             assert y.dtype == BF16 and close(y, *exact, 2)
         if a is not None:  # h made inside, by the operator
             arguments = (*packed(parts), *packed(ws), *rest[:2], [None] * len(hidden), ups, owner, a, ws[0].k, dtype)
-            *_, h = native.fprop(native.one_by_one(gemm), *arguments)
+            *_, h = native.fprop(one_by_one(gemm), *arguments)
             assert torch.equal(h, linear_ops.reference_fprop(*arguments)[-1])
         for seeds in ([None] * len(dys), [torch.tensor(i) for i in range(len(dys))]):
             arguments = (dys, *packed(weights), seeds, g, a, ws[0].k)
             assert native.takes_dgrad(*arguments)
-            dx = native.dgrad(native.one_by_one(gemm), *arguments)
+            dx = native.dgrad(one_by_one(gemm), *arguments)
             exact, magnitude = exact_dgrad(dys, weights, g, a)
             if seeds[0] is not None:
                 exact = linear_ops.reference_dgrad(*arguments).double()
@@ -207,7 +208,7 @@ def test_products_without_additions_are_rounded_once():
         w = known_products.matrix(known_products.codes(48, 64, 2), known_products.powers(48, 64, 3))
         arguments = ([[t] for t in x[:3]], [[t] for t in w[:3]], ([None], None, [], [], [], None, 64, BF16))
         arguments = (*arguments[0], *arguments[1], *arguments[2])
-        (y,) = native.fprop(native.one_by_one(gemm), *arguments)
+        (y,) = native.fprop(one_by_one(gemm), *arguments)
         assert torch.equal(y, linear_ops.reference_fprop(*arguments)[0])
         dy = (2.0 ** torch.arange(9))[:, None].to(BF16) * reference.dequantize(
             known_products.matrix(known_products.codes(9, 64, 4))
@@ -216,7 +217,7 @@ def test_products_without_additions_are_rounded_once():
         dy = dy.to(BF16)
         assert torch.equal(reference.dequantize(reference.quantize(dy, GRADIENT)), dy.float())
         arguments = ([dy], *([t] for t in w[:3]), [None], None, None, 48)
-        assert torch.equal(native.dgrad(native.one_by_one(gemm), *arguments), linear_ops.reference_dgrad(*arguments))
+        assert torch.equal(native.dgrad(one_by_one(gemm), *arguments), linear_ops.reference_dgrad(*arguments))
 
 
 def test_what_a_tier_does_not_take():
@@ -307,7 +308,7 @@ def native_tiers(monkeypatch):
             def load():
                 if isinstance(what, Exception):
                     raise what
-                return [("", native.one_by_one(what))]
+                return [("", one_by_one(what))]
 
             return load
 

@@ -173,9 +173,9 @@ def _mlp_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
         centre = normal(k, seed=3) if centred else None
         return awkward(rows, k, dtype), normal(rows, k, seed=2, dtype=dtype), centre, act, terms, keep_h
 
-    def backward(k, dtype, act, quantize, recompute):
+    def backward(k, dtype, act, quantize):
         gate, up = (reference.quantize(t, ACTIVATION) for t in forward(k, FP32, act, 1, False)[:2])
-        return awkward(rows, k, dtype), *gate[:3], *up[:3], None, act, quantize, recompute
+        return awkward(rows, k, dtype), *gate[:3], *up[:3], act, quantize
 
     def values(k, dtype, act, terms, centred):
         gate, up, centre, *_ = forward(k, dtype, act, terms, centred)
@@ -195,14 +195,14 @@ def _mlp_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
                 yield Case("mlp", "silu_mul_quantize", label, lambda a=a: forward(*a))
                 yield Case("mlp", "gated_values", label, lambda a=a: values(*a))
         variants = (
-            (k, BF16, "silu", False, 0),
-            (k, BF16, "gelu_tanh", True, 2),
-            (k, BF16, "silu", True, 0),
-            (k, FP32, "silu", True, 1),
+            (k, BF16, "silu", False),
+            (k, BF16, "gelu_tanh", True),
+            (k, BF16, "silu", True),
+            (k, FP32, "silu", True),
         )
         for a in variants:
-            if k == widths[-1] or a[1:] == (BF16, "silu", False, 0):
-                label = f"{a[2]} {str(a[1])[6:]}{' quantised' if a[3] else ''}{' recompute' if a[4] else ''} K={k}"
+            if k == widths[-1] or a[1:] == (BF16, "silu", False):
+                label = f"{a[2]} {str(a[1])[6:]}{' quantised' if a[3] else ''} K={k}"
                 yield Case("mlp", "silu_mul_backward", label, lambda a=a: backward(*a))
 
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import LoraConfig
 
 from .backends import BACKENDS, FrozenOptions
-from .sites import ACCURACY
+from .sites import check_accuracy
 
 SIDE_CAR = "nvfp4_adapter.json"
 SIDE_CAR_VERSION = 1
@@ -83,8 +83,7 @@ class NVFP4LoraConfig(LoraConfig):
         super().__post_init__()
         if self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
-        if self.accuracy not in ACCURACY:
-            raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {self.accuracy!r}")
+        check_accuracy(self.accuracy)
         if self.calibration is not None and self.backend != "nvfp4":
             raise ValueError(f"a calibration is for backend='nvfp4', got {self.backend!r}")
         self.calibration = None if self.calibration is None else str(self.calibration)

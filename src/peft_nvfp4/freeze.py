@@ -20,8 +20,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
-from .ops import FLOATS, weight_gscale
-from .sites import ACCURACY, fused_siblings, input_terms
+from .ops import FLOATS, shared_gscale, weight_gscale
+from .sites import check_accuracy, fused_siblings, input_terms
 
 HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", "output_head", "summary"})
 """Last name component of output heads; besides, whatever ``get_output_embeddings()`` returns."""
@@ -59,8 +59,7 @@ def freeze_model(
         cls = BACKENDS[backend]
     except KeyError as error:
         raise ValueError(error.args[0]) from None
-    if accuracy not in ACCURACY:
-        raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {accuracy!r}")
+    check_accuracy(accuracy)
     FrozenOptions(weight_layouts, gradients, activations=activations)  # validates
     _check_names(model, skip_modules := tuple(skip_modules))
     names = plan(model, backend, skip_modules)
@@ -240,7 +239,7 @@ def _shared_gscale(model: nn.Module, name: str, planned: set[str]) -> torch.Tens
     weights = [module.weight for module in modules]
     if not all(w.is_floating_point() for w in weights):  # adopted from bitsandbytes
         return None
-    return torch.stack([weight_gscale(w).to(own.device) for w in weights]).amax(0)
+    return shared_gscale(weights).to(own.device)
 
 
 def _siblings(model: nn.Module, name: str, planned: set[str]) -> list[str]:

@@ -53,8 +53,8 @@ def _check_centre(op: str, centre: Tensor | None, k: int) -> None:
     )
 
 
-def _check_terms(op: str, terms: int, least: int = 1) -> None:
-    _check(least <= terms <= 2, lambda: f"{op}: the number of terms must be {least} to 2, got {terms}")
+def _check_terms(op: str, terms: int) -> None:
+    _check(1 <= terms <= 2, lambda: f"{op}: the number of terms must be 1 or 2, got {terms}")
 
 
 def _check_parts(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, k: int, per_row: bool) -> None:
@@ -259,42 +259,37 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str,
     return GatedOutput(_parts(*out[:3], k), out[3], QuantizedMatrix(*out[4:7], k), QuantizedMatrix(*out[7:10], k))
 
 
-def _check_silu_mul_backward(dh, gc, gs, gg, uc, us, ug, centre, act: str, quantize: bool, recompute_terms: int) -> None:
+def _check_silu_mul_backward(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool) -> None:
     op = "silu_mul_backward"
-    _check_gated(op, "dh", dh, centre, act)
+    _check_gated(op, "dh", dh, None, act)
     _check_parts(f"{op} (gate)", [gc], [gs], [gg], *dh.shape, per_row=True)
     _check_parts(f"{op} (up)", [uc], [us], [ug], *dh.shape, per_row=True)
-    _check_terms(op, recompute_terms, least=0)
 
 
-def _silu_mul_backward_reference(dh, gc, gs, gg, uc, us, ug, *rest):
+def _silu_mul_backward_reference(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool):
     k = dh.shape[1]
-    out = fused_reference.silu_mul_backward(dh, QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k), *rest)
-    return out.dgate, out.dup, *_stack(out.quantized, dh), *_stack(out.parts, dh)
+    out = fused_reference.silu_mul_backward(dh, QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k), act, quantize)
+    return out.dgate, out.dup, *_stack(out.quantized, dh)
 
 
-def _silu_mul_backward_fake(dh, gc, gs, gg, uc, us, ug, centre, act: str, quantize: bool, recompute_terms: int):
-    quantized, parts = (_empty_terms(dh, n, *dh.shape) for n in (2 if quantize else 0, recompute_terms))
-    return dh.new_empty(dh.shape), dh.new_empty(dh.shape), *quantized, *parts
+def _silu_mul_backward_fake(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool):
+    return dh.new_empty(dh.shape), dh.new_empty(dh.shape), *_empty_terms(dh, 2 if quantize else 0, *dh.shape)
 
 
 _silu_mul_backward = _operator(
     "silu_mul_backward",
     "(Tensor dh, Tensor gate_codes, Tensor gate_scales, Tensor gate_gscale, Tensor up_codes, Tensor up_scales, "
-    "Tensor up_gscale, Tensor? centre, str act, bool quantize, int recompute_terms) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor up_gscale, str act, bool quantize) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _check_silu_mul_backward,
     _silu_mul_backward_reference,
     _silu_mul_backward_fake,
 )
 
 
-def silu_mul_backward(
-    dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, centre: Tensor | None, act: str, quantize: bool, recompute_terms: int
-) -> GatedGrads:
+def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str, quantize: bool) -> GatedGrads:
     """Gradients of gate and up (M, f) from their NVFP4 copies; see :func:`fused_reference.silu_mul_backward`."""
-    out, k = _silu_mul_backward(dh, *gate[:3], *up[:3], centre, act, quantize, recompute_terms), dh.shape[1]
-    return GatedGrads(out[0], out[1], _parts(*out[2:5], k), _parts(*out[5:8], k))
+    out = _silu_mul_backward(dh, *gate[:3], *up[:3], act, quantize)
+    return GatedGrads(out[0], out[1], _parts(*out[2:5], dh.shape[1]))
 
 
 def _check_gated_values(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype) -> None:

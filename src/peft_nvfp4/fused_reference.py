@@ -216,12 +216,9 @@ class GatedGrads(NamedTuple):
     dgate: Tensor  # (M, f) in dh's dtype
     dup: Tensor
     quantized: list[QuantizedMatrix]  # of dgate and dup, where asked for
-    parts: list[QuantizedMatrix]  # terms of the recomputed h, where asked for
 
 
-def silu_mul_backward(
-    dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, centre: Tensor | None, act: str, quantize: bool, recompute_terms: int
-) -> GatedGrads:
+def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str, quantize: bool) -> GatedGrads:
     """Gradients of gate and up from their codes.
 
     With a = act(g) = g * s, s = sigma(k(g)): da/dg = s + g * s * (1 - s) * k'(g) = s * (1 + g * (1 - s) * k'(g)), so
@@ -229,7 +226,6 @@ def silu_mul_backward(
 
     Args:
         quantize: also return both gradients in NVFP4 (rows, to nearest): they are the dy of the gate and up projections.
-        recompute_terms: 1 or 2 to make h~ anew from D(gate) and D(up) instead of having kept it; 0 not to.
     """
     g, u, d = reference.dequantize(gate), reference.dequantize(up), dh.float()
     sigma, slope = _gate(g, act)
@@ -237,8 +233,7 @@ def silu_mul_backward(
     dgate = ((d * u) * (sigma * ((g * (1.0 - sigma)) * slope + 1.0))).to(dh.dtype)
     dup = (d * a).to(dh.dtype)
     quantized = [reference.quantize(t, GRADIENT) for t in (dgate, dup)] if quantize else []
-    parts = quantize_terms((a * u).to(dh.dtype), centre, recompute_terms) if recompute_terms else []
-    return GatedGrads(dgate, dup, quantized, parts)
+    return GatedGrads(dgate, dup, quantized)
 
 
 def gated_values(

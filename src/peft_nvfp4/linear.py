@@ -124,12 +124,16 @@ class StraightThrough(torch.autograd.Function):
         return dy, None
 
 
+@torch.no_grad()
+def rounded_input(x: Tensor, terms: int = 1, centre: Tensor | None = None) -> Tensor:
+    """D(x~) for x (..., K), without gradient."""
+    parts = quantize_input(x.detach().reshape(-1, x.shape[-1]), terms, centre)
+    return dequantize_input(parts, centre, x.dtype).view(x.shape)
+
+
 def fake_quantize(x: Tensor, terms: int = 1, centre: Tensor | None = None) -> Tensor:
     """D(x~) for x (..., K), with the straight-through gradient."""
-    with torch.no_grad():
-        parts = quantize_input(x.detach().reshape(-1, x.shape[-1]), terms, centre)
-        values = dequantize_input(parts, centre, x.dtype)
-    return StraightThrough.apply(x, values)
+    return StraightThrough.apply(x, rounded_input(x, terms, centre))
 
 
 # ---------------------------------------------------------------------------------------------- the Function

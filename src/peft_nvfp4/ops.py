@@ -183,6 +183,11 @@ def weight_gscale(w: Tensor) -> Tensor:
     return reference.power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
 
 
+def shared_gscale(weights: Sequence[Tensor]) -> Tensor:
+    """The global scale (1,) that fits all of some weights, on the first one's device: linears that read one input share it."""
+    return torch.stack([weight_gscale(w).to(weights[0].device) for w in weights]).amax(0)
+
+
 def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -> QuantizedMatrix:
     """``quantize`` for large finite matrices with one global scale: same bits, by chunks of rows, so that the temporaries stay
     small."""

@@ -36,6 +36,12 @@ ACCURACY: dict[str, dict[str, int]] = {
 """Preset -> NVFP4 terms of the input by kind of site."""
 
 
+def check_accuracy(accuracy: str) -> None:
+    """Raises ValueError for a word that is no preset."""
+    if accuracy not in ACCURACY:
+        raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {accuracy!r}")
+
+
 def input_terms(module_name: str, accuracy: str) -> int:
     """NVFP4 terms (1 or 2) of the input of the linear with this dotted name."""
     parts = module_name.split(".")

@@ -20,7 +20,7 @@ from ..backends.nvfp4 import NVFP4FrozenLinear
 from ..dataflow.probe import standing_in
 from ..formats import WEIGHT
 from ..freeze import _carry_attributes
-from ..linear import dequantize_input, quantize_input
+from ..linear import rounded_input
 from .gptq import GPTQOptions, gptq
 from .hessian import Moments, exact_matmul
 from .store import share_centre
@@ -64,11 +64,6 @@ class SiteInput:
         self._last = None
 
 
-def rounded_input(x: Tensor, terms: int, centre: Tensor | None) -> Tensor:
-    x2 = x.reshape(-1, x.shape[-1])
-    return dequantize_input(quantize_input(x2, terms, centre), centre, x.dtype).view(x.shape)
-
-
 def run_dense(
     layer: nn.Module, sites: Sequence[SiteInput], run: Callable[[], Tensor], take: Callable, rounded: bool = True
 ) -> Tensor | None:
@@ -110,7 +105,7 @@ def freeze_site(
     """Replace the linears of a site by frozen ones; ``solver`` None rounds to nearest."""
     weights = [linear.weight.detach() for linear in site.linears]
     if solver is None or site.moments is None:
-        gscale = torch.stack([ops.weight_gscale(w) for w in weights]).amax(0)
+        gscale = ops.shared_gscale(weights)
         packed = [ops.quantize_weight(w, WEIGHT, gscale) for w in weights]
     else:
         packed = [s.q for s in gptq(weights, site.moments, solver, name=f"{name}.{' + '.join(site.names)}")]

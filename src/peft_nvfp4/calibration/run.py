@@ -22,7 +22,7 @@ from torch import nn
 
 from ..backends import FrozenOptions
 from ..freeze import _mark_quantised, plan
-from ..sites import ACCURACY
+from ..sites import check_accuracy
 from .data import batches
 from .gptq import GPTQOptions
 from .passes import Run
@@ -73,8 +73,7 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.accuracy not in ACCURACY:
-            raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {self.accuracy!r}")
+        check_accuracy(self.accuracy)
         if self.budget is not None and not 0 <= self.budget <= 1:
             raise ValueError(f"budget is a share of the FP4 work between 0 and 1, got {self.budget}")
         if self.backward not in BACKWARDS:

@@ -74,7 +74,7 @@ class CompressedGate(torch.autograd.Function):
     def backward(ctx, dh, *unused):
         saved = ctx.saved_tensors
         gate, up = QuantizedMatrix(*saved[:3], ctx.k), QuantizedMatrix(*saved[3:], ctx.k)
-        grads = fused.silu_mul_backward(dh, gate, up, None, ctx.act, False, 0)
+        grads = fused.silu_mul_backward(dh, gate, up, ctx.act, False)
         return grads.dgate, grads.dup, None
 
 

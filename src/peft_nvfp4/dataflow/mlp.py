@@ -50,7 +50,7 @@ class GatedQuantize(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh, *unused):
         gate, up = as_parts(ctx.saved_tensors, ctx.k)
-        grads = fused.silu_mul_backward(dh, gate, up, None, ctx.act, False, 0)
+        grads = fused.silu_mul_backward(dh, gate, up, ctx.act, False)
         return grads.dgate, grads.dup, None, None, None, None
 
 

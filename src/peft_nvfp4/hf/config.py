@@ -13,7 +13,7 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..backends import FrozenOptions
-from ..sites import ACCURACY
+from ..sites import check_accuracy
 
 METHOD = "peft_nvfp4"
 """The word in ``config.json``. (transformers' own ``"nvfp4"`` quantises for inference only.)"""
@@ -69,8 +69,7 @@ class PactConfig(QuantizationConfigMixin):
                 f"format_version {self.format_version} of the {METHOD} layout is newer than this package, which reads up to "
                 f"{FORMAT_VERSION}: upgrade peft_nvfp4"
             )
-        if self.accuracy not in ACCURACY:
-            raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {self.accuracy!r}")
+        check_accuracy(self.accuracy)
         FrozenOptions(self.weight_layouts, self.gradients)  # validates the two
         for name in ("fused", "recompute_mlp", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):

@@ -28,7 +28,7 @@ from .. import freeze
 from ..backends import FrozenOptions
 from ..backends.nvfp4 import NVFP4FrozenLinear
 from ..freeze import dequantize_model, frozen_layers
-from ..ops import weight_gscale
+from ..ops import shared_gscale
 from ..sites import input_terms
 from . import checkpoint
 from .config import METHOD, PactConfig
@@ -161,7 +161,7 @@ class PactQuantizer(HfQuantizer):
     def _freeze_group(self, model: nn.Module, names: tuple[str, ...]) -> None:
         """Quantise held weights under one global scale; as :func:`freeze_model` does for linears that are there."""
         weights = {name: self._held.pop(name) for name in names}
-        gscale = torch.stack([weight_gscale(w).cpu() for w in weights.values()]).amax(0) if len(names) > 1 else None
+        gscale = shared_gscale(list(weights.values())) if len(names) > 1 else None
         for name in names:
             linear, weight = model.get_submodule(name), weights.pop(name)
             bias, linear.bias = linear.bias, None  # it may still be to come

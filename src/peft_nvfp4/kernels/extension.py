@@ -150,10 +150,7 @@ def _launch(
     sms = torch.cuda.get_device_properties(codes.device).multi_processor_count
     types = (DTYPES[dtype] if with_c else "none", DTYPES[dtype])
     if tile is None:
-        built = [tile for tile in library.tiles if (tile.name, *types) in library.instances]
-        names = ", ".join("_".join(name) for name in library.instances)
-        _require(bool(built), f"{library.path} was built without instances for c={types[0]}, d={types[1]}; it has {names}")
-        tile = tile_table.choose(problem, built, sms, tile_table.read(measured_file()))
+        tile = tile_table.choose_once(problem, _built(library, *types), sms, measured_file())
     name = (tile.name, *types)
     _require(name in library.instances, f"the extension has no instance {'_'.join(name)}; it has {sorted(library.instances)}")
     # the rounded-up copies made here live until the launch is queued: their memory is reused in the order of the stream
@@ -183,6 +180,15 @@ def _launch(
     arguments.workspace, arguments.workspace_bytes = workspace.data_ptr(), workspace.numel()
     arguments.stream = torch.cuda.current_stream(codes.device).cuda_stream
     library.gemm(arguments)
+
+
+@cache
+def _built(library: Library, c: str, d: str) -> tuple[Tile, ...]:
+    """Tiles of a library with these types."""
+    built = tuple(tile for tile in library.tiles if (tile.name, c, d) in library.instances)
+    names = ", ".join("_".join(name) for name in library.instances)
+    _require(bool(built), f"{library.path} was built without instances for c={c}, d={d}; it has {names}")
+    return built
 
 
 def gemm(

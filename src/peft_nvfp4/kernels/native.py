@@ -36,21 +36,8 @@ from ..formats import GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix
 Gemms = Callable[..., list[Tensor]]
 
 
-def one_by_one(gemm: Callable[..., Tensor]) -> Gemms:
-    """``gemms`` over a function of one weight: ``gemm(terms, weight, *, constant, add, out, dtype) -> y``."""
-
-    def gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16):
-        outs = outs or [None] * len(weights)
-        return [
-            gemm(terms, w, constant=constant, add=add, out=out, dtype=dtype)
-            for w, constant, add, out in zip(weights, constants, adds, outs)
-        ]
-
-    return gemms
-
-
 def single(gemms: Gemms) -> Callable[..., Tensor]:
-    """The inverse: a function of one weight."""
+    """``gemms`` as a function of one weight."""
 
     def gemm(terms, weight, *, constant=None, add=None, out=None, dtype=torch.bfloat16):
         outs = None if out is None else [out]

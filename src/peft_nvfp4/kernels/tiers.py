@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import linear_ops
-from . import native, probe
+from . import extension, native, probe
 
 NAMES = ("cutlass", "scaled_mm", "emulated", "reference")
 """Best first."""
@@ -56,15 +56,10 @@ class Choice:
 
 
 def _cutlass() -> list[tuple[str, native.Gemms]]:
-    try:
-        extension = importlib.import_module(f"{__package__}.extension")
-    except ImportError as error:
-        raise Unavailable(f"not part of this installation ({error})") from error
     library, reason = extension.load()
     if library is None:
         raise Unavailable(reason, broken=not reason.startswith("not built"))
-    gemms = getattr(extension, "gemms", None) or native.one_by_one(extension.gemm)
-    return [("", gemms)]
+    return [("", extension.gemms)]
 
 
 def _scaled_mm() -> list[tuple[str, native.Gemms]]:

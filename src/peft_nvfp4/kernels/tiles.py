@@ -23,7 +23,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -104,6 +104,12 @@ def choose(problem: Problem, tiles: Sequence[Tile], sms: int, measured: dict[str
     return min(tiles, key=lambda tile: modelled_us(problem, tile, sms))
 
 
+@lru_cache(maxsize=4096)
+def choose_once(problem: Problem, tiles: tuple[Tile, ...], sms: int, file: Path) -> Tile:
+    """:func:`choose` with what ``file`` holds; a training step asks the same questions again and again."""
+    return choose(problem, tiles, sms, read(file))
+
+
 # ---------------------------------------------------------------------------------------------- measured
 
 
@@ -132,6 +138,7 @@ def store(file: Path, times_us: dict[str, dict[str, float]]) -> dict[str, str]:
     partial.write_text(json.dumps({"tiles": winners, "last_times_us": times_us}, indent=1, sort_keys=True))
     partial.replace(file)  # a reader sees the old file or the new one
     read.cache_clear()
+    choose_once.cache_clear()
     return winners
 
 

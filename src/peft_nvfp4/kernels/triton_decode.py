@@ -129,55 +129,34 @@ def block_product(x, w, PTX: tl.constexpr):
 # ---------------------------------------------------------------------------------------------- BF16
 
 
+def _pairs_asm() -> str:
+    """Four codes at a time: p and n are the high and low bytes of the magnitudes, k the signs. fma with -0 is a product (before
+    SM90 there is no other on pairs)."""
+    lines = [".reg .b32 h<2>, s, m, p, n, k, z;", "mov.b64 {h0, h1}, $8;", "mov.b32 z, 0x80008000;"]
+    for four in range(4):
+        half, upper = divmod(four, 2)
+        lines += ["shr.u32 m, m, 16;"] if upper else [f"and.b32 m, h{half}, 0x77777777;", f"shl.b32 s, h{half}, 4;"]
+        lines += [
+            "prmt.b32 p, 0x3F3F3F00, 0x40404040, m;",
+            "prmt.b32 n, 0xC0800000, 0xC0804000, m;",
+            f"prmt.b32 k, h{half}, s, {'0xBFAE' if upper else '0x9D8C'};",
+            "lop3.b32 p, k, 0x80808080, p, 0xEA;",
+            f"prmt.b32 ${2 * four}, n, p, 0x5140;",
+            f"prmt.b32 ${2 * four + 1}, n, p, 0x7362;",
+        ]
+    lines += [f"fma.rn.bf16x2 ${i}, ${i}, $9, z;" for i in range(8)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+PAIRS_ASM: tl.constexpr = tl.constexpr(_pairs_asm())
+
+
 @triton.jit
 def _bf16_pairs(codes, scale):
-    """Scaled values of 16 codes (int64) as eight int32, each a pair of BF16 numbers; scale (int32): such a pair, twice the same.
-    Per four codes: p and n are the high and low bytes of the magnitudes, k the signs. fma with -0 is a product (before SM90 there
-    is no other on pairs)."""
+    """Scaled values of 16 codes (int64) as eight int32, each a pair of BF16 numbers; scale (int32): such a pair, twice the
+    same."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 h<2>, s, m, p, n, k, z;
-        mov.b64 {h0, h1}, $8;
-        mov.b32 z, 0x80008000;
-        and.b32 m, h0, 0x77777777;
-        shl.b32 s, h0, 4;
-        prmt.b32 p, 0x3F3F3F00, 0x40404040, m;
-        prmt.b32 n, 0xC0800000, 0xC0804000, m;
-        prmt.b32 k, h0, s, 0x9D8C;
-        lop3.b32 p, k, 0x80808080, p, 0xEA;
-        prmt.b32 $0, n, p, 0x5140;
-        prmt.b32 $1, n, p, 0x7362;
-        shr.u32 m, m, 16;
-        prmt.b32 p, 0x3F3F3F00, 0x40404040, m;
-        prmt.b32 n, 0xC0800000, 0xC0804000, m;
-        prmt.b32 k, h0, s, 0xBFAE;
-        lop3.b32 p, k, 0x80808080, p, 0xEA;
-        prmt.b32 $2, n, p, 0x5140;
-        prmt.b32 $3, n, p, 0x7362;
-        and.b32 m, h1, 0x77777777;
-        shl.b32 s, h1, 4;
-        prmt.b32 p, 0x3F3F3F00, 0x40404040, m;
-        prmt.b32 n, 0xC0800000, 0xC0804000, m;
-        prmt.b32 k, h1, s, 0x9D8C;
-        lop3.b32 p, k, 0x80808080, p, 0xEA;
-        prmt.b32 $4, n, p, 0x5140;
-        prmt.b32 $5, n, p, 0x7362;
-        shr.u32 m, m, 16;
-        prmt.b32 p, 0x3F3F3F00, 0x40404040, m;
-        prmt.b32 n, 0xC0800000, 0xC0804000, m;
-        prmt.b32 k, h1, s, 0xBFAE;
-        lop3.b32 p, k, 0x80808080, p, 0xEA;
-        prmt.b32 $6, n, p, 0x5140;
-        prmt.b32 $7, n, p, 0x7362;
-        fma.rn.bf16x2 $0, $0, $9, z;
-        fma.rn.bf16x2 $1, $1, $9, z;
-        fma.rn.bf16x2 $2, $2, $9, z;
-        fma.rn.bf16x2 $3, $3, $9, z;
-        fma.rn.bf16x2 $4, $4, $9, z;
-        fma.rn.bf16x2 $5, $5, $9, z;
-        fma.rn.bf16x2 $6, $6, $9, z;
-        fma.rn.bf16x2 $7, $7, $9, z;
-        }""",
+        PAIRS_ASM,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r", [codes, scale], dtype=(tl.int32,) * 8, is_pure=True, pack=1,
     )  # fmt: skip
 

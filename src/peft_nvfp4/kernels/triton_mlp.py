@@ -2,7 +2,7 @@
 
 Formulas and rounding: :mod:`peft_nvfp4.fused_reference`. One program per row. The forward reads gate and up once and writes
 D(h~), the terms of h~ and the NVFP4 copies of gate and up; the backward reads dh and those copies (3.1 bytes a value instead of
-6) and writes both gradients, if wanted also in NVFP4, and h~ again if it was not kept. ``gated_values`` makes D(h~) alone.
+6) and writes both gradients, if wanted also in NVFP4. ``gated_values`` makes D(h~) anew from those copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .triton_blocks import (
 )
 from .triton_codes import PAIR
 from .triton_quantize import empty_terms, rows_contiguous
-from .triton_rows import BLOCK, load_row, padded_k, reciprocal, row_max, three_row_max, two_row_max
+from .triton_rows import BLOCK, load_row, padded_k, reciprocal, row_max, two_row_max
 from .triton_tables import EXACT, MAX_BLOCKS, launch, mode_for, row_blocks
 from .triton_values import load_values, rounded, store_values, to_floats
 
@@ -128,44 +128,49 @@ def gated_kernel(
         store_values(h_ptr + row * K, h, blk, K, NB, TERMS_MODE)
 
 
-@triton.jit(do_not_specialize=["M"])
-def gated_backward_kernel(
-    dh_ptr,  # (M, K), where KEEP_H
-    gate_codes_ptr,  # (M, KP / 2) uint8
-    gate_scales_ptr,
-    gate_gscale_ptr,
-    up_codes_ptr,
-    up_scales_ptr,
-    up_gscale_ptr,
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
-    dgate_ptr,  # (M, K)
-    dup_ptr,
-    codes_ptr,  # (2, M, KP / 2) uint8: dgate, dup; where QUANTIZE
-    scales_ptr,
-    gscale_ptr,
-    h_codes_ptr,  # (T, M, KP / 2) uint8, where TERMS
-    h_scales_ptr,
-    h_gscale_ptr,
-    M,
-    dh_stride,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
-    GELU: tl.constexpr,
-    MODE: tl.constexpr,
-    TERMS_MODE: tl.constexpr,
-):
-    dtype: tl.constexpr = dh_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    blk = tl.arange(0, NB)
+@triton.jit
+def _load_gate_up(
+    gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk,
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """(lo, hi) of D(gate) and of D(up), FP32, of a row."""
     KP: tl.constexpr = padded_k(K)
     codes, scales = row * (KP // 2), row * (KP // BLOCK)
     g = tl.load(gate_gscale_ptr + row)
     lo_g, hi_g = load_quantized(gate_codes_ptr + codes, gate_scales_ptr + scales, g, blk, K, NB, MODE)
     g = tl.load(up_gscale_ptr + row)
     lo_u, hi_u = load_quantized(up_codes_ptr + codes, up_scales_ptr + scales, g, blk, K, NB, MODE)
+    return lo_g, hi_g, lo_u, hi_u
+
+
+@triton.jit(do_not_specialize=["M"])
+def gated_backward_kernel(
+    dh_ptr,  # (M, K)
+    gate_codes_ptr,  # (M, KP / 2) uint8
+    gate_scales_ptr,
+    gate_gscale_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    up_gscale_ptr,
+    dgate_ptr,  # (M, K)
+    dup_ptr,
+    codes_ptr,  # (2, M, KP / 2) uint8: dgate, dup; where QUANTIZE
+    scales_ptr,
+    gscale_ptr,
+    M,
+    dh_stride,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    GELU: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    dtype: tl.constexpr = dh_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    lo_g, hi_g, lo_u, hi_u = _load_gate_up(
+        gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk, K, NB, MODE
+    )
     lo_d, hi_d = to_floats(load_values(dh_ptr + row * dh_stride, blk, K, NB, MODE), MODE)
     lo_s, hi_s = _gate(lo_g, GELU, MODE), _gate(hi_g, GELU, MODE)
     lo_a, hi_a = lo_g * lo_s, hi_g * hi_s
@@ -175,20 +180,9 @@ def gated_backward_kernel(
     hi = (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
     dgate = rounded(lo, hi, dtype, MODE)
     store_values(dgate_ptr + row * K, dgate, blk, K, NB, MODE)
-    if QUANTIZE or TERMS:
-        dup_amax, dgate_amax = amax_values(dup, NB, MODE), amax_values(dgate, NB, MODE)
-        h, h_amax, centre = dup, dup_amax, blk
-        if TERMS:
-            centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
-            h = less_centre(rounded(lo_a * lo_u, hi_a * hi_u, dtype, MODE), centre, HAS_CENTRE, MODE)
-            h_amax = amax_values(h, NB, TERMS_MODE)
-        dup_max, dgate_max, h_max = three_row_max(finite_part(dup_amax), finite_part(dgate_amax), finite_part(h_amax))
-    if TERMS:
-        quantize_store_terms(
-            h_codes_ptr, h_scales_ptr, h_gscale_ptr, centre, row, h, h_amax, h_max, blk, M,
-            K, NB, TERMS, HAS_CENTRE, TERMS_MODE, False,
-        )  # fmt: skip
     if QUANTIZE:
+        dup_amax, dgate_amax = amax_values(dup, NB, MODE), amax_values(dgate, NB, MODE)
+        dup_max, dgate_max = two_row_max(finite_part(dup_amax), finite_part(dgate_amax))
         quantize_store(codes_ptr, scales_ptr, gscale_ptr, row + M, dup, dup_amax, dup_max, blk, K, NB, MODE)
         quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, dgate, dgate_amax, dgate_max, blk, K, NB, MODE)
 
@@ -215,12 +209,9 @@ def gated_values_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
-    KP: tl.constexpr = padded_k(K)
-    codes, scales = row * (KP // 2), row * (KP // BLOCK)
-    g = tl.load(gate_gscale_ptr + row)
-    lo_g, hi_g = load_quantized(gate_codes_ptr + codes, gate_scales_ptr + scales, g, blk, K, NB, MODE)
-    g = tl.load(up_gscale_ptr + row)
-    lo_u, hi_u = load_quantized(up_codes_ptr + codes, up_scales_ptr + scales, g, blk, K, NB, MODE)
+    lo_g, hi_g, lo_u, hi_u = _load_gate_up(
+        gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk, K, NB, MODE
+    )
     lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
     centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
     h = less_centre(rounded(lo, hi, dtype, MODE), centre, HAS_CENTRE, MODE)
@@ -257,27 +248,22 @@ def silu_mul_backward(
     up_codes: Tensor,
     up_scales: Tensor,
     up_gscale: Tensor,
-    centre: Tensor | None,
     act: str,
     quantize: bool,
-    recompute_terms: int,
 ) -> tuple[Tensor, ...]:
-    """(dgate, dup, their codes, scales and gscale stacked, the recomputed terms of h~); see fused_ops for the shapes."""
+    """(dgate, dup, their codes, scales and gscale stacked); see fused_ops for the shapes."""
     m, k = dh.shape
     dh = rows_contiguous(dh)
     kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]
     dgate, dup = dh.new_empty(m, k), dh.new_empty(m, k)
     quantized = empty_terms(dh, 2 if quantize else 0, m, k)
-    parts = empty_terms(dh, recompute_terms, m, k)
     if m:
         nb, mode = row_blocks(k), mode_for(dh.dtype, k, dh)
         gated_backward_kernel[(m,)](
-            dh, *kept, dh if centre is None else centre,
-            dgate, dup, *quantized, *parts, m, dh.stride(0),
-            K=k, NB=nb, QUANTIZE=quantize, TERMS=recompute_terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh",
-            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp_backward", mode),
+            dh, *kept, dgate, dup, *quantized, m, dh.stride(0),
+            K=k, NB=nb, QUANTIZE=quantize, GELU=act == "gelu_tanh", MODE=mode, **launch(nb, "mlp_backward", mode),
         )  # fmt: skip
-    return dgate, dup, *quantized, *parts
+    return dgate, dup, *quantized
 
 
 def gated_values(

@@ -103,16 +103,6 @@ def two_row_max(a, b):
 
 
 @triton.jit
-def three_row_max(a, b, c):
-    """:func:`row_max` of each, with one exchange between warps."""
-    most = tl.max(tl.join(tl.join(a, b), tl.join(c, c)).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
-    first, second = tl.split(most)  # (a, b), (c, c)
-    a, b = tl.split(first)
-    c, _ = tl.split(second)
-    return a, b, c
-
-
-@triton.jit
 def row_sum(lo, hi, NB: tl.constexpr):
     """Sum of the whole row (scalar), independent of any order: see fused_reference.row_sum."""
     partial = block_sum(lo, hi, NB)

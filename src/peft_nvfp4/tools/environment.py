@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from .. import kernels
+from ..kernels import extension
 from ..version import __version__
 
 PACKAGES = {"torch": "2.10", "transformers": "5.12", "peft": "0.20", "triton": "", "bitsandbytes": "0.50", "accelerate": ""}
@@ -74,10 +75,6 @@ def _query_driver() -> list[str]:
 
 def _extension() -> str:
     """One line about the compiled extension."""
-    if importlib.util.find_spec(f"{kernels.__name__}.extension") is None:
-        return "not part of this installation"
-    from ..kernels import extension
-
     library, reason = extension.load()
     if library is None:
         return reason
