@@ -12,6 +12,7 @@ from scalar_nvfp4 import quantize_exact, swizzled_position
 from test_tiers import MUTANTS, fake_scaled_mm, gemm, narrow
 
 from peft_nvfp4 import kernels, linear_ops, reference
+from peft_nvfp4.formats import ACTIVATION
 from peft_nvfp4.kernels import known_products, scaled_mm, tiers
 from peft_nvfp4.tools import conformance, conformance_gemm, doctor, environment, oracle
 from peft_nvfp4.tools.results import FAILED, NOT_RUN, PASSED, WARNING, NotRun, Result, checked
@@ -230,6 +231,19 @@ def test_wrong_products_of_a_training_step_are_found():
     right = conformance_gemm.product_checks("chosen", linear_ops.reference_fprop, linear_ops.reference_dgrad, CPU)
     assert set(outcomes(right).values()) == {PASSED}
     assert len(failed(conformance_gemm.product_checks("chosen", scaled, turned, CPU))) == 2
+
+
+def test_products_joined_as_fp4_kernels_join_them_are_right():
+    """What the training step of an FP4 tier is compared with."""
+    choice = conformance.separate_choice()
+    assert set(outcomes(conformance_gemm.product_checks("x", choice.fprop, choice.dgrad, CPU)).values()) == {PASSED}
+    term, weight = (
+        reference.quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(i)), ACTIVATION) for i in (0, 1)
+    )
+    add = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    (y,) = conformance.separate_gemms([term], [weight], constants=[None], adds=[add], outs=[out := torch.empty_like(add)])
+    exact = reference.dequantize(term) @ reference.dequantize(weight).T
+    assert y is out and torch.equal(y, (exact + add.float()).bfloat16())
 
 
 def test_training_is_compared(monkeypatch):

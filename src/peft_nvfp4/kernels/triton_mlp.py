@@ -261,7 +261,8 @@ def silu_mul_backward(
         nb, mode = row_blocks(k), mode_for(dh.dtype, k, dh)
         gated_backward_kernel[(m,)](
             dh, *kept, dgate, dup, *quantized, m, dh.stride(0),
-            K=k, NB=nb, QUANTIZE=quantize, GELU=act == "gelu_tanh", MODE=mode, **launch(nb, "mlp_backward", mode),
+            K=k, NB=nb, QUANTIZE=quantize, GELU=act == "gelu_tanh", MODE=mode,
+            **launch(nb, "mlp_backward_quantised" if quantize else "mlp_backward", mode),
         )  # fmt: skip
     return dgate, dup, *quantized
 

@@ -225,6 +225,7 @@ def rmsnorm_backward(
             dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], dy if centre is None else centre,
             gamma, rstd.contiguous(), around, dx, dy.stride(0), around.stride(0), 1.0 / k,
             K=k, NB=nb, TERMS=len(codes), HAS_RESIDUAL=residual_grad is not None, HAS_CENTRE=centre is not None,
-            PLUS_ONE=plus_one, MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), **launch(nb, "norm_backward", mode),
+            PLUS_ONE=plus_one, MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]),
+            **launch(nb, "norm_backward" if residual_grad is None else "norm_backward_residual", mode),
         )  # fmt: skip
     return dx

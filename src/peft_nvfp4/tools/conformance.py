@@ -9,6 +9,7 @@ same step with the reference's products. Shapes are small: all of it takes secon
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -189,9 +190,24 @@ def _step(model, device: torch.device) -> tuple[float, Tensor]:
     return loss.item(), torch.cat(grads)
 
 
+def separate_gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16) -> list[Tensor]:
+    """The reference's products, joined as FP4 tensor core kernels join them (:mod:`..kernels.native`): the low-rank part comes
+    rounded, and dgrad adds linear by linear."""
+    ys = []
+    for w, constant, add in zip(weights, constants, adds):
+        y = reference.matmul(terms, w, constant, torch.float32)
+        ys.append((y if add is None else y + add.float()).to(dtype))
+    return ys if outs is None else [y if out is None else out.copy_(y) for y, out in zip(ys, outs)]
+
+
+def separate_choice() -> tiers.Choice:
+    return tiers.Choice("reference", "", partial(native.fprop, separate_gemms), partial(native.dgrad, separate_gemms), {})
+
+
 def _training(device: torch.device) -> str:
-    """The step with the chosen tier against the one with the reference's products. Sums in another order move a few values over
-    a rounding to 4 bits, which later layers see, so this is no test of bits: a wrong scale, layout or tail is off by far more."""
+    """The step with the chosen tier against the one with the reference's products, rounded where the tier rounds: a value moved
+    by one rounding to BF16 moves a few over a rounding to 4 bits, which later layers see (rounding the low-rank part or not alone
+    turns this model's gradients to a cosine of 0.984). What is left is the order of the sums within a product."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model = _tiny_model(device)
         loss, grads = _step(model, device)
@@ -200,7 +216,7 @@ def _training(device: torch.device) -> str:
             return f"loss {loss:.4f} (only the reference runs here)"
         before = kernels.choice(device)
         try:
-            kernels._choices[device] = reference_choice()
+            kernels._choices[device] = separate_choice() if before.tier in tiers.NATIVE else reference_choice()
             right_loss, right = _step(model, device)
         finally:
             kernels._choices[device] = before
@@ -208,9 +224,10 @@ def _training(device: torch.device) -> str:
 
 
 def _agree(tier: str, got: tuple[float, Tensor], right: tuple[float, Tensor]) -> str:
+    """Sums in another order change about one BF16 output in 10,000, and 4-bit codes of a few of those: 0.999."""
     cosine = torch.nn.functional.cosine_similarity(got[1], right[1], dim=0).item()
     said = f"{tier}: loss {got[0]:.5f}, reference {right[0]:.5f}; cosine of all gradients {cosine:.6f}"
-    require(abs(got[0] - right[0]) <= 0.01 * right[0] and cosine >= 0.98, said)
+    require(abs(got[0] - right[0]) <= 1e-3 * right[0] and cosine >= 0.999, said)
     return said
 
 
