@@ -15,6 +15,7 @@ operands lie between NaN bytes, so padding that is read shows.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import time
 from collections import defaultdict
@@ -225,6 +226,16 @@ def summary(report: dict) -> dict:
     }
 
 
+def write(out: Path, report: dict) -> None:
+    """``extension_check.json``, and its rows in ``extension_check.csv``."""
+    rows = [{**row, "n": "+".join(map(str, row["n"]))} for row in report["results"]]
+    with (out / "extension_check.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    (out / "extension_check.json").write_text(json.dumps({k: v for k, v in report.items() if k != "results"}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("."))
@@ -249,7 +260,7 @@ def main() -> int:
     low = [name for name, s in report["summary"].items() if s["correctly_rounded"] < 0.9999]
     report["passed"] = not bad and not low
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "extension_check.json").write_text(json.dumps(report, indent=1))
+    write(args.out, report)
     for name, s in report["summary"].items():
         print(f"{name:60} {s['outputs']:4} outputs  {100 * s['correctly_rounded']:.4f} % correctly rounded  {s['wrong']} wrong")
     for r in report["in_place"]:
