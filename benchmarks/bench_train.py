@@ -30,7 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, graph_status, handoff
+from peft_nvfp4 import NVFP4LoraConfig, disable_cuda_graphs, enable_cuda_graphs, graph_status, handoff
 
 #         hidden, inter, layers, heads, kv heads, head_dim, vocab, tied, RoPE factor
 SHAPES = {
@@ -297,6 +297,9 @@ def largest_batch(trainer: Trainer, args: argparse.Namespace) -> dict:
     def attempt(batch: int) -> bool:
         trainer.graph = None
         trainer.optimizer.zero_grad(set_to_none=True)
+        if "graphs" in trainer.case:  # the recordings of other batches hold their memory
+            disable_cuda_graphs(trainer.model)
+            enable_cuda_graphs(trainer.model)
         common.release(device)
         return common.fits(lambda: (trainer.prepare(batch, args.seq, 2), trainer.capture()), device)
 

@@ -14,7 +14,7 @@ from ..formats import BLOCK, padded_k
 
 BLOCKS_PER_THREAD = {"terms": 2, "quantize": 1, "norm": 2, "norm_backward": 1, "mlp": 2, "mlp_backward": 1}
 BLOCKS_PER_THREAD |= {"norm_backward_residual": 2, "mlp_backward_quantised": 2}
-REGISTERS = {"mlp": 80, "mlp_backward": 48, "norm_backward_residual": 80, "mlp_backward_quantised": 80}
+REGISTERS = {"mlp": 80, "mlp_backward": 64, "norm_backward_residual": 80, "mlp_backward_quantised": 80}
 """Caps per thread under PAIR: room for two or three programs of 8,192 values on a multiprocessor, at a few spilled words."""
 MAX_BLOCKS = 2048
 """Rows wider than 16 * 2048 = 32,768 do not fit in one program."""
