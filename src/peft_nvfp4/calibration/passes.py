@@ -119,7 +119,7 @@ class Run:
             surveys, hidden = [], [self.hidden[i].to(self.device) for i in range(min(2, len(self.hidden)))]
             for index in tqdm(range(len(self.stack.layers)), desc=f"Surveying {self.name}", unit="layer", disable=not progress):
                 with self._on_device(index) as layer:
-                    found = self._sites(index, hidden[0])
+                    found = self._sites(index, hidden)
                     surveys += survey_layer(self.stack, index, found, hidden, f"{self.name}.{index}")
                     with torch.no_grad():
                         hidden = [self.stack.run(index, i, h) for i, h in enumerate(hidden)]
@@ -162,20 +162,26 @@ class Run:
         prefix = f"{self.name}.{index}."
         return [n.removeprefix(prefix) for n in self.planned if n.startswith(prefix)]
 
-    def _sites(self, index: int, hidden: Tensor) -> list[SiteInput]:
-        layer = self.stack.layers[index]
+    def _sites(self, index: int, hidden: Hidden | list[Tensor]) -> list[SiteInput]:
+        """The sites of a layer, found with the first batch, and with further ones while there are linears that none has reached
+        (experts of a router, a branch for images)."""
+        layer, left = self.stack.layers[index], self._names(index)
         found = []
-        for names in sites(self.stack, index, hidden, self._names(index)):
-            terms = max(self.terms[f"{self.name}.{index}.{n}"] for n in names)
-            found.append(SiteInput(names, [layer.get_submodule(n) for n in names], terms))
+        for batch in range(len(hidden)):
+            if not left:
+                break
+            for names in sites(self.stack, index, hidden[batch].to(self.device), left, batch):
+                terms = max(self.terms[f"{self.name}.{index}.{n}"] for n in names)
+                found.append(SiteInput(names, [layer.get_submodule(n) for n in names], terms))
+                left = [n for n in left if n not in names]
         return found
 
     def _solve(self, layer: nn.Module, index: int, name: str) -> dict:
-        found = self._sites(index, self.hidden[0].to(self.device))
+        found = self._sites(index, self.hidden)
         reached = {n for site in found for n in site.names}
         missed = [n for n in self._names(index) if n not in reached]
         found += [SiteInput([n], [layer.get_submodule(n)], self.terms[f"{name}.{n}"]) for n in missed]
-        row: dict[str, Any] = {"linears": {}, "tensors": {}, "not_reached": missed}
+        row: dict[str, Any] = {"linears": {}, "tensors": {}, "sites": [], "not_reached": missed}
         if self.options.true_sequential:
             groups = [[site] for site in found]
         else:
@@ -199,7 +205,7 @@ class Run:
         if self.store:
             for n, new in frozen.items():
                 row["tensors"].update({k: t.cpu() for k, t in stored_tensors(f"{name}.{n}", new).items()})
-        row.setdefault("sites", []).append(site.names)
+        row["sites"].append(site.names)
         site.moments = site.sample = None
 
     def _collect(self, layer: nn.Module, index: int, group: list[SiteInput], waiting: list[SiteInput], stop: bool) -> None:

@@ -17,6 +17,7 @@ class Report:
     """Attributes:
     settings: of the calibration.
     device: where it ran.
+    tokens: of calibration, without padding: fewer than asked for, where the data held fewer.
     layers: dotted name -> {"linears": {name: errors in per cent}, "seconds", "peak_gib", "sites", "not_reached"}.
     survey: list of layers -> the measured sites, where terms were chosen under a budget.
     dense: planned linears outside of the calibrated layers, left as they were.
@@ -24,6 +25,7 @@ class Report:
 
     settings: dict[str, Any]
     device: str = "cpu"
+    tokens: int = 0
     layers: dict[str, dict] = field(default_factory=dict)
     survey: dict[str, list[dict]] = field(default_factory=dict)
     dense: list[str] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Report:
 
     def __str__(self) -> str:
         means, seconds = self.means(), sum(row.get("seconds", 0) for row in self.layers.values())
-        lines = [f"{len(self.layers)} layers in {seconds:.0f} s on {self.device}"]
+        lines = [f"{len(self.layers)} layers in {seconds:.0f} s on {self.device}, {self.tokens:,} tokens of calibration"]
         lines += [
             f"{TITLES[key]} error: {means[key]:.2f} % (to nearest {means[f'{key}_nearest']:.2f} %)"
             for key in KEYS

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from ..backends import FrozenOptions
-from ..freeze import _mark_quantised, plan
+from ..freeze import _mark_quantised, frozen_layers, plan
 from ..sites import check_accuracy
-from .data import batches
+from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions
 from .passes import Run
 from .report import Report
@@ -74,6 +74,9 @@ class CalibrationOptions:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         check_accuracy(self.accuracy)
+        for name, least in (("samples", 1), ("seq_len", 2), ("batch_size", 1), ("backward_batches", 1), ("report_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.budget is not None and not 0 <= self.budget <= 1:
             raise ValueError(f"budget is a share of the FP4 work between 0 and 1, got {self.budget}")
         if self.backward not in BACKWARDS:
@@ -101,7 +104,8 @@ def calibrate(
     """Freeze the linears of a dense model's layers in NVFP4, in place, calibrated on data.
 
     Args:
-        data: texts (with ``tokenizer``), a ``datasets`` dataset, token ids, or batches of a processor.
+        data: texts or conversations (with ``tokenizer``), a ``datasets`` dataset, token ids, or batches of a processor, see
+            :mod:`peft_nvfp4.calibration.data`.
         output_dir: keep finished layers there, to be resumed or applied to another copy of the model.
         device: where the work is done; by default the GPU if there is one.
         layers: names of the lists of layers to calibrate, in the order in which data passes them
@@ -116,21 +120,28 @@ def calibrate(
         ValueError: an option or the data does not fit; the model cannot be calibrated layer by layer; ``output_dir`` holds a
             calibration of something else.
     """
+    if isinstance(tokenizer, CalibrationOptions):
+        raise TypeError("options go by name: calibrate(model, data, options=...)")
     options = options or CalibrationOptions()
     if offload not in ("cpu", "disk"):
         raise ValueError(f"offload is 'cpu' or 'disk', got {offload!r}")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    planned = plan(model, "nvfp4", tuple(skip_modules))
+    skip_modules = (skip_modules,) if isinstance(skip_modules, str) else tuple(skip_modules)
+    layers = (layers,) if isinstance(layers, str) else layers
+    planned = plan(model, "nvfp4", skip_modules)
+    if not planned and frozen_layers(model):
+        raise ValueError("the linears of this model are frozen already; calibrate a dense copy of it")
     names = [find_stack(model, planned, name) for name in layers or (None,)]
     data = batches(
         data, tokenizer, samples=options.samples, seq_len=options.seq_len, batch_size=options.batch_size, seed=options.seed
     )
+    _check_ids(model, data)
     settings = {**asdict(options), "layers": names, "skip_modules": list(skip_modules)}
     store = None
     if output_dir is not None:
         marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)}
         store = Store(output_dir, marks, settings)
-    report = Report(settings, str(device))
+    report = Report(settings, str(device), tokens=count_tokens(data))
     with tempfile.TemporaryDirectory(dir=output_dir) as folder:
         for name in names:
             inside = [n for n in planned if n.startswith(f"{name}.")]
@@ -141,6 +152,29 @@ def calibrate(
     if store is not None:
         report.save(store.folder)
     return report
+
+
+def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
+    """On a GPU an index out of range ends the process's CUDA context, without saying what was wrong."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    text = [batch for batch in data if "pixel_values" not in batch]  # placeholders of images may lie outside
+    ids = [
+        batch["input_ids"] for batch in text if isinstance(batch.get("input_ids"), torch.Tensor) and batch["input_ids"].numel()
+    ]
+    if not ids or not isinstance(embedding, nn.Embedding):
+        return
+    largest = max(int(t.max()) for t in ids)
+    if largest >= embedding.num_embeddings:
+        raise ValueError(
+            f"token id {largest} in the calibration data, and the model has {embedding.num_embeddings} embeddings: "
+            "the tokenizer is another model's"
+        )
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(config, "max_position_embeddings", None)
+    longest = max(t.shape[-1] for t in ids)
+    if isinstance(limit, int) and longest > limit:
+        raise ValueError(f"sequences of {longest} tokens for a model of {limit} positions: CalibrationOptions(seq_len={limit})")
 
 
 def apply_calibration(

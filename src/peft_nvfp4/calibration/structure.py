@@ -185,9 +185,9 @@ def _returns_tuples(model: nn.Module, layers: nn.ModuleList, batch: Batch, devic
     return found[0]
 
 
-def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str]) -> list[list[str]]:
-    """Groups of the named linears of a layer that are handed one tensor, in the order of use; linears that the run does not reach
-    are left out."""
+def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch: int = 0) -> list[list[str]]:
+    """Groups of the named linears of a layer that are handed one tensor, in the order of use, when it runs on a batch; linears
+    that the run does not reach are left out."""
     layer = stack.layers[index]
     groups: list[tuple[Tensor, list[str]]] = []
 
@@ -206,7 +206,7 @@ def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str]) -> lis
         return forward
 
     with standing_in({layer.get_submodule(n): watch(n, layer.get_submodule(n)) for n in names}), torch.no_grad():
-        stack.run(index, 0, hidden)
+        stack.run(index, batch, hidden)
     found, seen = [], set()
     for _, group in groups:
         group = [n for n in dict.fromkeys(group) if n not in seen]

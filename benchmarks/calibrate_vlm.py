@@ -1,0 +1,236 @@
+"""Calibrating a vision-language model through image prompts or through text: does it matter, and for which tokens?
+
+The model: Idefics3 (the family of SmolVLM-256M) with the real SmolLM2-135M as its text tower. No trained vision tower is in any
+package, so a small random SigLIP and a random connector stand in for it, scaled so that image tokens have the size of text
+tokens: real JPEGs give image tokens that differ from text and from each other, but carry no meaning for the text tower. What can
+be compared is which tokens' errors a calibration makes small, not what a trained model would answer.
+
+The text tower is calibrated three times: through prompts with an image, through as many tokens of text, and rounded to nearest.
+Held out is one image with other text. Errors, at image tokens and at text tokens: of the output of every linear, given the dense
+model's input; of the hidden states behind the whole tower; and the divergence of the next token's distribution.
+
+    python benchmarks/calibrate_vlm.py --images FOLDER --device cpu        (12 prompts; 20 minutes)
+
+Needs Pillow and two or more JPEGs, for example llamafactory's three demo images (:mod:`texts` says where that archive comes from;
+the folder is ``data/mllm_demo_data``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import texts
+import torch
+from environment import environment
+from torch import Tensor, nn
+
+from peft_nvfp4 import data
+from peft_nvfp4.calibration.data import Batch
+from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
+
+TILE, PATCH, SHUFFLE = 128, 16, 2
+TOKENS = (TILE // PATCH // SHUFFLE) ** 2
+"""Image tokens of a tile."""
+EXTRA = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+GRID = 6
+PROMPT = "<|im_start|>user\n<image>{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
+QUESTIONS = ("What is in this picture?", "Describe the image.", "Continue the article that goes with this photograph.")
+
+
+def build(lm: nn.Module, tokenizer: Any) -> nn.Module:
+    """Idefics3 with ``lm`` as its text tower; ``tokenizer`` gets the tokens that the processor writes around images."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    cells = [f"<row_{i}_col_{j}>" for i in range(1, GRID + 1) for j in range(1, GRID + 1)]
+    tokenizer.add_tokens(EXTRA + cells, special_tokens=True)
+    torch.manual_seed(0)
+    lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    vision = dict(hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
+    config = Idefics3Config(
+        text_config=lm.config.to_dict(), vision_config={**vision, "image_size": TILE, "patch_size": PATCH}, scale_factor=SHUFFLE,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = Idefics3ForConditionalGeneration(config).to(lm.dtype).eval().requires_grad_(False)
+    model.model.text_model.load_state_dict(lm.model.state_dict())
+    head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
+    model.lm_head.weight = model.model.text_model.embed_tokens.weight if head is embedding else head
+    projection = model.model.connector.modality_projection.proj.weight
+    features = model.model.get_image_features(torch.rand(1, 1, 3, TILE, TILE, dtype=lm.dtype) * 2 - 1)
+    features = getattr(features, "pooler_output", features)
+    size = torch.cat(list(features)) if isinstance(features, list | tuple) else features
+    projection.data *= lm.get_input_embeddings().weight.float().std() / size.float().std()
+    return model
+
+
+def prompts(folder: Path, processor: Any, held_out: list[str], count: int, last: bool, seed: int) -> list[Batch]:
+    """Batches of the processor: random crops of all images but the last (by name), or of the last only, each with other text."""
+    from PIL import Image
+
+    paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in (".jpg", ".jpeg"))
+    if len(paths) < 2:
+        raise ValueError(f"{folder} holds {len(paths)} JPEGs; at least two are needed, the last is held out")
+    rng, found = random.Random(seed), []
+    for i in range(count):
+        image = Image.open(paths[-1] if last else paths[i % (len(paths) - 1)]).convert("RGB")
+        width, height = image.size
+        share = rng.uniform(0.6, 1.0)
+        left, top = rng.uniform(0, 1 - share) * width, rng.uniform(0, 1 - share) * height
+        crop = image.crop((int(left), int(top), int(left + share * width), int(top + share * height)))
+        answer = held_out[rng.randrange(len(held_out))][:600]
+        text = PROMPT.format(question=QUESTIONS[i % len(QUESTIONS)], answer=answer)
+        found.append(dict(processor(text=text, images=[crop], return_tensors="pt")))
+    return found
+
+
+def text_batches(texts_: list[str], tokenizer: Any, lengths: list[int], seed: int) -> list[Batch]:
+    """Text of the same lengths."""
+    ids = texts.token_ids(texts_, tokenizer, 1, sum(lengths), seed)[0]
+    return [{"input_ids": part[None]} for part in ids.split(lengths)]
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+class Errors:
+    """Running means of relative errors, image tokens and text tokens apart."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
+
+    def add(self, key: str, error: Tensor, image: Tensor) -> None:
+        """error (T,), image (T,) bool."""
+        for kind, mask in (("image", image), ("text", ~image)):
+            self.sums[key, kind] += torch.tensor([error[mask].double().sum().item(), float(mask.sum())], dtype=torch.float64)
+
+    def means(self) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        for (key, kind), (total, count) in self.sums.items():
+            found.setdefault(key, {})[kind] = (total / count.clamp(min=1)).item()
+        return found
+
+
+def relative(a: Tensor, b: Tensor) -> Tensor:
+    """Per token, in per cent."""
+    return 100 * (a - b).float().norm(dim=-1) / b.float().norm(dim=-1).clamp(min=1e-30)
+
+
+@torch.no_grad()
+def measure(dense: nn.Module, models: dict[str, nn.Module], tests: list[Batch], device: str) -> dict[str, dict]:
+    """Calibration -> error -> kind of token -> mean."""
+    errors = {name: Errors() for name in models}
+    image_id = dense.config.image_token_id
+    for batch in tests:
+        batch = {key: t.to(device) for key, t in batch.items()}
+        image = (batch["input_ids"][0] == image_id).cpu()
+        handles = []
+        for name, linear in dense.model.text_model.named_modules():
+            if isinstance(linear, nn.Linear):
+
+                def compare(module, args, y, name=name):
+                    for label, model in models.items():
+                        ours = model.model.text_model.get_submodule(name)(args[0])
+                        errors[label].add("linears' output, %", relative(ours, y)[0].cpu(), image)
+
+                handles.append(linear.register_forward_hook(compare))
+        try:
+            expected = dense(**batch, output_hidden_states=True, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for label, model in models.items():
+            got = model(**batch, output_hidden_states=True, use_cache=False)
+            errors[label].add("last hidden state, %", relative(got.hidden_states[-1], expected.hidden_states[-1])[0].cpu(), image)
+            log_p, log_q = (out.logits[0].float().log_softmax(-1) for out in (expected, got))
+            errors[label].add("next token's distribution, nats", (log_p.exp() * (log_p - log_q)).sum(-1).cpu(), image)
+    return {label: its.means() for label, its in errors.items()}
+
+
+def markdown(args: argparse.Namespace, tokens: dict[str, int], found: dict[str, dict]) -> str:
+    keys = list(next(iter(found.values())))
+    lines = [
+        f"Idefics3 with SmolLM2-135M as text tower (real, {'all' if args.layers is None else f'the first {args.layers}'} layers) "
+        f"and a random vision tower; accuracy={args.accuracy!r}, "
+        f"{args.prompts} prompts of calibration ({tokens['calibration']} tokens, {tokens['image']} of an image), "
+        f"{args.tests} held out; {args.device}. Mean error at image tokens / text tokens.",
+        "",
+        "| calibration | " + " | ".join(keys) + " |",
+        "|---" * (len(keys) + 1) + "|",
+    ]
+    for label, row in found.items():
+        lines.append(f"| {label} | " + " | ".join(f"{row[k]['image']:.3f} / {row[k]['text']:.3f}" for k in keys) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def run(args: argparse.Namespace) -> None:
+    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
+
+    start = time.perf_counter()
+    lm, tokenizer = data.load_smollm2(torch.bfloat16 if args.device == "cuda" else torch.float32, layers=args.layers)
+    dense = build(lm, tokenizer).to(args.device)
+    del lm
+    images = Idefics3ImageProcessorPil(size={"longest_edge": args.edge}, max_image_size={"longest_edge": TILE})
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=TOKENS)
+    calibration, held_out = texts.split(args.text or texts.default_paths())
+    through_images = prompts(args.images, processor, calibration, args.prompts, last=False, seed=0)
+    tests = prompts(args.images, processor, held_out, args.tests, last=True, seed=1)
+    lengths = [b["input_ids"].shape[1] for b in through_images]
+    through_text = text_batches(calibration, tokenizer, lengths, seed=0)
+    tokens = {"calibration": sum(lengths)}
+    tokens["image"] = sum(int((b["input_ids"] == dense.config.image_token_id).sum()) for b in through_images)
+    layers = ["vision_model.encoder.layers", "text_model.layers"] if args.vision else None
+    models, seconds = {}, {}
+    plans = {"image prompts": (through_images, "gptq"), "text": (through_text, "gptq"), "to nearest": (through_text, "nearest")}
+    for label, (batches, method) in plans.items():
+        model = copy.deepcopy(dense)
+        options = CalibrationOptions(method=method, accuracy=args.accuracy, centre=args.centre, report_tokens=0)
+        begin = time.perf_counter()
+        calibrate(
+            model,
+            batches,
+            None,
+            options,
+            device=args.device,
+            layers=layers if batches is through_images else None,
+            progress=False,
+        )
+        models[label], seconds[label] = model, time.perf_counter() - begin
+        print(f"{label}: calibrated in {seconds[label]:.0f} s", flush=True)
+    found = measure(dense, models, tests, args.device)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"calibrate_vlm_{args.accuracy}{'_centred' if args.centre else ''}_{args.device}"
+    keys = ("accuracy", "centre", "vision", "prompts", "tests", "edge", "device", "layers")
+    content: dict[str, Any] = {"environment": environment(), "settings": {k: getattr(args, k) for k in keys}, "tokens": tokens}
+    content |= {"calibration_s": seconds, "seconds": time.perf_counter() - start, "errors": found}
+    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(args, tokens, found))
+    print(markdown(args, tokens, found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=Path, required=True, help="folder of JPEGs; the last one by name is held out")
+    parser.add_argument("--accuracy", default="paper", help="preset of the inputs")
+    parser.add_argument("--centre", action="store_true", help="centres, from the same batches")
+    parser.add_argument("--vision", action="store_true", help="calibrate the (random) vision tower too, with image prompts")
+    parser.add_argument("--prompts", type=int, default=12, help="of calibration")
+    parser.add_argument("--tests", type=int, default=4, help="prompts held out")
+    parser.add_argument("--edge", type=int, default=512, help="longest edge of an image, in tiles of 128")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--layers", type=int, help="of the text tower")
+    parser.add_argument("--text", type=Path, nargs="*", help=".txt or .jsonl files, instead of the default ones")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    run(args)
+
+
+if __name__ == "__main__":
+    main()

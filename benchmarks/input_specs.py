@@ -1,0 +1,99 @@
+"""The inputs of a Llama's linears, changed while the weights stay: terms and centres, site by site; exact; rounded before dense
+weights. What :mod:`perplexity` measures with, and others that compare input specs on one set of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear
+from peft_nvfp4.calibration.store import share_centre
+from peft_nvfp4.dataflow.probe import standing_in
+from peft_nvfp4.freeze import frozen_layers
+from peft_nvfp4.linear import rounded_input
+
+SITES = {
+    "q/k/v": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate/up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+NORMS, ALL = ("q/k/v", "gate/up"), tuple(SITES)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Treatment of inputs: sites with two terms, and sites with a centre; ``last``: two terms in the last layer only."""
+
+    two: tuple[str, ...] = ()
+    centred: tuple[str, ...] = ()
+    last: bool = False
+
+    def terms(self, site: str, layer: int, layers: int) -> int:
+        return 1 + (site in self.two and (not self.last or layer + 1 == layers))
+
+
+def site_of(name: str) -> tuple[int, str]:
+    """(layer, site) of a linear's dotted name."""
+    layer = next(int(part) for part in name.split(".") if part.isdigit())
+    return layer, next(site for site, members in SITES.items() if name.rpartition(".")[2] in members)
+
+
+def set_inputs(model: nn.Module, inputs: Inputs, centres: dict[str, Tensor] | None = None) -> None:
+    """Give the frozen linears of ``model`` other terms and centres, the latter from ``centres`` (name -> mean input)."""
+    layers = frozen_layers(model)
+    count = 1 + max(site_of(name)[0] for name, _ in layers)
+    groups: dict[tuple[int, str], list[NVFP4FrozenLinear]] = {}
+    for name, linear in layers:
+        index, site = site_of(name)
+        linear.options = replace(linear.options, terms=inputs.terms(site, index, count))
+        centred = site in inputs.centred and linear.options.terms == 1
+        linear.set_centre(centres[name] if centred else None)
+        groups.setdefault((index, site), []).append(linear)
+    for members in groups.values():
+        if members[0].input_centre is not None:
+            share_centre(members)
+
+
+def centres_of(model: nn.Module) -> dict[str, Tensor]:
+    """Name of a centred linear -> its mean input."""
+    found = {name: linear.input_centre for name, linear in frozen_layers(model)}
+    return {name: centre.detach().view(torch.float32).clone() for name, centre in found.items() if centre is not None}
+
+
+def added_work(model: nn.Module) -> float:
+    """Multiplications of second terms, as a share of those of the first ones."""
+    sizes = [(m.in_features * m.out_features, m.options.terms - 1) for _, m in frozen_layers(model)]
+    return sum(n * extra for n, extra in sizes) / sum(n for n, _ in sizes)
+
+
+@contextmanager
+def exact_inputs(model: nn.Module) -> Iterator[None]:
+    """Within the context the frozen linears multiply x, not D(x~), by D(W): W4A16."""
+
+    def forward_of(m: NVFP4FrozenLinear) -> Callable:
+        return lambda x: F.linear(x, m.dequantize(x.dtype), m.bias)
+
+    with standing_in({m: forward_of(m) for _, m in frozen_layers(model)}):
+        yield
+
+
+@contextmanager
+def rounded_inputs(model: nn.Module, inputs: Inputs, centres: dict[str, Tensor] | None = None) -> Iterator[None]:
+    """Within the context the dense linears of the decoder read D(x~): W16A4."""
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
+    count = 1 + max(site_of(name)[0] for name in linears)
+
+    def forward_of(name: str, m: nn.Linear) -> Callable:
+        index, site = site_of(name)
+        terms = inputs.terms(site, index, count)
+        centre = centres[name] if site in inputs.centred and terms == 1 else None
+        return lambda x: F.linear(rounded_input(x, terms, centre), m.weight, m.bias)
+
+    with standing_in({m: forward_of(name, m) for name, m in linears.items()}):
+        yield
