@@ -256,20 +256,13 @@ def test_dense_init_of_a_second_adapter_while_one_is_merged_raises(backend, init
 # ---------------------------------------------------------------------------------------------- that are refused
 
 
-def loftq(backend):
-    config = lora_config(backend)
-    config.init_lora_weights, config.loftq_config = "loftq", {"loftq_bits": 4, "loftq_iter": 1}  # the constructor wants scipy
-    return config
-
-
 @pytest.mark.parametrize(
     "option, make",
     (
-        ("init_lora_weights='loftq'", loftq),
         ("use_qalora", lambda backend: lora_config(backend, use_qalora=True)),
         ("kasa_config", lambda backend: lora_config(backend, kasa_config=KasaConfig())),
     ),
-    ids=("loftq", "qalora", "kasa"),
+    ids=("qalora", "kasa"),
 )
 def test_options_that_cannot_work_raise_and_are_named(backend, option, make):
     with pytest.raises(ValueError, match=rf"{option}.* {backend} "):

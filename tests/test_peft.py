@@ -321,6 +321,7 @@ def test_what_an_adapter_folder_holds(stock, backend):
         cuda_graphs=False,
         skip_modules=None,
         calibration=None,
+        merge_aware=False,
     )
 
 
@@ -370,7 +371,7 @@ def test_unregister_restores_the_very_objects(stock):
     """Compared by identity over all of PEFT, in the subprocess: before the import, after it, and after unregister()."""
     methods = {key[-1] for key in stock[1]["hooked"]}
     assert methods >= {"_prepare_model", "_create_new_module", "_unload_and_optionally_merge", "inject_adapter"}
-    assert {key[0] for key in stock[1]["hooked"]} <= {"LoraModel", "BaseTuner", "MixedModel"}
+    assert {key[0] for key in stock[1]["hooked"]} <= {"LoraModel", "BaseTuner", "MixedModel", "LoraConfig"}
     assert stock[1]["left behind"] == []
 
 
@@ -423,6 +424,7 @@ VALUES = {
     "cuda_graphs": [False, True],
     "skip_modules": [None, [], ["lm_head", "layers.0.mlp"]],
     "calibration": [None, "a/folder"],
+    "merge_aware": [False, True],
 }
 by_own_field = pytest.mark.parametrize(
     "field, value", [(f, v) for f, values in VALUES.items() for v in values], ids=lambda v: str(v).replace("'", "")
@@ -438,7 +440,8 @@ def test_every_own_field_is_tested():
 @by_own_field
 @pytest.mark.parametrize("way", ["save", "replace", "deepcopy", "pickle"])
 def test_configuration_round_trip(tmp_path, field, value, way):
-    before = config(**{field: value}, lora_dropout=0.25, rank_pattern={"q_proj": 2}, modules_to_save=["norm"])
+    dropout = 0.0 if field == "merge_aware" else 0.25  # the two do not go together
+    before = config(**{field: value}, lora_dropout=dropout, rank_pattern={"q_proj": 2}, modules_to_save=["norm"])
     if way == "save":
         before.save_pretrained(str(tmp_path))
         after = NVFP4LoraConfig.from_pretrained(str(tmp_path))
@@ -471,6 +474,7 @@ def test_configuration_without_a_side_car_gets_defaults(tmp_path):
         cuda_graphs=False,
         skip_modules=None,
         calibration=None,
+        merge_aware=False,
     )
 
 

@@ -9,40 +9,53 @@ from . import kernels
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
 from .calibration.gptq import GPTQOptions
 from .calibration.run import CalibrationOptions, apply_calibration, calibrate
+from .checkpoints import ExportReport, export_checkpoint
 from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, detach
 from .dataflow.loss import linear_cross_entropy
 from .dataflow.loss_attach import attach_loss, detach_loss
-from .freeze import dequantize_model, freeze_model, frozen_bytes
+from .freeze import dense_share, dequantize_model, freeze_model, frozen_bytes
 from .graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
 from .hf import PactConfig, prepare_model_for_nvfp4_training
+from .inits import preprocess_eora
+from .inspection import AdapterReport, inspect_adapter
+from .merging import merge
+from .retention import MergeReport
 from .tuner import register, unregister
 from .version import __version__
 
 __all__ = [
     "__version__",
+    "AdapterReport",
     "BACKENDS",
     "CalibrationOptions",
+    "ExportReport",
     "FrozenLinear",
     "FrozenOptions",
     "GPTQOptions",
+    "MergeReport",
     "NVFP4LoraConfig",
     "PactConfig",
     "apply_calibration",
     "attach",
     "attach_loss",
     "calibrate",
+    "dense_share",
     "dequantize_model",
     "detach",
     "detach_loss",
     "disable_cuda_graphs",
     "enable_cuda_graphs",
+    "export_checkpoint",
     "freeze_model",
     "frozen_bytes",
     "graph_status",
+    "inspect_adapter",
     "kernels",
     "linear_cross_entropy",
+    "merge",
     "prepare_model_for_nvfp4_training",
+    "preprocess_eora",
     "register",
     "unregister",
 ]

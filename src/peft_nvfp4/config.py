@@ -1,4 +1,4 @@
-"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with ten fields of its own.
+"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with eleven fields of its own.
 
 On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so
 anyone can load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
@@ -32,6 +32,7 @@ OWN_FIELDS = (
     "cuda_graphs",
     "skip_modules",
     "calibration",
+    "merge_aware",
 )
 
 
@@ -63,6 +64,8 @@ class NVFP4LoraConfig(LoraConfig):
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.
         calibration: (nvfp4) folder written by :func:`peft_nvfp4.calibrate` for this base model: its linears get the weights,
             terms and centres stored there, whatever ``accuracy`` says; the others are frozen as without it.
+        merge_aware: (nvfp4) train with the weight that merging the adapter into NVFP4 will store, straight-through gradients to A
+            and B (:mod:`peft_nvfp4.merge_aware`): slower, and ``peft_nvfp4.merge(model, to="nvfp4")`` is the trained function.
 
     Raises:
         ValueError: an unknown word in one of these fields; the message lists the known ones.
@@ -78,9 +81,10 @@ class NVFP4LoraConfig(LoraConfig):
     cuda_graphs: bool = field(default=False, metadata={"help": "record training steps in CUDA graphs"})
     skip_modules: list[str] | None = field(default=None, metadata={"help": "modules to leave dense"})
     calibration: str | None = field(default=None, metadata={"help": "folder of a finished calibration"})
+    merge_aware: bool = field(default=False, metadata={"help": "train with the weight that an NVFP4 merge stores"})
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._post_init_of_peft()
         if self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
         check_accuracy(self.accuracy)
@@ -94,21 +98,47 @@ class NVFP4LoraConfig(LoraConfig):
             warnings.warn(
                 "peft_nvfp4 is not registered with PEFT: this config freezes nothing. Call peft_nvfp4.register()", stacklevel=3
             )
+        if self.merge_aware:
+            from .merge_aware import check_merge_aware  # not at the top: only those who use it need it
+
+            check_merge_aware(self)
         if isinstance(self.skip_modules, str):
             raise TypeError("skip_modules is a list of module names, not a string")
 
+    def _post_init_of_peft(self) -> None:
+        """PEFT's own checks. Of LoftQ it knows its own formats, which need a package and a config; ours needs neither."""
+        init, settings = self.init_lora_weights, self.loftq_config
+        if init not in ("loftq", "eora"):
+            return super().__post_init__()
+        self.init_lora_weights, self.loftq_config = True, {}
+        super().__post_init__()
+        if init == "eora" and settings:
+            raise ValueError("loftq_config is for init_lora_weights='loftq'")
+        self.init_lora_weights = init
+        self.loftq_config = (settings if isinstance(settings, dict) else vars(settings)) if settings else {}
+        from .inits import loftq_iterations  # not at the top: only those who use it need it
+
+        if loftq_iterations(self) > 1 and self.calibration is not None:
+            raise ValueError("loftq_iter > 1 rounds the base anew, which would undo the calibration: use loftq_iter=1")
+        return None
+
     def own_fields(self) -> dict[str, Any]:
-        """The ten fields that stock PEFT does not know."""
+        """The eleven fields that stock PEFT does not know."""
         return {name: getattr(self, name) for name in OWN_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
         """What stock PEFT may see: without this package's own fields."""
-        return {key: value for key, value in super().to_dict().items() if key not in OWN_FIELDS}
+        known = {key: value for key, value in super().to_dict().items() if key not in OWN_FIELDS}
+        if self.init_lora_weights in ("loftq", "eora"):  # done, and nothing that stock PEFT could repeat
+            known.update(init_lora_weights=True, loftq_config={})
+        return known
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write ``adapter_config.json`` (plain LoRA) and the side-car ``nvfp4_adapter.json``."""
         super().save_pretrained(save_directory, **kwargs)
         side_car = {"format_version": SIDE_CAR_VERSION, **self.own_fields()}
+        if self.init_lora_weights == "loftq" and self.loftq_config.get("loftq_iter", 1) > 1:
+            side_car["loftq_iter"] = self.loftq_config["loftq_iter"]  # the base is a different one, to be made again
         (Path(save_directory) / SIDE_CAR).write_text(json.dumps(side_car, indent=2, sort_keys=True) + "\n")
 
     @classmethod
@@ -126,7 +156,10 @@ class NVFP4LoraConfig(LoraConfig):
         if path is None:
             return cls(**known)
         try:
-            return cls(**known, **_read_side_car(path))
+            own = _read_side_car(path)
+            if rounds := own.pop("loftq_iter", None):
+                known.update(init_lora_weights="loftq", loftq_config={"loftq_iter": rounds})
+            return cls(**known, **own)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -156,7 +189,7 @@ def _read_side_car(path: Path) -> dict[str, Any]:
         raise ValueError(f"not a valid side-car file ({error}); delete it to load the adapter with default settings") from error
     if version > SIDE_CAR_VERSION:
         raise ValueError(f"format version {version}; this package reads up to {SIDE_CAR_VERSION}: upgrade peft_nvfp4")
-    unknown = content.keys() - set(OWN_FIELDS)
+    unknown = content.keys() - {*OWN_FIELDS, "loftq_iter"}
     if unknown:
         raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}")
     return content

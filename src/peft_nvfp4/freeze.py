@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ def freeze_model(
     activations: str = "bf16",
     skip_modules: Iterable[str] = (),
     progress: bool = True,
+    on_frozen: Callable[[str, nn.Linear, FrozenLinear], None] | None = None,
 ) -> nn.Module:
     """Freeze the linears of ``model`` in the storage format ``backend``, in place. Frozen layers are left alone.
 
@@ -47,6 +48,7 @@ def freeze_model(
         accuracy, weight_layouts, gradients, activations: see :class:`~peft_nvfp4.NVFP4LoraConfig`.
         skip_modules: names, or dotted name endings, of modules to leave as they are (with everything inside them).
         progress: show a progress bar when it takes longer than a second.
+        on_frozen: called with the name of every linear, the dense layer, about to go, and the frozen one that takes its place.
 
     Returns:
         The same model.
@@ -75,6 +77,8 @@ def freeze_model(
             frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, planned))
             frozen.shares_input = len(_siblings(model, name, planned)) > 1
             _carry_attributes(linear, frozen)
+            if on_frozen is not None:
+                on_frozen(name, linear, frozen)
         modules[id(linear)] = weights[id(linear.weight)] = frozen
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, frozen)
@@ -159,7 +163,13 @@ def _refuse_other_quantisation(model: nn.Module) -> None:
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     method = str(getattr(method, "value", method))
     if method not in ("bitsandbytes", "None"):
-        raise ValueError(f"the model is already quantised by {method!r}; load it without quantisation (or dequantise it) first")
+        published = method in ("compressed-tensors", "modelopt")
+        way_out = (
+            "load it with quantization_config=PactConfig(), which reads NVFP4 checkpoints as they are"
+            if published
+            else ("load it without quantisation (or dequantise it) first")
+        )
+        raise ValueError(f"the model is already quantised by {method!r}; {way_out}")
 
 
 def _kept_dense(model: nn.Module) -> set[int]:
@@ -274,8 +284,14 @@ def _carry_attributes(linear: nn.Linear, frozen: FrozenLinear) -> None:
         setattr(frozen, hooks, getattr(linear, hooks))  # the same dictionaries: handles can still remove what they added
 
 
-def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
-    """Warn when a sizeable share of the matrix weights stayed dense: fused MoE experts, Conv1D, custom linears."""
+def dense_share(model: nn.Module, skip_modules: Iterable[str] = ()) -> dict[str, float]:
+    """What of a frozen model's matrix weights stayed dense, though nobody asked for it: fused MoE experts (3-D parameters),
+    Conv1D, custom linears. Output heads, embeddings, adapters and ``skip_modules`` do not count.
+
+    Returns:
+        Kind ("MixtralExperts.gate_up_proj (3-D)") -> share of all weights counted, the largest first.
+    """
+    skip_modules = tuple(skip_modules)
     keep = _kept_dense(model)
     frozen, dense = 0, Counter()
     for name, module in model.named_modules():
@@ -291,11 +307,19 @@ def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
                 if p.ndim >= 2 and p.is_floating_point():
                     dense[f"{type(module).__name__}.{p_name} ({p.ndim}-D)"] += p.numel()
     total = frozen + sum(dense.values())
-    if total and sum(dense.values()) > DENSE_SHARE_WARNING * total:
-        kinds = ", ".join(f"{kind} {count / total:.0%}" for kind, count in dense.most_common(3))
+    return {kind: count / total for kind, count in dense.most_common()}
+
+
+def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
+    """Warn when a sizeable share of the matrix weights stayed dense."""
+    dense = dense_share(model, skip_modules)
+    if sum(dense.values()) > DENSE_SHARE_WARNING:
+        kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in list(dense.items())[:3])
+        experts = any("(3-D)" in kind for kind in dense)
+        advice = " Experts in 3-D parameters can be adapted, dense, through target_parameters." if experts else ""
         warnings.warn(
-            f"{sum(dense.values()) / total:.0%} of the matrix weights stay dense, in their full size: {kinds}. "
-            "Only plain nn.Linear layers are packed.",
+            f"{sum(dense.values()):.0%} of the matrix weights stay dense, in their full size: {kinds}. "
+            f"Only plain nn.Linear layers are packed.{advice}",
             stacklevel=4,
         )
 

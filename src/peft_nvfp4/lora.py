@@ -8,11 +8,12 @@ It is PEFT's own ``lora.Linear`` (same parameters, same names, same checkpoints)
 * Merging works on dequantised weights and quantises once, after the last adapter; unmerging puts the original bytes back,
   exactly. Unloading with a merge gives a dense ``nn.Linear``: a small adapter added to a 4-bit weight would mostly be lost.
 * Initialisations that read or rewrite the base weight (PiSSA, OLoRA, CorDA, MiCA, LoRA-GA, ...) get it dense and have it
-  requantised. What cannot work on a packed base raises.
+  requantised. Those that make up for its rounding are in :mod:`peft_nvfp4.inits`. What cannot work on a packed base raises.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -24,11 +25,14 @@ from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
+from . import inits, merge_aware, ops
 from .backends import FrozenLinear
-from .branches import Branch, lora_branch
+from .branches import Branch, lora_branch, no_autocast
+from .calibration.hessian import exact_matmul
+from .inits import RESIDUAL_INITS
 
 DENSE_INITS = ("pissa", "corda", "olora", "mica", "orthogonal", "lora_ga")
-INITS = (*DENSE_INITS, "gaussian", "eva", "loftq")
+INITS = (*DENSE_INITS, "gaussian", "eva", *RESIDUAL_INITS)
 DENSE_VARIANTS = ("velora_config", "use_bdlora")
 """Initialisations and variants that read the base weight (or its dtype) when an adapter is made."""
 
@@ -52,11 +56,8 @@ def refuse_unsupported(config: LoraConfig, backend: str) -> None:
     init = config.init_lora_weights
     if isinstance(init, str) and not init.lower().startswith(INITS):
         raise ValueError(f"unknown init_lora_weights={init!r}; known: True, False, {', '.join(INITS)}")
-    if init == "loftq":
-        raise ValueError(
-            f"init_lora_weights='loftq' quantises a dense base itself and cannot start from a {backend} one. "
-            "init_lora_weights='pissa' or 'olora' works on a packed base."
-        )
+    if init in RESIDUAL_INITS and backend == "bf16":
+        raise ValueError(f"init_lora_weights={init!r} starts from the rounding error of the base, and a bf16 base has none.")
 
 
 class FrozenLoraLinear(PeftLoraLinear):
@@ -64,6 +65,9 @@ class FrozenLoraLinear(PeftLoraLinear):
 
     _unmerged: dict[str, nn.Parameter] | None = None  # snapshot of the frozen layer while adapters are merged
     _in_dense = False  # PEFT's own merge is running on the dense weight
+    _merged_layer: tuple | None = None  # what merge-aware adapters compute with outside of training, and what it was made from
+    _factors: tuple[Tensor, Tensor] | None = None  # what the adapter being made starts from
+    merge_aware_adapters: frozenset[str] = frozenset()
 
     # -- making an adapter
 
@@ -80,8 +84,27 @@ class FrozenLoraLinear(PeftLoraLinear):
             raise ValueError(
                 f"unmerge {', '.join(self.merged_adapters)} before adding an adapter with init_lora_weights={init!r}"
             )
+        if init in RESIDUAL_INITS:
+            self._factors, config = inits.take(base, r, init), copy.copy(config)
+            config.init_lora_weights = True  # PEFT's own LoftQ knows other formats
         with base.dense_weight() if needs_dense else nullcontext():
             super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        aware = {adapter_name} if getattr(config, "merge_aware", False) else set()
+        self.merge_aware_adapters = self.merge_aware_adapters - {adapter_name} | aware
+
+    def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
+        super().reset_lora_parameters(adapter_name, init_lora_weights)
+        if self._factors is not None:  # here, before a variant (DoRA) looks at A and B
+            inits.fill(self, adapter_name, self._factors)
+            self._factors = None
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self.merge_aware_adapters -= {adapter_name}
+
+    def train(self, mode: bool = True) -> FrozenLoraLinear:
+        self._merged_layer = None
+        return super().train(mode)
 
     # -- forward
 
@@ -91,11 +114,12 @@ class FrozenLoraLinear(PeftLoraLinear):
         return Branch(self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter], p)
 
     def plain_branches(self) -> list[Branch] | None:
-        """The branches that a call adds now; None where forward is more than them (a variant such as DoRA)."""
+        """The branches that a call adds now; None where forward is something else (a variant such as DoRA, merge-aware)."""
         if self.disable_adapters or self.merged:
             return []
         active = [name for name in self.active_adapters if name in self.lora_A]
-        return None if any(name in self.lora_variant for name in active) else [self._branch(name) for name in active]
+        other = any(name in self.lora_variant or name in self.merge_aware_adapters for name in active)
+        return None if other else [self._branch(name) for name in active]
 
     def _add_lora_bias(self, y: Tensor, adapter: str) -> Tensor:
         bias = self.lora_B[adapter].bias
@@ -110,16 +134,27 @@ class FrozenLoraLinear(PeftLoraLinear):
                 self.unmerge()
             return self.base_layer(x, *args, **kwargs)
         if adapter_names is not None:
+            self._refuse_partly_merge_aware([name for name in adapter_names if name in self.merge_aware_adapters], [])
             return self._mixed_batch_forward(x, *args, adapter_names=adapter_names, **variant_kwargs, **kwargs)
         if self.merged:
             return self.base_layer(x, *args, **kwargs)
         active = [name for name in self.active_adapters if name in self.lora_A]
+        if aware := [name for name in active if name in self.merge_aware_adapters]:
+            self._refuse_partly_merge_aware(aware, active)
+            return merge_aware.forward(self, x, active)
         if any(name in self.lora_variant for name in active):
             return self._forward_with_variants(x, active, variant_kwargs)
         y = self.get_base_layer().lora_forward(x, [self._branch(name) for name in active])
         for name in active:
             y = self._add_lora_bias(y, name)
         return y
+
+    def _refuse_partly_merge_aware(self, aware: list[str], active: list[str]) -> None:
+        if aware and aware != active:
+            raise ValueError(
+                f"{', '.join(aware)} was trained merge-aware: its function is that of one merged weight, which other adapters, "
+                "or rows of a batch without it, do not share. Activate it alone (or with other merge-aware adapters)"
+            )
 
     def _forward_with_variants(self, x: Tensor, active: list[str], variant_kwargs: dict[str, Any]) -> Tensor:
         """DoRA and the like: PEFT's own forward of the variant, on the input that a branch of this base sees."""
@@ -186,7 +221,8 @@ class FrozenLoraLinear(PeftLoraLinear):
         """PEFT's own merge of ``names`` on the dense FP32 weight; returns the merged dense weight and bias."""
         base = self.get_base_layer()
         self.merged_adapters = []
-        with base.dense_weight(requantize=requantize):
+        # FP32 products whatever is allowed elsewhere: merge-aware training has to have met the same bits
+        with no_autocast(base.weight), exact_matmul(), base.dense_weight(requantize=requantize):
             self._in_dense = True
             try:
                 super().merge(safe_merge=safe_merge, adapter_names=names)
@@ -198,6 +234,16 @@ class FrozenLoraLinear(PeftLoraLinear):
                     f"NaNs detected in the merged weights. One of the adapters {', '.join(names)} seems to be broken"
                 )
         return weight, base.bias
+
+    @torch.no_grad()
+    def dense_with(self, names: list[str]) -> Tensor:
+        """The dense FP32 weight that merging ``names`` gives before it is rounded; the layer stays as it is."""
+        base, before, merged = self.get_base_layer(), self.get_base_layer().snapshot(), self.merged_adapters
+        try:
+            return self._merge_densely(names, False, requantize=False)[0]
+        finally:
+            base.restore(before)
+            self.merged_adapters = merged
 
     def unmerge(self) -> None:
         """Restore the frozen weight byte for byte."""
@@ -219,6 +265,8 @@ class FrozenLoraLinear(PeftLoraLinear):
         if self._unmerged is not None:
             base.restore(self._unmerged)
         weight, bias = self._merge_densely(names, safe_merge, requantize=False)
+        if names and self.merge_aware_adapters.issuperset(names):  # what was trained is the rounded sum
+            weight = ops.dequantize(merge_aware.requantized(base, weight))
         return base.to_linear(weight, bias)
 
     def __repr__(self) -> str:

@@ -156,9 +156,16 @@ def _amax_or_zero(x: Tensor) -> Tensor:
     return x.amax().reshape(1) if x.numel() else x.new_zeros(1)
 
 
+def powers_of_two(g: Tensor) -> bool:
+    """Whether all of some normal FP32 numbers are powers of two."""
+    return not (g.view(torch.int32) & 0x7FFFFF).any()
+
+
 def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small."""
-    if dtype not in (torch.float32, torch.bfloat16):
+    """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small, and once in BF16 where a global
+    scale is no power of two (of another tool's checkpoint; on a GPU, where looking would wait, that is the kernels' business)."""
+    rounds = dtype == torch.bfloat16 and q.gscale.is_cpu and not powers_of_two(q.gscale)
+    if dtype not in (torch.float32, torch.bfloat16) or rounds:
         return dequantize(q, torch.float32).to(dtype)
     rows = q.codes.shape[0]
     values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)

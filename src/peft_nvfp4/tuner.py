@@ -5,6 +5,7 @@
 | ``_prepare_model`` of ``LoraModel``, ``MixedModel`` | with our config: freezes the base before PEFT lists its modules |
 | ``LoraModel._create_new_module`` | a frozen target gets a :class:`FrozenLoraLinear`, for any LoRA config |
 | ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
+| ``LoraConfig.save_pretrained`` | notes which frozen base an adapter was trained on, in a file of its own |
 | ``BaseTuner.inject_adapter`` | our config, or LoRA on a ``PactConfig`` model: fuses it after. IA3, ... on frozen linears raise |
 
 Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from peft import AdaLoraConfig, LoraConfig, LoraModel
 from peft.tuners.mixed import MixedModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
@@ -29,10 +31,14 @@ from .backends import FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, attached, detach
 from .dataflow.probe import base_of
+from .fingerprint import remember, source_fingerprint, write
 from .freeze import dequantize_model, freeze_model, frozen_layers
 from .graphs import disable_cuda_graphs, enable_cuda_graphs
+from .hf import published
 from .hf.config import PactConfig, pact_config
+from .inits import ResidualInit, residual_init
 from .lora import FrozenLoraLinear, refuse_unsupported
+from .merge_aware import refuse_dense
 from .sites import input_terms
 
 _ORIGINALS: list[tuple[type, str, Any]] = []
@@ -42,16 +48,19 @@ def register() -> None:
     """Install the hooks. Done by ``import peft_nvfp4``; calling it again changes nothing."""
     if _ORIGINALS:
         return
+    published.install()
     _wrap(LoraModel, "_prepare_model", _prepare_model)
     _wrap(MixedModel, "_prepare_model", _prepare_model)
     _wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
     _wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
     _wrap(BaseTuner, "inject_adapter", _inject_adapter)
+    _wrap(LoraConfig, "save_pretrained", _save_config)
 
 
 def unregister() -> None:
     """Remove the hooks: PEFT is as it was before the import. Models made before keep working; a new ``NVFP4LoraConfig`` would
     freeze nothing (it warns), and a new adapter over a frozen layer could not be merged."""
+    published.remove()
     while _ORIGINALS:
         owner, name, original = _ORIGINALS.pop()
         if original is None:
@@ -78,22 +87,35 @@ def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> No
 
 
 def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig, model: nn.Module) -> None:
+    source = None
     if isinstance(peft_config, NVFP4LoraConfig):
         refuse_unsupported(peft_config, peft_config.backend)  # before anything changes
         if frozen := frozen_layers(model):
             _check_same_base(frozen, peft_config)
         elif _has_targets(peft_config, model):  # without any, PEFT will raise: leave the model as it is
+            source = source_fingerprint(model)
             _freeze(peft_config, model)
+    if isinstance(peft_config, LoraConfig) and frozen_layers(model):
+        remember(peft_config, model, source)
     original(self, peft_config, model)  # layer_replication: clones share the packed weights
+
+
+def _save_config(original: Callable, self: LoraConfig, save_directory: str, **kwargs: Any) -> None:
+    original(self, save_directory, **kwargs)
+    write(self, save_directory)
 
 
 def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
     saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
+    residuals = ResidualInit(config) if residual_init(config) else None
     with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
         if config.calibration is not None:
             from .calibration.run import apply_calibration  # not at the top: only those who calibrate need it
 
+            finish = None if residuals is None else residuals.later(model)
             apply_calibration(model, config.calibration, weight_layouts=config.weight_layouts, gradients=config.gradients)
+            if finish is not None:
+                finish()
         freeze_model(
             model,
             config.backend,
@@ -102,6 +124,7 @@ def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
             gradients=config.gradients,
             activations=config.activations,
             skip_modules=[*(config.skip_modules or ()), *saved],
+            on_frozen=residuals,
         )
 
 
@@ -132,6 +155,8 @@ def _create_new_module(
     original: Callable, lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any
 ) -> nn.Module:
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if getattr(lora_config, "merge_aware", False):
+        refuse_dense(base, kwargs.get("target_name") or type(base).__name__)
     if not isinstance(base, FrozenLinear):
         return original(lora_config, adapter_name, target, **kwargs)
     if lora_config.fan_in_fan_out:
@@ -152,7 +177,7 @@ def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: boo
     detach(self.model)  # fused norms and MLPs belong to frozen layers with adapters
     disable_cuda_graphs(self.model)
     if merge:
-        _set_dense_dtype(self.model)
+        _set_dense_dtype(self.model, getattr(self, "nvfp4_dense_dtype", None))
     model = original(self, merge=merge, **kwargs)
     if merge and frozen_layers(model):
         dequantize_model(model)
@@ -161,8 +186,13 @@ def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: boo
     return model
 
 
-def _set_dense_dtype(model: nn.Module) -> None:
-    """Adopted bitsandbytes layers become dense in the dtype of the model around them, that of its embedding."""
+def _set_dense_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Layers become dense in the given dtype, if there is one; adopted bitsandbytes layers otherwise in the dtype of the model
+    around them, that of its embedding."""
+    if dtype is not None:
+        for _, layer in frozen_layers(model):
+            layer.dense_dtype = dtype
+        return
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if embedding is not None and embedding.weight.is_floating_point():
         for _, layer in frozen_layers(model):

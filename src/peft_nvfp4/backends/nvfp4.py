@@ -17,8 +17,8 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from .. import handoff, kernels, ops
-from ..formats import WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
+from .. import handoff, kernels, ops, reference
+from ..formats import E2M1_MAX, E4M3_MAX, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 from ..handoff import QuantizedInput
 from ..linear import (
     Branch,
@@ -157,8 +157,10 @@ class NVFP4FrozenLinear(FrozenLinear):
         self._check_dense(weight)
         weight = weight.detach().to(self.weight.device)
         needed = ops.weight_gscale(weight)
-        # the scale that is there, if it is large enough: siblings share it
-        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, self.weight_gscale.view(torch.float32))))
+        # the scale that is there, if it is large enough: siblings share it. Another tool's may be no power of two, which kernels
+        # that quantise take it for: the next one then
+        there = reference.power_of_two_scale(self.weight_gscale.view(torch.float32) * (E2M1_MAX * E4M3_MAX))
+        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, there)))
         if self.input_centre is not None:
             self.set_centre(self._centre)
 

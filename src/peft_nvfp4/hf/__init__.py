@@ -2,7 +2,8 @@
 
 >>> model = AutoModelForCausalLM.from_pretrained(name, quantization_config=PactConfig(), dtype=torch.bfloat16)
 
-Importing this registers the method ``"peft_nvfp4"``; a saved model is recognised by the word in its ``config.json``.
+Importing this registers the method ``"peft_nvfp4"``; a saved model is recognised by the word in its ``config.json``. The same
+line loads what compressed-tensors or ModelOpt have packed (:mod:`.published`, a hook that ``peft_nvfp4.register()`` installs).
 """
 
 from .config import PactConfig

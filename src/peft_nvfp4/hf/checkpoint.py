@@ -16,51 +16,26 @@ shapes. What only the bytes can tell (NaN scales) is checked when they are on th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from .. import ops
 from ..backends import FrozenOptions
 from ..backends.nvfp4 import NVFP4FrozenLinear
-from ..formats import BLOCK, E4M3_MAX_BITS, QuantizedMatrix, padded_k
+from ..checkpoints.files import Stored, stored_in
+from ..checkpoints.layouts import PARTS
+from ..formats import BLOCK, E4M3_MAX_BITS, WEIGHT_BACKWARD, QuantizedMatrix, padded_k
 from ..freeze import frozen_layers
 
 PACKED = ("weight", "weight_scales", "weight_gscale")
 BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file, as its header describes it."""
-
-    key: str
-    file: str
-    dtype: str  # as safetensors writes it: "U8", "BF16"
-    shape: tuple[int, ...]
-
-
 # ---------------------------------------------------------------------------------------------- before loading
-
-
-def check_files(files: Sequence[str] | None, packed: bool) -> None:
-    """Every file can be read.
-
-    Raises:
-        ValueError: a truncated or damaged file; a packed model in a pickle.
-    """
-    for file in files or ():
-        if file.endswith(".safetensors"):
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except SafetensorError as error:
-                raise ValueError(f"{file} is truncated or damaged: {error}") from error
-        elif packed:
-            raise ValueError(f"{file} is not a safetensors file; a packed model is read from those only (a pickle can run code)")
 
 
 def stored_tensors(model: nn.Module, files: Sequence[str] | None) -> dict[str, Stored]:
@@ -72,18 +47,14 @@ def stored_tensors(model: nn.Module, files: Sequence[str] | None) -> dict[str, S
     names = dict.fromkeys(model.state_dict(keep_vars=True), True)
     found = {}
     for file in files or ():
-        if not file.endswith(".safetensors"):
-            continue
-        with safe_open(file, framework="pt") as f:
-            for key in f.keys():  # noqa: SIM118 (not a mapping)
-                slice_ = f.get_slice(key)
-                stored = Stored(key, file, slice_.get_dtype(), tuple(slice_.get_shape()))
-                stem, dot, leaf = key.rpartition(".")
-                part = leaf in PACKED[1:]  # not in the model yet: named after its weight
-                name, _ = rename_source_key(
-                    f"{stem}.weight" if part else key, renamings, converters, model.base_model_prefix, names
-                )
-                found[f"{name.rpartition('.')[0]}{dot}{leaf}" if part else name] = stored
+        for stored in stored_in(file) if file.endswith(".safetensors") else ():
+            stem, dot, leaf = stored.key.rpartition(".")
+            part = leaf in PACKED[1:] or leaf in PARTS  # not in the model yet: named after its weight
+            name, converter = rename_source_key(
+                f"{stem}.weight" if part else stored.key, renamings, converters, model.base_model_prefix, names
+            )
+            name = f"{name.rpartition('.')[0]}{dot}{leaf}" if part else name
+            found[name] = replace(stored, converted=converter is not None)
     return found
 
 
@@ -178,7 +149,12 @@ def check_loaded(layers: Mapping[str, NVFP4FrozenLinear], origin: Callable[[str]
 def complete(layer: NVFP4FrozenLinear) -> None:
     """Make what the files do not hold: the backward layout."""
     w = layer.forward_layout
-    layer._store(w._replace(gscale=w.gscale.clone()))  # a copy: in a mapped file, four bytes may lie anywhere
+    w = w._replace(gscale=w.gscale.clone())  # a copy: in a mapped file, four bytes may lie anywhere
+    layer._store(w)
+    if layer.backward_weight is not None and torch.frexp(w.gscale).mantissa != 0.5:
+        # not a power of two (another tool's): D(W_f) is not exact in BF16, from which the layer makes its backward layout
+        w_b = ops.quantize_weight(ops.dequantize(w, torch.float32).T, WEIGHT_BACKWARD)
+        layer._put("backward_weight", "backward_scales", "backward_gscale", w_b)
 
 
 # ---------------------------------------------------------------------------------------------- saving

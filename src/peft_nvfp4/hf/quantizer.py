@@ -1,11 +1,12 @@
 """The transformers quantizer behind :class:`PactConfig`.
 
-``from_pretrained`` builds the model on the meta device and then hands over one weight after the other. Two ways from there:
+``from_pretrained`` builds the model on the meta device and then hands over one weight after the other. Three ways from there:
 
 * **A dense checkpoint** (:class:`StreamingQuantize`). The planned linears stay placeholders. A weight that arrives is held until
   its siblings (q/k/v, gate/up) are there, since they share a global scale; then the group is quantised, takes its place in the
   model and the dense weights are let go. At any time one group is dense. The result is :func:`~peft_nvfp4.freeze_model`'s, bit
   for bit. An alternative in two passes over the file would read everything twice to hold one matrix instead of three.
+* **A model packed by another tool** (:mod:`.published`): layers with that tool's tensors, which become ours after loading.
 * **A saved model** (:mod:`.checkpoint`). The planned linears become empty packed layers before loading, transformers fills them
   like any parameters, and what is not in the file (the backward layout) is made from what is.
 
@@ -27,10 +28,14 @@ from transformers.quantizers.auto import register_quantizer
 from .. import freeze
 from ..backends import FrozenOptions
 from ..backends.nvfp4 import NVFP4FrozenLinear
+from ..checkpoints.files import Stored, check_files, check_indices
+from ..checkpoints.layouts import PARTS
+from ..checkpoints.load import PackedLinear
+from ..checkpoints.settings import Published
 from ..freeze import dequantize_model, frozen_layers
 from ..ops import shared_gscale
 from ..sites import input_terms
-from . import checkpoint
+from . import checkpoint, published
 from .config import METHOD, PactConfig
 from .mapped import release
 from .prepare import mark_as_4bit, unmark_as_4bit
@@ -45,6 +50,7 @@ class PactQuantizer(HfQuantizer):
 
     Attributes:
         planned: dotted name of a linear to freeze -> the names, itself included, that share its global scale.
+        published: what another tool's settings say of the checkpoint, if it is one.
     """
 
     requires_calibration = False
@@ -54,7 +60,9 @@ class PactQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.planned: dict[str, tuple[str, ...]] = {}
         self._held: dict[str, Tensor] = {}  # dense weights that wait for their siblings
-        self._stored: dict[str, checkpoint.Stored] = {}  # name in the model -> where it comes from
+        self.published: Published | None = None
+        self._placed: dict[str, PackedLinear] = {}  # packed by another tool, and not yet ours
+        self._stored: dict[str, Stored] = {}  # name in the model -> where it comes from
         self._failure: str | None = None
         self._files: list[str] = []
         self._read_bytes = 0
@@ -91,7 +99,7 @@ class PactQuantizer(HfQuantizer):
         name, _, leaf = param_name.rpartition(".")
         if name not in self.planned or leaf == "bias":
             return param.element_size()
-        return layouts * (1 if self.pre_quantized else 4.5 / 8)
+        return layouts * (param.element_size() if self.pre_quantized else 4.5 / 8)
 
     # -- before loading
 
@@ -102,13 +110,24 @@ class PactQuantizer(HfQuantizer):
         if not names:
             raise ValueError(f"no linear layer of {type(model).__name__} can be frozen in NVFP4; leave quantization_config out")
         self.planned = {name: tuple(freeze._siblings(model, name, set(names))) for name in names}
-        checkpoint.check_files(checkpoint_files, packed=self.pre_quantized)
         self._files = list(checkpoint_files or ())
+        check_indices(self._files, model.config.name_or_path)
+        if self.published is None and not self.pre_quantized:
+            self.published = published.beside(self._files)
+            self.pre_quantized = self.published is not None
+        check_files(checkpoint_files, packed=self.pre_quantized)
         self._stored = checkpoint.stored_tensors(model, checkpoint_files)
-        if self.pre_quantized:
+        if self.published is not None:
+            self._placed = published.place(self, model)
+        elif self.pre_quantized:
             checkpoint.check_layout(model, self.planned, self._stored)
             for name in self.planned:
                 self._put(model, name, checkpoint.empty_layer(model.get_submodule(name), self._options(name)))
+        elif foreign := [stored for name, stored in self._stored.items() if name.rpartition(".")[2] in PARTS]:
+            raise ValueError(
+                f"{foreign[0]} belongs to a packed weight, and neither config.json nor {published.HF_QUANT_CONFIG} beside it "
+                "says how it is packed. Download all files of the checkpoint"
+            )
         return model
 
     @staticmethod
@@ -199,7 +218,9 @@ class PactQuantizer(HfQuantizer):
         if self._failure is not None:
             self._held.clear()
             raise ValueError(self._failure)
-        if self.pre_quantized:
+        if self.published is not None:
+            published.finish(self, model)
+        elif self.pre_quantized:
             layers = {name: model.get_submodule(name) for name in self.planned}
             checkpoint.check_loaded(layers, self._origin)
             for layer in layers.values():

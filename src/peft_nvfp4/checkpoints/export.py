@@ -1,0 +1,164 @@
+"""Write a model with frozen NVFP4 linears as other tools read it: plain transformers, vLLM and their like.
+
+What is written is the weights' own bytes. What a reader computes with them is its own business: by default the settings say
+W4A16, so it multiplies D(W) by unquantised inputs; in transformers that are, bit for bit, the logits of
+``model.dequantize()``. Two terms are how this package quantises an input, and a centre is subtracted from it before and put
+back after: both are ways to come close to the unquantised input, which a W4A16 reader has, so nothing need be folded into the
+weights. Where every linear came with a calibrated input scale from another tool (:mod:`.load`), the scales are written again
+and the settings say W4A4, as they did.
+
+The model's own ``save_pretrained`` writes the files: shards, renamed and tied weights, remote code, generation settings.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backends import FrozenLinear
+from ..backends.nvfp4 import NVFP4FrozenLinear
+from ..formats import BLOCK
+from ..version import __version__
+from .layouts import MODELOPT, Layout
+from .settings import layout_named, write_hf_quant_config, write_settings
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What :func:`export_checkpoint` wrote.
+
+    Attributes:
+        packed: number of linears in NVFP4.
+        dense: names of the linears that are not, as the settings list them.
+        scheme: ``"W4A16"``, or ``"W4A4"`` where calibrated scales of all inputs are known.
+        inexact: names of linears whose global scale has no reciprocal in FP32 and is off by one unit in its last place.
+    """
+
+    packed: int
+    dense: tuple[str, ...]
+    scheme: str
+    inexact: tuple[str, ...]
+
+
+def export_checkpoint(
+    model: nn.Module, save_directory: str | Path, layout: str = "compressed-tensors", max_shard_size: int | str = "5GB"
+) -> ExportReport:
+    """Write a model's frozen NVFP4 base as a checkpoint of another tool's layout.
+
+    Args:
+        model: a transformers model whose linears are frozen in NVFP4, without adapters (``model.unload()`` takes them off; an
+            adapter is saved by itself, and served beside its base).
+        save_directory: where to; nothing is written if something cannot be represented.
+        layout: ``"compressed-tensors"`` or ``"modelopt"``.
+        max_shard_size: of ``save_pretrained``.
+
+    Returns:
+        What was packed and what was not.
+
+    Raises:
+        ValueError: an unknown layout; a model that is frozen in another format, not frozen, or carries an adapter.
+    """
+    names = layout_named(layout)
+    layers = _packed_layers(model)
+    narrow = [name for name, layer in layers.items() if layer.in_features % BLOCK]
+    if narrow:
+        warnings.warn(
+            f"{narrow[0]} (and {len(narrow) - 1} more) is written dense: its number of inputs, {layers[narrow[0]].in_features}, "
+            f"is not a multiple of {BLOCK}, which {layout} asks for",
+            stacklevel=2,
+        )
+    packed = {name: layer for name, layer in layers.items() if name not in narrow}
+    inputs = bool(packed) and all(_input_scale(layer) is not None for layer in packed.values())
+    linears = (n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in packed)
+    settings = write_settings(names, dense := tuple(linears), inputs, __version__)
+    state, inexact = _state_dict(model, layers, packed, names, inputs)
+    with _saved_as(model, settings):
+        model.save_pretrained(save_directory, state_dict=state, max_shard_size=max_shard_size)
+    if names is MODELOPT:
+        content = json.dumps(write_hf_quant_config(settings), indent=4)
+        (Path(save_directory) / "hf_quant_config.json").write_text(content + "\n")
+    return ExportReport(len(packed), dense, "W4A4" if inputs else "W4A16", tuple(inexact))
+
+
+def _packed_layers(model: nn.Module) -> dict[str, NVFP4FrozenLinear]:
+    """Name -> layer, after every check."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not hasattr(model, "save_pretrained") or not hasattr(getattr(model, "config", None), "to_dict"):
+        raise ValueError(f"{type(model).__name__} is no transformers model; a checkpoint for other tools needs its config")
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "the model carries an adapter. Save that by itself (PeftModel.save_pretrained) and export what model.unload() "
+            "returns, or merge it first"
+        )
+    frozen = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FrozenLinear)}
+    if not frozen:
+        raise ValueError("no linear of the model is frozen in NVFP4: load it with PactConfig, or freeze it with freeze_model")
+    for name, layer in frozen.items():
+        if not isinstance(layer, NVFP4FrozenLinear):
+            raise ValueError(
+                f"{name} is frozen in {layer.backend!r}, which is not NVFP4. Export a model frozen with backend='nvfp4'; "
+                "peft_nvfp4.dequantize_model makes this one dense, for save_pretrained"
+            )
+    return frozen
+
+
+def _input_scale(layer: NVFP4FrozenLinear) -> float | None:
+    return getattr(layer, "published_input_scale", None)
+
+
+def _state_dict(
+    model: nn.Module,
+    layers: dict[str, NVFP4FrozenLinear],
+    packed: dict[str, NVFP4FrozenLinear],
+    layout: Layout,
+    inputs: bool,
+) -> tuple[dict[str, Tensor], list[str]]:
+    """(the model's state dict in another layout, names of the linears whose global scale changed)."""
+    own = {f"{name}.{leaf}": name for name, layer in layers.items() for leaf in layer.packed_tensors()}
+    state, done, inexact = {}, set(), []
+    for key, tensor in model.state_dict().items():
+        name = own.get(key)
+        if name is None:
+            state[key] = tensor
+        if name is None or name in done:
+            continue
+        done.add(name)
+        layer = layers[name]
+        if name not in packed:
+            state[f"{name}.weight"] = layer.dequantize()
+            continue
+        parts = layout.write(layer.forward_layout)
+        if not torch.equal(layout.read_gscale(parts[layout.gscale]), layer.forward_layout.gscale):
+            inexact.append(name)
+        if inputs:
+            scale = torch.tensor([_input_scale(layer)], dtype=torch.float32, device=layer.weight.device)
+            parts[layout.input_scale] = layout.write_gscale(scale)
+        shared = layer.weight.data_ptr() in {t.data_ptr() for t in state.values()}
+        state |= {f"{name}.{leaf}": t.clone() if shared else t for leaf, t in parts.items()}
+    return state, inexact
+
+
+@contextmanager
+def _saved_as(model: nn.Module, settings: dict[str, Any]) -> Iterator[None]:
+    """Within the context ``save_pretrained`` takes the state dict that it is given, and writes these settings."""
+    config = model.config
+    quantizer = vars(model).pop("hf_quantizer", None)
+    before = {key: getattr(config, key) for key in ("quantization_config", "dtype", "architectures") if hasattr(config, key)}
+    config.quantization_config = settings
+    try:
+        yield
+    finally:
+        del config.quantization_config
+        for key, value in before.items():
+            setattr(config, key, value)
+        if quantizer is not None:
+            model.hf_quantizer = quantizer

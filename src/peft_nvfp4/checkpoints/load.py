@@ -1,0 +1,194 @@
+"""From the files of a published checkpoint to frozen layers, while transformers loads the rest of the model.
+
+Before loading, from the headers of the files: which linears are packed, whether every tensor is there in its type and shape,
+and whether there is one that cannot be represented. A packed linear's place in the model is then taken by a
+:class:`PackedLinear`, whose parameters have the names, types and shapes that the files have, so that transformers fills them
+as it fills any other, on whatever device they go to. After loading they become frozen layers, one at a time, without a copy of
+their bytes; those that this package does not freeze (an output head, ``skip_modules``) become dense ones.
+
+Rejected: transformers' own weight converters. They convert tensors by patterns of names, which have changed their meaning between
+releases, and a float tensor that matches one may be cast before it is converted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..backends import FrozenOptions
+from ..backends.nvfp4 import NVFP4FrozenLinear
+from ..formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS
+from ..ops import dequantize
+from .files import Stored
+from .layouts import PARTS, REFUSED, Layout
+from .settings import INSTEAD, Published
+
+_DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
+_FP8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+class PackedLinear(nn.Module):
+    """Holds the tensors of a packed linear, under their names in the files, while they are loaded."""
+
+    def __init__(self, linear: nn.Linear, layout: Layout, parts: Mapping[str, Stored]):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.layout, self.dtype = layout, linear.weight.dtype
+        self.bias = linear.bias
+        for leaf in (*layout.required, layout.input_scale):
+            if leaf in parts:
+                empty = torch.empty(parts[leaf].shape, dtype=_DTYPES[parts[leaf].dtype], device="meta")
+                self.register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
+        self._is_hf_initialized = True  # not to be initialised: what is missing is an error
+        self.train(linear.training)
+
+    def tensors(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.named_parameters(recurse=False) if name != "bias"}
+
+
+# ---------------------------------------------------------------------------------------------- before loading
+
+
+def packed_linears(
+    model: nn.Module, published: Published, stored: Mapping[str, Stored], planned: Mapping[str, object]
+) -> dict[str, dict[str, Stored]]:
+    """Dotted name of every linear that is packed in the files -> its tensors.
+
+    Args:
+        stored: name in the model -> tensor in the files; a part of a weight (:data:`.layouts.PARTS`) under its own last name.
+        planned: names of the linears that this package would freeze; what is dense of them in the files is warned about, where
+            the settings do not list it.
+
+    Raises:
+        ValueError: naming tensor and file.
+    """
+    layout, found = published.layout, {}
+    for name, part in stored.items():
+        stem, _, leaf = name.rpartition(".")
+        packed = leaf in PARTS or leaf == layout.codes and part.dtype == "U8"
+        if leaf == "weight" and part.dtype in _FP8:
+            raise ValueError(f"{part} is an FP8 weight, and peft_nvfp4 reads NVFP4 and dense ones. {INSTEAD}")
+        if packed:
+            found.setdefault(stem, {})[leaf] = part
+    for stem, parts in found.items():
+        if "weight" not in parts and f"{stem}.weight" in stored:
+            parts["weight"] = stored[f"{stem}.weight"]
+        _check_linear(model, stem, layout, parts)
+    if absent := [n for n in planned if n not in found and f"{n}.weight" not in stored]:
+        files = ", ".join(sorted({part.file for part in stored.values()}))
+        raise ValueError(f"{absent[0]} (and {len(absent) - 1} more) is missing in {files}; download the files again")
+    dense = [n for n in planned if n not in found]
+    unlisted = [n for n in dense if not published.ignores(n, stored[f"{n}.weight"].key.removesuffix(".weight"))]
+    if unlisted:
+        warnings.warn(
+            f"{unlisted[0]} (and {len(unlisted) - 1} more) is dense in the files, though {published.origin} does not list it as "
+            "such; it stays dense",
+            stacklevel=2,
+        )
+    if not found:
+        raise ValueError(
+            f"{published.origin} says {layout.name}, and no linear in the files is packed: the settings are another model's"
+        )
+    return found
+
+
+def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, Stored]) -> None:
+    first = next(iter(parts.values()))
+    for leaf, part in parts.items():
+        if leaf in REFUSED:
+            raise ValueError(f"{part}: this linear cannot be represented, {REFUSED[leaf]}. {INSTEAD}")
+    module = _submodule(model, stem)
+    if type(module) is not nn.Linear or first.converted:
+        kind = "nothing" if module is None else type(module).__name__
+        why = "transformers rearranges this weight on loading" if first.converted else f"{type(model).__name__} has {kind} there"
+        raise ValueError(
+            f"{first} belongs to a packed linear, but {why}, and only the weight of a plain linear is read packed (experts that "
+            f"a model keeps in one tensor are not). {INSTEAD}"
+        )
+    if module.in_features % BLOCK:
+        raise ValueError(f"{first}: the linear has {module.in_features} inputs, which is not a multiple of {BLOCK}")
+    if missing := [leaf for leaf in layout.required if leaf not in parts]:
+        files = sorted({part.file for part in parts.values()})
+        raise ValueError(
+            f"{', '.join(f'{stem}.{leaf}' for leaf in missing)} missing in {', '.join(files)}; download the files again"
+        )
+    shapes, dtypes = layout.shapes(module.out_features, module.in_features), layout.dtypes()
+    for leaf, part in parts.items():
+        if leaf not in dtypes:
+            raise ValueError(f"{part} is of another layout than {layout.name}, which the settings say")
+        if part.dtype != dtypes[leaf]:
+            raise ValueError(f"{part} is {part.dtype}, expected {dtypes[leaf]} in the {layout.name} layout")
+        if part.shape not in shapes[leaf]:
+            raise ValueError(
+                f"{part} has the shape {part.shape}, expected {shapes[leaf][0]}: {module.out_features} outputs, "
+                f"{module.in_features} inputs, two codes a byte, a scale for {BLOCK} weights"
+            )
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------- after loading
+
+
+def check_loaded(layers: Mapping[str, PackedLinear], origin: Callable[[str], str]) -> None:
+    """Every parameter was loaded and holds what it can hold.
+
+    Raises:
+        ValueError: naming tensor and file.
+    """
+    flags: dict[torch.device, dict[str, Tensor]] = {}
+    for name, layer in layers.items():
+        for leaf, p in layer.tensors().items():
+            key = f"{name}.{leaf}"
+            if p.is_meta or not getattr(p, "_is_hf_initialized", False):
+                raise ValueError(f"{origin(key)} was not loaded")
+            if leaf == layer.layout.scales and p.numel():
+                flags.setdefault(p.device, {})[key] = p.detach().view(torch.uint8).amax() > E4M3_MAX_BITS
+            elif leaf == layer.layout.gscale:
+                g = layer.layout.read_gscale(p)
+                low, high = (2.0**e for e in GSCALE_EXPONENTS)
+                flags.setdefault(p.device, {})[key] = ~((g >= low) & (g <= high))[0]  # NaN is not
+    for bad in flags.values():  # one wait for each device, not one for each tensor
+        for key, flag in zip(bad, torch.stack(list(bad.values())).tolist()):
+            if flag:
+                scales = key.endswith(".weight_scale")
+                what = "NaN or negative scales" if scales else "a global scale that is not finite, positive and of a usable size"
+                raise ValueError(f"{origin(key)} is corrupt: it holds {what}. Download the file again, or ask its author")
+
+
+def frozen_layer(
+    packed: PackedLinear, options: FrozenOptions, complete: Callable[[NVFP4FrozenLinear], None]
+) -> NVFP4FrozenLinear:
+    """The frozen layer with a packed linear's bytes. ``complete`` makes its backward layout."""
+    w = packed.layout.read(packed.tensors(), packed.in_features)
+    forward_only = FrozenOptions("transient", options.gradients, options.terms)
+    layer = NVFP4FrozenLinear(packed.in_features, packed.out_features, packed.bias, packed.dtype, forward_only, w)
+    layer.options = options
+    layer.published_input_scale = _input_scale(packed)
+    complete(layer)
+    return layer.train(packed.training)
+
+
+def dense_linear(packed: PackedLinear) -> nn.Linear:
+    """The dense linear with a packed one's values, rounded once to the model's dtype."""
+    with torch.device("meta"):
+        linear = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None)
+    w = packed.layout.read(packed.tensors(), packed.in_features)
+    linear.weight = nn.Parameter(dequantize(w, torch.float32).to(packed.dtype))
+    linear.bias = packed.bias
+    return linear.train(packed.training)
+
+
+def _input_scale(packed: PackedLinear) -> float | None:
+    """Global scale of the calibrated input, to multiply with; kept for an export, since nothing computes with it here."""
+    stored = packed.tensors().get(packed.layout.input_scale)
+    scale = 0.0 if stored is None else packed.layout.read_gscale(stored).item()
+    return scale if 0.0 < scale < float("inf") else None

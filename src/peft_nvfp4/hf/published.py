@@ -1,0 +1,134 @@
+"""``PactConfig`` on a checkpoint that another tool has packed: where transformers is told about it, and how it is loaded.
+
+>>> model = AutoModelForCausalLM.from_pretrained("RedHatAI/...-NVFP4", quantization_config=PactConfig())
+
+By itself transformers refuses a ``quantization_config`` of another class than the one in ``config.json``, wants compressed-
+tensors installed to find out that it is another, and does not know ``"modelopt"`` at all. So the function of transformers that
+makes the quantizer is wrapped: where the caller gives a ``PactConfig`` and ``config.json`` says one of the two layouts, it
+gets the caller's config alone, and the quantizer is told what the file said. Every other call passes through untouched.
+
+Without a ``PactConfig`` nothing changes: the checkpoint goes to compressed-tensors, for inference.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import modeling_utils
+
+from ..checkpoints import load
+from ..checkpoints.settings import Published, published_method, read_settings
+from . import checkpoint
+from .config import PactConfig
+
+if TYPE_CHECKING:
+    from .quantizer import PactQuantizer
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+_ORIGINAL: list[Any] = []
+
+
+def install() -> None:
+    """Wrap transformers' ``get_hf_quantizer``. Calling it again changes nothing."""
+    if _ORIGINAL:
+        return
+    _ORIGINAL.append(original := modeling_utils.get_hf_quantizer)
+
+    @functools.wraps(original)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        published = _take_settings(config) if isinstance(quantization_config, PactConfig) else None
+        if published is None:
+            return original(config, quantization_config, *args, **kwargs)
+        result = original(config, copy.deepcopy(quantization_config), *args, **kwargs)
+        quantizer: PactQuantizer = result[0]
+        quantizer.published, quantizer.pre_quantized = published, True
+        return result
+
+    modeling_utils.get_hf_quantizer = get_hf_quantizer
+
+
+def remove() -> None:
+    """Undo :func:`install`."""
+    if _ORIGINAL:
+        modeling_utils.get_hf_quantizer = _ORIGINAL.pop()
+
+
+def _take_settings(config: Any) -> Published | None:
+    """What a model's config says of a published layout; taken out of it, since what is loaded is not in that layout."""
+    for owner in (config, config.get_text_config(decoder=True)):
+        settings = getattr(owner, "quantization_config", None)
+        if settings is None or published_method(settings) is None:
+            continue
+        settings = settings if isinstance(settings, dict) else settings.to_dict()
+        published = read_settings(settings, f"the quantization_config of {config.name_or_path or type(config).__name__}")
+        del owner.quantization_config
+        return published
+    return None
+
+
+def beside(files: Sequence[str]) -> Published | None:
+    """The settings in a ``hf_quant_config.json`` in the folder of a checkpoint's files.
+
+    Raises:
+        ValueError: it is no JSON, or see :func:`~peft_nvfp4.checkpoints.settings.read_settings`.
+    """
+    for folder in dict.fromkeys(Path(file).parent for file in files):
+        path = folder / HF_QUANT_CONFIG
+        if path.is_file():
+            try:
+                settings = json.loads(path.read_text())
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged: {error}. Download it again") from error
+            if not isinstance(settings, dict):
+                raise ValueError(f"{path} is damaged: it holds no settings. Download it again")
+            return read_settings(settings, str(path))
+    return None
+
+
+def place(quantizer: PactQuantizer, model: nn.Module) -> dict[str, load.PackedLinear]:
+    """Put a :class:`~peft_nvfp4.checkpoints.load.PackedLinear` where the files hold a packed linear, and leave in
+    ``quantizer.planned`` those that become frozen. Dense ones are listed in ``skip_modules``, for a model that is saved again."""
+    stored, planned = quantizer._stored, quantizer.planned
+    found = load.packed_linears(model, quantizer.published, stored, planned)
+    dense = [name for name in planned if name not in found]
+    for name in dense:
+        del planned[name]
+    for name, group in planned.items():
+        planned[name] = tuple(sibling for sibling in group if sibling in planned)
+    config = quantizer.quantization_config
+    config.skip_modules = [*(config.skip_modules or ()), *dense] or None
+    placed = {}
+    tied = {key for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for key in pair}
+    for name, parts in found.items():
+        if f"{name}.weight" in tied:
+            raise ValueError(f"{next(iter(parts.values()))} is packed, and {name} of {type(model).__name__} shares its weight")
+        placed[name] = packed = load.PackedLinear(model.get_submodule(name), quantizer.published.layout, parts)
+        put(model, name, packed)
+    return placed
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def finish(quantizer: PactQuantizer, model: nn.Module) -> None:
+    """Turn what was placed into frozen layers, or into dense ones where this package does not freeze.
+
+    Raises:
+        ValueError: a tensor that was not loaded, or is corrupt; naming it and its file.
+    """
+    load.check_loaded(quantizer._placed, quantizer._origin)
+    for name in list(quantizer._placed):
+        packed = quantizer._placed.pop(name)
+        if name in quantizer.planned:
+            quantizer._put(model, name, load.frozen_layer(packed, quantizer._options(name), checkpoint.complete))
+        else:
+            put(model, name, load.dense_linear(packed))

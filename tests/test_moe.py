@@ -1,0 +1,66 @@
+"""Mixtures of experts whose experts are 3-D parameters: what stays dense is named, and the rest works around it."""
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, dense_share, freeze_model, merge
+
+IDS = torch.arange(24).reshape(2, 12) * 7 % 128
+COMMON = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=128, head_dim=16)
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**COMMON, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))
+
+
+def qwen3_moe():
+    settings = dict(intermediate_size=64, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **settings))
+
+
+by_family = pytest.mark.parametrize("make", (mixtral, qwen3_moe))
+
+
+@by_family
+def test_dense_experts_are_named_with_their_share(make):
+    """Counted by hand: all matrices but embedding and head; of those, what is a linear of the attention is packed."""
+    model = make()
+    total = {n: p.numel() for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n and "lm_head" not in n}
+    experts = {n: size for n, size in total.items() if ".experts." in n}
+    assert experts and all(model.get_parameter(n).ndim == 3 for n in experts)
+    share = sum(experts.values()) / sum(total.values())
+    assert share > 0.5
+    with pytest.warns(UserWarning, match=r"of the matrix weights stay dense.*Experts\.gate_up_proj \(3-D\).*target_parameters"):
+        freeze_model(model, progress=False)
+    found = dense_share(model)
+    assert sum(v for kind, v in found.items() if "(3-D)" in kind) == pytest.approx(share)
+    assert list(found) == sorted(found, key=found.get, reverse=True)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, FrozenLinear)
+    left_out = dense_share(model, skip_modules=["mlp"])
+    assert not [kind for kind in left_out if "(3-D)" in kind]
+
+
+@pytest.mark.filterwarnings("ignore:.*stay dense")
+@by_family
+@pytest.mark.parametrize("to", ("bf16", "nvfp4"))
+def test_attention_in_nvfp4_experts_dense_both_adapted(make, to):
+    """LoRA on packed attention and, through target_parameters, on dense experts: gradients reach both, both are merged."""
+    config = NVFP4LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj"], init_lora_weights=False
+    )
+    model = get_peft_model(make(), config)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert {n.split(".layers.0.")[-1].split(".")[1] for n in grads if ".layers.0." in n} == {"q_proj", "v_proj", "experts"}
+    assert all(g is not None and g.norm() > 0 for g in grads.values())
+    merged, report = merge(model, to, probe=IDS)
+    kinds = {layer.name.rpartition(".")[2]: layer.stored for layer in report.layers}
+    assert kinds["q_proj"] == to and kinds["experts"] == ("bf16" if to == "bf16" else "fp32")
+    assert report.probe.retained == pytest.approx(1, abs=0.2 if to == "bf16" else 0.6)
+    assert not [n for n, _ in merged.named_parameters() if "lora" in n]
+
+
+def test_dense_model_without_experts_is_frozen_whole(llama):
+    assert dense_share(freeze_model(llama(), progress=False)) == {}
