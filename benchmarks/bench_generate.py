@@ -27,6 +27,8 @@ from bench_train import SHAPES
 from environment import environment
 from transformers import StaticCache
 
+from peft_nvfp4.tools import profiling
+
 CASES = "bf16 bf16-merged qlora nvfp4-paper nvfp4-paper-merged nvfp4 nvfp4-merged"
 ATTENTION = "sdpa"
 
@@ -88,7 +90,7 @@ def measure(generator: Generator, batch: int, args: argparse.Namespace, before: 
     row = common.peak_memory(lambda: generator.generate(ids, args.new), args.device, before)
     few = min(8, args.new - 1)
     if args.device.type == "cuda" and few:
-        launches = [common.profile(lambda n=n: generator.generate(ids, n), args.device, 1)["launches"] for n in (1, 1 + few)]
+        launches = [profiling.breakdown(lambda n=n: generator.generate(ids, n), args.device, 1)["launches"] for n in (1, 1 + few)]
         row["launches"] = (launches[1] - launches[0]) / few
     return row
 

@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from peft_nvfp4 import NVFP4LoraConfig, disable_cuda_graphs, enable_cuda_graphs, graph_status, handoff
+from peft_nvfp4.tools import profiling
 
 #         hidden, inter, layers, heads, kv heads, head_dim, vocab, tied, RoPE factor
 SHAPES = {
@@ -269,7 +270,8 @@ def measure(trainer: Trainer, args: argparse.Namespace, before: dict[str, int]) 
     if "graphs" not in trainer.case:
         row = common.peak_memory(trainer.capture, args.device, before)
     row["host_ms"] = common.host_ms(trainer.step, args.device)
-    row |= common.profile(trainer.step, args.device)
+    times = profiling.breakdown(trainer.step, args.device)
+    row |= {key: value for key, value in times.items() if key not in ("times_ms", "total_ms")}
     if "compile" in trainer.case:
         row["graph_breaks"] = counters["graph_break"].total() - breaks
     elif "graphs" in trainer.case:
@@ -425,7 +427,7 @@ COLUMNS = {
     "cached MB": lambda r: r["held_outside_model"] / 1e6,
     "side": lambda r: r["side_table"],
 }
-BREAKDOWN = {"case": COLUMNS["case"]} | {c: (lambda r, c=c: r["device_ms"][c]) for c in common.CATEGORIES}
+BREAKDOWN = {"case": COLUMNS["case"]} | {c: (lambda r, c=c: r["device_ms"][c]) for c in profiling.CATEGORIES}
 BREAKDOWN |= {"device ms": lambda r: r["device_total_ms"], "profiled host ms": lambda r: r["profiled_host_ms"]}
 
 

@@ -10,7 +10,6 @@ import gc
 import json
 import re
 import statistics
-import sys
 import time
 import traceback
 from collections import defaultdict
@@ -249,71 +248,6 @@ def saved_bytes(model, layers, forward_at: Callable[[int], Callable], seqs: tupl
         growth = [(entry2[i + 1] - entry2[i]) - (entry1[i + 1] - entry1[i]) for i in inner]
         result["saved_allocator"] = statistics.median(growth) / tokens
         result["saved_allocator_whole"] = (total2 - total1) / tokens / len(layers)
-    return result
-
-
-# ---------------------------------------------------------------------------------------------- profile
-
-CATEGORIES = ("BF16 GEMMs", "NVFP4 GEMMs", "dequantise", "quantise/fused", "attention", "elementwise/other")
-LAUNCHES = re.compile(r"cu(da)?LaunchKernel|cu(da)?LaunchCooperative|cuda(Memcpy|Memset)Async|cudaGraphLaunch")
-_GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|matmul|gemv|triton_tem|dot_kernel")
-_FP4 = re.compile(r"e2m1|nvf4|fp4|block_?scaled|bstensorop")
-_FUSED = re.compile(r"quantize|_rms_?norm_(forward|backward)_kernel|_swiglu|_triton_rope|liger|_element_mul_kernel")
-
-
-def category(kernel: str, own: frozenset[str]) -> str:
-    """Category of the paper's Table 11 (with dequantising apart: here it serves mostly the emulated GEMM) of a kernel's name;
-    ``own``: names of this project's Triton kernels."""
-    name = kernel.lower()
-    if re.match(r"triton_(poi|red|per|for)_", name):  # Inductor: named after the operators around, attention for example
-        return "elementwise/other"
-    if re.search(r"flash|fmha|attention|sdpa", name):
-        return "attention"
-    if _GEMM.search(name):
-        return "NVFP4 GEMMs" if kernel in own or _FP4.search(name) else "BF16 GEMMs"
-    if "dequant" in name:
-        return "dequantise"
-    return "quantise/fused" if kernel in own or _FUSED.search(name) else "elementwise/other"
-
-
-def own_kernels() -> frozenset[str]:
-    """Names of the Triton kernels defined in the modules of peft_nvfp4 that are loaded."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("peft_nvfp4.")]
-    kernels = [v for m in modules for v in vars(m).values() if type(v).__name__ in ("JITFunction", "Autotuner", "Heuristics")]
-    names = set()
-    for kernel in kernels:
-        while hasattr(kernel, "fn"):
-            kernel = kernel.fn
-        names.add(kernel.__name__)
-    return frozenset(names)
-
-
-def profile(step: Callable[[], object], device: torch.device, steps: int = 2) -> dict[str, Any]:
-    """Per step: launches, host milliseconds inside the profiler, device milliseconds by category, and the dearest kernels."""
-    cuda = device.type == "cuda"
-    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
-    step()
-    synchronize(device)
-    with torch.profiler.profile(activities=kinds) as trace:
-        for _ in range(steps):
-            step()
-        synchronize(device)
-    launches, cpu_us, kernels = 0, 0.0, {}
-    for event in trace.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            if not (getattr(event, "is_user_annotation", False) or event.key.startswith(("Optimizer.", "## Call"))):
-                kernels[event.key] = (event.self_device_time_total / steps / 1e3, event.count / steps)
-        elif not event.key.endswith("Synchronize"):
-            cpu_us += event.self_cpu_time_total
-            launches += event.count if LAUNCHES.match(event.key) else 0
-    result = {"profiled_host_ms": cpu_us / steps / 1e3, "launches": launches / steps if cuda else None}
-    if cuda:
-        own, times = own_kernels(), dict.fromkeys(CATEGORIES, 0.0)
-        for name, (ms, _) in kernels.items():
-            times[category(name, own)] += ms
-        dearest = sorted(kernels.items(), key=lambda item: -item[1][0])[:25]
-        result |= {"device_ms": times, "device_total_ms": sum(times.values())}
-        result["kernels"] = [{"name": n[:120], "category": category(n, own), "ms": t, "count": c} for n, (t, c) in dearest]
     return result
 
 

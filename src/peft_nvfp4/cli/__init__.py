@@ -1,18 +1,33 @@
-"""The command line: ``peft-nvfp4 doctor``, ``peft-nvfp4 tune``. One file per command.
+"""The command line, ``peft-nvfp4``. One file per command; what it does is in :mod:`peft_nvfp4.tools`, which needs no typer.
 
-It needs ``pip install 'peft_nvfp4[cli]'`` (typer). The functions behind the commands do not: :func:`peft_nvfp4.tools.doctor.run`.
+It needs ``pip install 'peft_nvfp4[cli]'`` (typer, rich, matplotlib, PyYAML).
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+
+COMMANDS = (
+    ("doctor", "doctor", "doctor"),
+    ("tune", "tune", "tune"),
+    ("demo", "demo", "demo"),
+    ("estimate", "estimate", "estimate_command"),
+    ("train", "train", "train"),
+    ("eval", "evaluate", "evaluate"),
+    ("quantize", "quantize", "quantize"),
+    ("calibrate", "calibrate", "calibrate"),
+    ("merge", "merge", "merge"),
+    ("export", "export", "export"),
+    ("inspect", "inspect", "inspect"),
+    ("profile", "profile", "profile"),
+)
+"""(what is typed, module, function in it)."""
 
 
 def application():
     """The typer application."""
     import typer
-
-    from . import doctor, tune
 
     app = typer.Typer(
         name="peft-nvfp4",
@@ -20,9 +35,17 @@ def application():
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.command("doctor")(doctor.doctor)
-    app.command("tune")(tune.tune)
+
+    @app.callback()
+    def options(debug: bool = typer.Option(False, "--debug", help="Show tracebacks of errors.")) -> None:
+        from . import common
+
+        common.DEBUG["on"] = common.DEBUG["on"] or debug
+
+    for name, module, function in COMMANDS:
+        app.command(name)(getattr(importlib.import_module(f".{module}", __name__), function))
     return app
 
 

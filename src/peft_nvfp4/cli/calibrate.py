@@ -1,0 +1,46 @@
+"""``peft-nvfp4 calibrate``."""
+
+from dataclasses import asdict
+from typing import Annotated, Optional
+
+import typer
+
+from .common import command, console, quiet_libraries, write_json
+from .train import pairs
+
+
+@command
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a dense model, or smollm2.")],
+    dataset: Annotated[str, typer.Argument(help="Texts: .txt, .jsonl, ..., or movies.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder; the same command goes on where it was stopped.")],
+    method: Annotated[str, typer.Option(help="gptq or nearest.")] = "gptq",
+    accuracy: Annotated[str, typer.Option(help="paper, balanced or high.")] = "balanced",
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Choose terms by measured errors, for this share of forward work."),
+    ] = None,
+    centre: Annotated[bool, typer.Option(help="Subtract the mean input.")] = False,
+    backward: Annotated[str, typer.Option(help="Backward layouts: requantize or gptq.")] = "requantize",
+    samples: Annotated[int, typer.Option(help="Sequences.")] = 128,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    columns: Annotated[Optional[str], typer.Option(help="text=body")] = None,  # noqa: UP045
+    limit: Annotated[Optional[int], typer.Option(help="Rows at most.")] = None,  # noqa: UP045
+    seed: Annotated[int, typer.Option(help="Of the choice of texts.")] = 0,
+    layers: Annotated[Optional[int], typer.Option(help="Keep only the first: a quick look.")] = None,  # noqa: UP045
+    json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045
+) -> None:
+    """GPTQ weights, terms and centres from a few texts, for train --calibration."""
+    options = {
+        **{"method": method, "accuracy": accuracy, "budget": budget, "centre": centre, "backward": backward},
+        **{"samples": samples, "seq_len": seq, "batch_size": batch, "seed": seed},
+    }
+    out = console(stderr=json_file == "-")
+    with quiet_libraries():
+        from ..tools import conversion
+
+        report = conversion.calibrate(model, dataset, output, options, limit, pairs(columns) or {}, layers)
+    write_json({**asdict(report), "means": report.means()}, json_file)
+    out.print(str(report), markup=False, highlight=False)
+    out.print(f"Train with it: peft-nvfp4 train MODEL DATA --calibration {output}", markup=False, soft_wrap=True)

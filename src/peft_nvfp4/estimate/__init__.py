@@ -1,0 +1,31 @@
+"""How much GPU memory a training step takes, from a model's ``config.json`` alone.
+
+>>> from peft_nvfp4.estimate import Settings, estimate, largest_batch, card
+>>> print(estimate("llama-1b", Settings(batch=4, sequence=1024)))
+>>> largest_batch("path/to/model", Settings(), card("RTX 5080").memory)
+
+Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.estimate.shapes` (the model), ``settings`` (how it is trained),
+``weights`` and ``activations`` (formulas), ``moments`` (where the peak is), ``run`` (the answers), ``cards``, ``draw``.
+"""
+
+from .cards import CARDS, Card, card, usable
+from .run import Estimate, Plan, estimate, fit, largest_batch
+from .settings import Settings, parse_bytes
+from .shapes import BUILTIN, ModelShape, model_shape
+
+__all__ = [
+    "BUILTIN",
+    "CARDS",
+    "Card",
+    "Estimate",
+    "ModelShape",
+    "Plan",
+    "Settings",
+    "card",
+    "estimate",
+    "fit",
+    "largest_batch",
+    "model_shape",
+    "parse_bytes",
+    "usable",
+]

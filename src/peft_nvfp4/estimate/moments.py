@@ -1,0 +1,142 @@
+"""The moments of a step at which memory may be at its peak, and what is there only then.
+
+    forward     the last layer's MLP: gate and up in BF16, the operands of a product
+    loss        logits and their gradient
+    final norm  its backward, FP32 in transformers, while all layers are kept
+    layer       backward of the last layer: gradients of gate and up, the operands of a product
+    first       the same of the first layer, when all gradients of adapters are there
+    optimizer   all gradients
+
+Bytes, on top of the static ones. What backward has freed by then is counted as a negative entry where it matters.
+"""
+
+from __future__ import annotations
+
+from ..formats import packed_bytes
+from ..sites import ACCURACY
+from . import activations, weights
+from .settings import Settings
+from .shapes import ModelShape
+
+OPERAND_ROWS, OPERAND_BYTES = 2048, 48 << 20
+"""Of :mod:`peft_nvfp4.kernels.emulated`."""
+
+FULL_LOSS = 12
+"""Bytes a logit in the backward of transformers' loss: log-probabilities, their gradient, the logits' gradient, all FP32."""
+CHUNK_LOSS = 8
+"""The same in a chunk of :mod:`peft_nvfp4.dataflow.loss`: logits and their gradient in BF16, probabilities in FP32."""
+CHUNK_BYTES = 128 << 20
+
+Moment = dict[str, int]
+
+
+def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
+    """Moment -> part -> bytes."""
+    tokens = settings.tokens
+    kept = {kind: n * tokens for kind, n in activations.kept(shape, settings).items()}
+    kept["final norm"] = activations.final_norm(shape, settings) * tokens
+    always = {
+        "cuBLAS workspaces": _workspaces(settings),
+        "copies of adapters": weights.adapter_copies(shape, settings),
+    }
+    if settings.accumulation > 1:
+        always["gradients"] = weights.gradients(shape, settings)
+    if settings.cuda_graphs:
+        always["inputs and outputs of the recording"] = 2 * shape.dtype_bytes * shape.hidden * tokens
+    backward = _layer_backward(shape, settings)
+    once = {kind: n * tokens for kind, n in activations.layer(shape, settings).items()} if settings.checkpointing else {}
+    last = _sum(kept, once) | {"final norm": 0}
+    first = {kind: n // shape.layers for kind, n in kept.items() if kind != "final norm"}
+    grads = {"gradients": weights.gradients(shape, settings)}
+    return {
+        "forward": always | _forward_kept(kept, shape, settings) | _layer_forward(shape, settings),
+        "loss": always | kept | _loss(shape, settings),
+        "final norm": always | kept | {"gradients of activations": _norm_backward(shape, settings) * tokens},
+        "layer": always | _sum(last, backward),
+        "first layer": always | _sum(_sum(first, once), backward) | grads,
+        "optimizer": always | {"copies of adapters": 0} | grads,
+    }
+
+
+def _sum(a: Moment, b: Moment) -> Moment:
+    return {key: a.get(key, 0) + b.get(key, 0) for key in dict.fromkeys([*a, *b])}
+
+
+def _workspaces(settings: Settings) -> int:
+    """One for the thread of forward and one for that of backward, and one for products with an FP32 result; a recording has its
+    own as well."""
+    return settings.workspace * (2 + (settings.backend == "nvfp4") + settings.cuda_graphs)
+
+
+# ---------------------------------------------------------------------------------------------- loss
+
+
+def _loss(shape: ModelShape, settings: Settings) -> Moment:
+    rows, v, d = settings.logit_rows, shape.vocabulary, shape.hidden * shape.dtype_bytes
+    gradient = d * settings.tokens  # of the hidden states, as wide as they are
+    if settings.loss == "full":
+        return {"logits and loss": FULL_LOSS * v * rows, "gradients of activations": 0}
+    if settings.loss == "liger":  # chunks of about rows * d / V positions
+        chunk = 1 << max(0, (-(-rows // -(-v // shape.hidden)) - 1).bit_length())
+        return {"logits and loss": CHUNK_LOSS * v * min(rows, chunk) + d * rows, "gradients of activations": gradient}
+    chunk = min(rows, max(1, CHUNK_BYTES // (4 * v)))
+    return {"logits and loss": CHUNK_LOSS * v * chunk + d * rows, "gradients of activations": gradient}
+
+
+def _norm_backward(shape: ModelShape, settings: Settings) -> int:
+    """Bytes per token: in transformers' FP32 arithmetic five matrices as wide as the residual stream; Liger: two of BF16."""
+    return (2 * shape.dtype_bytes if settings.liger else 5 * activations.FP32) * shape.hidden
+
+
+# ---------------------------------------------------------------------------------------------- one layer
+
+
+def _operands(tokens: int, k: int, n: int) -> int:
+    """BF16 operands of an emulated product of (tokens, k) and (n, k)."""
+    rows = tokens if tokens * k * 2 <= OPERAND_BYTES else min(tokens, OPERAND_ROWS)
+    return 2 * k * (rows + n)
+
+
+def _largest(shape: ModelShape):
+    return max(shape.projections, key=lambda p: p.inputs * p.outputs)
+
+
+def _forward_kept(kept: Moment, shape: ModelShape, settings: Settings) -> Moment:
+    """While the last MLP runs: without its own share, and without the final norm's."""
+    if settings.checkpointing:
+        return kept | {"final norm": 0}
+    layer = activations.layer(shape, settings)
+    missing = (activations.GATE_UP, activations.INNER)
+    return kept | {"final norm": 0} | {kind: kept[kind] - layer[kind] * settings.tokens for kind in missing}
+
+
+def _layer_forward(shape: ModelShape, settings: Settings) -> Moment:
+    b, f = shape.dtype_bytes, shape.intermediate
+    dense = not settings.compressed or not settings.fused
+    parts = {"gate and up in full": (4 if dense else 2) * b * f * settings.tokens}
+    if settings.backend == "nvfp4" and not settings.native_fp4:
+        terms = ACCURACY[settings.accuracy]["norm"]
+        parts["operands"] = max(_operands(settings.tokens, terms * p.inputs, p.outputs) for p in shape.reads("mlp"))
+    elif settings.format == "nf4":
+        parts["operands"] = b * _largest(shape).inputs * _largest(shape).outputs
+    return parts
+
+
+def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:
+    """While the gradients of gate and up go through their linears."""
+    b, d, f, tokens = shape.dtype_bytes, shape.hidden, shape.intermediate, settings.tokens
+    freed = activations.layer(shape, settings)[activations.INNER] * tokens
+    parts = {activations.INNER: -freed} if settings.compressed else {}
+    # of gate, up and the stream above, and dx; in stock modules, the adapter's share of a gradient beside the frozen weight's
+    parts["gradients of activations"] = (2 * b * f + 2 * b * d) * tokens
+    if settings.backend == "nvfp4":
+        p = max(shape.reads("mlp"), key=lambda p: p.outputs)
+        if settings.native_fp4:
+            parts["operands"] = tokens * activations.codes(p.outputs)
+        else:
+            parts["operands"] = _operands(tokens, p.outputs, p.inputs)
+        if settings.weight_layouts == "transient" or settings.gradients == "bf16":
+            parts["operands"] += packed_bytes(p.inputs, p.outputs)
+    elif settings.format == "nf4":
+        parts["operands"] = b * _largest(shape).inputs * _largest(shape).outputs
+    return parts

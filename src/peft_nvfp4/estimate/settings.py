@@ -1,0 +1,155 @@
+"""What the memory depends on besides the model: backend, batch, adapters, what is kept for backward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..backends import WEIGHT_LAYOUTS
+from ..linear import GRADIENTS
+from ..sites import check_accuracy
+from .shapes import ModelShape, Projection
+
+BACKENDS = ("nvfp4", "nf4", "bf16", "nf4-liger", "bf16-liger")
+"""The package's own, and two baselines to compare with: stock PEFT with Liger's kernels."""
+
+OPTIMIZERS = {
+    "adamw_torch": 8.0,
+    "adamw_torch_fused": 8.0,
+    "adamw_8bit": 2.0,
+    "adamw_bnb_8bit": 2.0,
+    "paged_adamw_8bit": 2.0,
+    "paged_adamw": 8.0,
+    "paged_adamw_32bit": 8.0,
+    "sgd": 0.0,
+}
+"""Name in transformers -> bytes of state for each trained parameter in FP32."""
+
+LOSSES = ("supervised", "full", "liger")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One way of training.
+
+    Attributes:
+        backend: a word of :data:`BACKENDS`.
+        batch, sequence: rows, and tokens a row (padding counts).
+        rank: of the adapters.
+        targets: names of the linears with an adapter, or ``"all-linear"``.
+        accuracy, weight_layouts, gradients, activations, fused, recompute_mlp, cuda_graphs: of ``NVFP4LoraConfig``.
+        checkpointing: of every decoder layer.
+        optimizer: a word of :data:`OPTIMIZERS`. The state of paged ones counts as the host's.
+        adapter_bytes: of an adapter's parameter: 4 (the default of PEFT and of this package) or 2.
+        loss: ``"supervised"``: :func:`peft_nvfp4.attach_loss`; ``"full"``: transformers' own, with all logits; ``"liger"``.
+        positions: positions a row whose logits are computed (supervised ones); all of them if None.
+        accumulation: micro-batches a step. From the second on, gradients are there during forward.
+        padded: batches are padded, so attention gets a mask and, with it, keys and values as wide as queries.
+        native_fp4: the GPU has FP4 tensor cores, and no operand is made in BF16.
+        workspace: bytes of one cuBLAS workspace; :mod:`~peft_nvfp4.estimate.cards` knows those of GPUs.
+        skip_modules: names of linears that stay dense.
+    """
+
+    backend: str = "nvfp4"
+    batch: int = 1
+    sequence: int = 1024
+    rank: int = 16
+    targets: str | Sequence[str] = "all-linear"
+    accuracy: str = "balanced"
+    weight_layouts: str = "cached"
+    gradients: str = "nvfp4"
+    activations: str = "bf16"
+    fused: bool = True
+    recompute_mlp: bool = False
+    cuda_graphs: bool = False
+    checkpointing: bool = False
+    optimizer: str = "adamw_torch_fused"
+    adapter_bytes: int = 4
+    loss: str = "supervised"
+    positions: int | None = None
+    accumulation: int = 1
+    padded: bool = False
+    native_fp4: bool = False
+    workspace: int = 32 << 20
+    skip_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("weight_layouts", self.weight_layouts, WEIGHT_LAYOUTS)
+        _one_of("gradients", self.gradients, GRADIENTS)
+        _one_of("activations", self.activations, ("bf16", "nvfp4"))
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("loss", self.loss, LOSSES)
+        check_accuracy(self.accuracy)
+        for name in ("batch", "sequence", "rank", "accumulation"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+        if self.positions is not None and not 0 <= self.positions <= self.sequence:
+            raise ValueError(f"positions must lie between 0 and the sequence length {self.sequence}, got {self.positions}")
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.batch * self.sequence
+
+    @property
+    def logit_rows(self) -> int:
+        """Positions of one micro-batch whose logits are computed."""
+        return self.batch * (self.sequence if self.positions is None else self.positions)
+
+    @property
+    def format(self) -> str:
+        """Storage of the frozen linears."""
+        return self.backend.partition("-")[0]
+
+    @property
+    def liger(self) -> bool:
+        return self.backend.endswith("-liger")
+
+    @property
+    def compressed(self) -> bool:
+        """Codes are kept for backward instead of values."""
+        return self.backend == "nvfp4" or self.activations == "nvfp4" and not self.liger
+
+    def is_target(self, p: Projection) -> bool:
+        """Whether a linear has an adapter."""
+        if self.targets == "all-linear":
+            return True
+        if isinstance(self.targets, str):
+            return re.fullmatch(self.targets, p.name) is not None
+        return p.name in self.targets
+
+    def is_packed(self, p: Projection) -> bool:
+        return p.name not in self.skip_modules
+
+    def check(self, shape: ModelShape) -> None:
+        """Raises ValueError if no linear of the model has an adapter, or a target does not exist."""
+        names = [p.name for p in shape.projections]
+        unknown = [] if isinstance(self.targets, str) else [t for t in self.targets if t not in names]
+        if unknown:
+            raise ValueError(f"targets that the model has not: {', '.join(unknown)}; it has {', '.join(names)}")
+        if not any(map(self.is_target, shape.projections)):
+            raise ValueError(f"targets {self.targets!r} match none of {', '.join(names)}")
+
+
+def _one_of(name: str, value: str, known) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {letter + rest: 2 ** (10 * i) for i, letter in enumerate("KMG", 1) for rest in ("", "I", "IB")}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of ``"16GiB"`` (or ``"16G"``: powers of 1024), ``"16 GB"`` (of 1000), ``"500MiB"`` or a number.
+
+    Raises:
+        ValueError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", str(text).strip().upper())
+    if match is None or match[2] not in _UNITS | {"B": 1}:
+        raise ValueError(f"{text!r} is no amount of memory: write it as 16GiB, 16GB or 500MiB")
+    return int(float(match[1]) * _UNITS.get(match[2], 1))

@@ -1,0 +1,202 @@
+"""What the estimator must know about a model: widths, counts, and the linears of a decoder layer, read from ``config.json``.
+
+No weights are read and no model is built. Decoders with attention of the usual kind and a gated MLP are understood (Llama,
+Mistral, Qwen 2 and 3, Gemma, SmolLM, Phi-3 and whoever names the sizes alike); what is not raises, with the missing name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+SITES = ("attention", "o", "mlp", "down")
+"""What feeds a linear: the norm before attention, attention itself, the norm before the MLP, the MLP's inner product."""
+
+
+class Projection(NamedTuple):
+    """A linear of every decoder layer."""
+
+    name: str
+    inputs: int
+    outputs: int
+    site: str  # a word of SITES
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder.
+
+    Attributes:
+        hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary: as in a config of transformers.
+        tied: the output head is the embedding.
+        projections: the linears of one layer.
+        norms: RMSNorms of one layer that work on the residual stream; the first two feed linears.
+        head_norms: q and k are normalised per head (Qwen 3, Gemma 3).
+        dtype_bytes: of what stays dense, and of activations.
+        notes: what could not be read from the config, and is not counted.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    projections: tuple[Projection, ...]
+    norms: int = 2
+    head_norms: bool = False
+    dtype_bytes: int = 2
+    name: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def q(self) -> int:
+        """Width of the queries, and of what attention returns."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    def reads(self, site: str) -> list[Projection]:
+        """The linears fed by a site."""
+        return [p for p in self.projections if p.site == site]
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        layer = sum(p.inputs * p.outputs + p.outputs * p.bias for p in self.projections) + self.norms * self.hidden
+        return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+
+def _projections(hidden: int, intermediate: int, q: int, kv: int, fused: bool, qkv_bias: bool, o_bias: bool) -> tuple:
+    attention = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    mlp = (("gate_proj", intermediate), ("up_proj", intermediate))
+    if fused:
+        attention, mlp = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * intermediate),)
+    return (
+        *(Projection(name, hidden, n, "attention", qkv_bias) for name, n in attention),
+        Projection("o_proj", q, hidden, "o", o_bias),
+        *(Projection(name, hidden, n, "mlp") for name, n in mlp),
+        Projection("down_proj", intermediate, hidden, "down"),
+    )
+
+
+def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, tied: bool) -> ModelShape:
+    projections = _projections(hidden, intermediate, heads * head_dim, 8 * head_dim, False, False, False)
+    return ModelShape(hidden, intermediate, layers, heads, 8, head_dim, 128256, tied, projections, name=name)
+
+
+BUILTIN = {
+    "llama-1b": _llama("llama-1b", 2048, 8192, 16, 32, 64, True),
+    "llama-3b": _llama("llama-3b", 3072, 8192, 28, 24, 128, True),
+    "llama-8b": _llama("llama-8b", 4096, 14336, 32, 32, 128, False),
+}
+"""Shapes of Llama 3.2 1B and 3B and of Llama 3.1 8B."""
+
+FUSED_NAMES = {"phi3", "phi4_multimodal"}
+MORE_NORMS = {"gemma2": 4, "gemma3_text": 4, "gemma3": 4}
+HEAD_NORMS = {"qwen3", "gemma3_text", "gemma3"}
+UNDERSTOOD = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "phi3", "qwen2_5_vl", "qwen2_vl"}
+QKV_BIAS = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl_text"}
+TIED_BY_DEFAULT = {"gemma", "gemma2", "gemma3", "gemma3_text"}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def model_shape(model: Any) -> ModelShape:
+    """The shape of a built-in name, a ``config.json`` (or a folder that holds one), a config of transformers, or its dictionary.
+
+    Raises:
+        FileNotFoundError: no such name and no such file.
+        ValueError: a config of a kind that is not understood; the message says what is missing.
+    """
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, str | Path):
+        if (known := str(model).lower()) in BUILTIN:
+            return BUILTIN[known]
+        model, label = _read(model), str(model)
+    else:
+        label = ""
+        model = model if isinstance(model, Mapping) else model.to_dict()
+    return _from_config(dict(model), label)
+
+
+def _read(model: str | Path) -> dict[str, Any]:
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        path = _downloaded(str(model)) or path
+    if not path.is_file():
+        known = ", ".join(BUILTIN)
+        raise FileNotFoundError(f"{model} is neither one of {known} nor a folder or file with a config.json")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no configuration")
+    return content
+
+
+def _downloaded(name: str) -> Path | None:
+    """``config.json`` of a model on the Hub, from the local cache or, online, fetched: a kilobyte, never the weights."""
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, OSError, ValueError):
+        return None
+
+
+def _from_config(config: dict[str, Any], label: str) -> ModelShape:
+    notes = []
+    outer, text = config, config.get("text_config")
+    if isinstance(text, dict):
+        config = {**{k: v for k, v in config.items() if not isinstance(v, dict)}, **text}
+        if "vision_config" in outer or "audio_config" in outer:
+            notes.append("of a multimodal model only the text decoder is counted: add its other towers' weights and activations")
+    kind = str(config.get("model_type", ""))
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"{kind or label}: encoder-decoder models are not estimated")
+    if any(config.get(key) for key in EXPERTS):
+        raise ValueError(f"{kind or label}: mixtures of experts are not estimated (their experts stay dense in training)")
+
+    def size(*names: str) -> int:
+        for name in names:
+            if isinstance(config.get(name), int):
+                return config[name]
+        raise ValueError(f"{kind or label or 'this config'}: no {names[0]} in it; the estimator knows decoders with a gated MLP")
+
+    hidden, intermediate, heads = size("hidden_size"), size("intermediate_size"), size("num_attention_heads")
+    layers, vocabulary = size("num_hidden_layers"), size("vocab_size")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    bias = bool(config.get("attention_bias"))
+    projections = _projections(
+        hidden, intermediate, heads * head_dim, kv_heads * head_dim, kind in FUSED_NAMES, bias or kind in QKV_BIAS, bias
+    )
+    if kind not in UNDERSTOOD and not kind.startswith(tuple(UNDERSTOOD)):
+        notes.append(f"{kind or 'this kind of model'} is counted as if it were a Llama of these sizes")
+    tied = config.get("tie_word_embeddings", outer.get("tie_word_embeddings"))
+    return ModelShape(
+        *(hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary),
+        tied=kind in TIED_BY_DEFAULT if tied is None else bool(tied),
+        projections=projections,
+        norms=MORE_NORMS.get(kind, 2),
+        head_norms=kind in HEAD_NORMS,
+        name=label or kind,
+        notes=tuple(notes),
+    )

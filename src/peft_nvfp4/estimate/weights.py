@@ -1,0 +1,70 @@
+"""Bytes that do not depend on the batch: frozen weights in their layouts, adapters, gradients, optimizer state."""
+
+from __future__ import annotations
+
+from ..formats import packed_bytes
+from .settings import OPTIMIZERS, Settings
+from .shapes import ModelShape, Projection
+
+GSCALE = 4  # one FP32 global scale
+NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256
+NF4_TABLES = 4 * (16 + 256 + 1)  # bitsandbytes' code book, that of the nested scales, their offset
+
+
+def forward_layout(p: Projection, settings: Settings, dtype_bytes: int) -> int:
+    """A frozen linear as forward reads it."""
+    if not settings.is_packed(p) or settings.format == "bf16":
+        return p.inputs * p.outputs * dtype_bytes
+    if settings.format == "nf4":
+        n = p.inputs * p.outputs
+        blocks = -(-n // NF4_BLOCK)  # double quantisation: a byte for each, and an FP32 number for 256 of them
+        return -(-n // 2) + blocks + 4 * -(-blocks // NF4_NESTED_BLOCK) + NF4_TABLES
+    return packed_bytes(p.outputs, p.inputs) + GSCALE
+
+
+def backward_layout(p: Projection, settings: Settings) -> int:
+    """Its transpose with codes along the outputs, where it is kept."""
+    kept = settings.format == "nvfp4" and settings.weight_layouts == "cached" and settings.gradients != "bf16"
+    return packed_bytes(p.inputs, p.outputs) + GSCALE if kept and settings.is_packed(p) else 0
+
+
+def adapter_parameters(shape: ModelShape, settings: Settings) -> int:
+    """Trained parameters of all layers."""
+    return shape.layers * sum(settings.rank * (p.inputs + p.outputs) for p in shape.projections if settings.is_target(p))
+
+
+def adapter_copies(shape: ModelShape, settings: Settings) -> int:
+    """BF16 copies of FP32 adapters that a forward makes and backward uses."""
+    copied = not settings.liger and settings.adapter_bytes == 4
+    per_layer = adapter_parameters(shape, settings) * shape.dtype_bytes // shape.layers if copied else 0
+    return per_layer * (1 if settings.checkpointing else shape.layers)
+
+
+def gradients(shape: ModelShape, settings: Settings) -> int:
+    """Of the adapters, all there. A recorded step has them twice: in the recording, and where the optimizer reads them."""
+    return adapter_parameters(shape, settings) * settings.adapter_bytes * (2 if settings.cuda_graphs else 1)
+
+
+def static(shape: ModelShape, settings: Settings) -> dict[str, int]:
+    """Category -> bytes that are there during the whole step."""
+    layer, dtype = shape.projections, shape.dtype_bytes
+    norms = shape.layers * (shape.norms * shape.hidden + 2 * shape.head_dim * shape.head_norms) + shape.hidden
+    biases = shape.layers * sum(p.outputs for p in layer if p.bias)
+    trained = adapter_parameters(shape, settings)
+    state = OPTIMIZERS[settings.optimizer] * settings.adapter_bytes / 4
+    if settings.optimizer.endswith("8bit"):
+        state = OPTIMIZERS[settings.optimizer]
+    return {
+        "frozen linears, forward layout": shape.layers * sum(forward_layout(p, settings, dtype) for p in layer),
+        "frozen linears, backward layout": shape.layers * sum(backward_layout(p, settings) for p in layer),
+        "embedding and head": shape.vocabulary * shape.hidden * dtype * (1 if shape.tied else 2),
+        "norms and biases": (norms + biases) * dtype,
+        "adapters": trained * settings.adapter_bytes,
+        "optimizer": 0 if settings.optimizer.startswith("paged") else int(trained * state),
+    }
+
+
+def host_bytes(shape: ModelShape, settings: Settings) -> int:
+    """Optimizer state that a paged optimizer may keep in the host's memory."""
+    paged = settings.optimizer.startswith("paged")
+    return int(adapter_parameters(shape, settings) * OPTIMIZERS[settings.optimizer]) if paged else 0
