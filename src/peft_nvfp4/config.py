@@ -102,8 +102,13 @@ class NVFP4LoraConfig(LoraConfig):
             from .merge_aware import check_merge_aware  # not at the top: only those who use it need it
 
             check_merge_aware(self)
-        if isinstance(self.skip_modules, str):
-            raise TypeError("skip_modules is a list of module names, not a string")
+        for name in ("fused", "recompute_mlp", "cuda_graphs", "merge_aware"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is True or False, got {getattr(self, name)!r}")
+        if self.skip_modules is not None:
+            if isinstance(self.skip_modules, str) or not all(isinstance(name, str) for name in self.skip_modules):
+                raise TypeError(f"skip_modules is a list of module names, not a string or other values: {self.skip_modules!r}")
+            self.skip_modules = list(self.skip_modules)
 
     def _post_init_of_peft(self) -> None:
         """PEFT's own checks. Of LoftQ it knows its own formats, which need a package and a config; ours needs neither."""

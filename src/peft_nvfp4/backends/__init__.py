@@ -208,7 +208,12 @@ class FrozenLinear(nn.Linear):
     def _apply(self, fn, recurse: bool = True):
         # compute_dtype follows whatever cast is applied to floating tensors; packed bytes are not cast by anything
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device="meta" if self.weight.is_meta else self.weight.device))
-        super()._apply(fn, recurse)
+
+        def keeps_bytes(t: Tensor) -> Tensor:  # Module.type() casts integers too
+            cast = fn(t)
+            return cast if t.is_floating_point() or cast.dtype == t.dtype else t.to(cast.device)
+
+        super()._apply(keeps_bytes, recurse)
         self.compute_dtype = probe.dtype
         return self
 

@@ -107,6 +107,8 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         x = autocast_input(x)
         bnb.nn.modules.fix_4bit_weight_quant_state_from_module(self)
         follows_input = not self.compute_type_is_set and x.dtype in (torch.float32, torch.bfloat16)
-        compute = x.to(x.dtype if follows_input else self.compute_dtype)
+        # given FP64, bitsandbytes 0.50 reads it as bytes of another type and returns garbage
+        wanted = torch.float32 if self.compute_dtype == torch.float64 else self.compute_dtype
+        compute = x.to(x.dtype if follows_input else wanted)
         bias = None if self.bias is None else self.bias.to(compute.dtype)
         return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=self.weight.quant_state).to(x.dtype)
