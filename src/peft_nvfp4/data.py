@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FETCH_COMMAND = "python -m peft_nvfp4.data fetch"
 PROMPT = "\nSentiment:"  # follows the review
@@ -149,10 +149,14 @@ def _model_folder() -> Path:
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:
-    # Without dequantize=True the weights are dense all the same, but the config says "gguf" and cannot be saved.
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
+    try:
+        from transformers import GgufConfig
+
+        # Without dequantize=True the weights are dense all the same, but the config says "gguf" and cannot be saved.
+        settings = {"quantization_config": GgufConfig(dequantize=True)}
+    except ImportError:  # transformers 5.12 has no such class, and dequantises always
+        settings = {}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **settings)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         part = Path(scratch, "part")
