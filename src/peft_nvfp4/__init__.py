@@ -5,7 +5,7 @@
 Importing the package installs its hooks into PEFT (:func:`register`); :func:`unregister` removes them.
 """
 
-from . import kernels
+from . import distributed, kernels
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
 from .calibration.gptq import GPTQOptions
 from .calibration.run import CalibrationOptions, apply_calibration, calibrate
@@ -45,6 +45,7 @@ __all__ = [
     "detach",
     "detach_loss",
     "disable_cuda_graphs",
+    "distributed",
     "enable_cuda_graphs",
     "export_checkpoint",
     "freeze_model",

@@ -334,6 +334,7 @@ def frozen_bytes(model: nn.Module) -> int:
     seen: dict[int, int] = {}
     for _, layer in frozen_layers(model):
         for tensor in layer.packed_tensors().values():
+            tensor = getattr(tensor, "_local_tensor", tensor)  # of FSDP2: this process's share
             seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
     return sum(seen.values())
 

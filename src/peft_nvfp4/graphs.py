@@ -198,6 +198,8 @@ class GraphedForward:
 
     def _model_state(self) -> tuple:
         """What a recording has baked in."""
+        if any(type(p).__name__ == "DTensor" for p in self.decoder.parameters()):
+            raise Unsupported("the parameters are sharded (FSDP2), and each step gathers them anew")
         # the object, too: gradients go to the one that was recorded. The version of frozen ones: BF16 copies of them may be read
         parameters = tuple(
             (id(p), p.data_ptr(), p.dtype, p.requires_grad, 0 if p.requires_grad or p.is_inference() else p._version)

@@ -27,6 +27,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_mod
 from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
+from . import distributed
 from .backends import FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, attached, detach
@@ -46,6 +47,7 @@ _ORIGINALS: list[tuple[type, str, Any]] = []
 
 def register() -> None:
     """Install the hooks. Done by ``import peft_nvfp4``; calling it again changes nothing."""
+    distributed.register()
     if _ORIGINALS:
         return
     published.install()
@@ -61,6 +63,7 @@ def unregister() -> None:
     """Remove the hooks: PEFT is as it was before the import. Models made before keep working; a new ``NVFP4LoraConfig`` would
     freeze nothing (it warns), and a new adapter over a frozen layer could not be merged."""
     published.remove()
+    distributed.unregister()
     while _ORIGINALS:
         owner, name, original = _ORIGINALS.pop()
         if original is None:

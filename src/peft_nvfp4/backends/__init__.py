@@ -174,6 +174,10 @@ class FrozenLinear(nn.Linear):
         """Within the context ``self.weight`` is dense FP32, for code that reads or rewrites it (merging, PiSSA, OLoRA, ...).
         What was changed is requantised on leaving, unless ``requantize`` is False or an exception ends the context."""
         packed = self.weight
+        if in_pieces(self):
+            raise ValueError(
+                "the weights are sharded (FSDP2): save the adapter, load it with its base on one process, and merge there"
+            )
         self.weight = frozen(self.dequantize(torch.float32).clone())
         try:
             yield self.weight
@@ -219,6 +223,11 @@ class FrozenLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}"
+
+
+def in_pieces(layer: FrozenLinear) -> bool:
+    """Whether FSDP2 holds the layer's weight in pieces right now (a DTensor)."""
+    return hasattr(layer.weight, "device_mesh")
 
 
 def autocast_input(x: Tensor) -> Tensor:

@@ -77,8 +77,13 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         self.weight = parameter.to(weight.device)  # bitsandbytes quantises on this call, also where nothing moves
         self.quant_state = self.weight.quant_state
 
+    @property
+    def _state(self) -> bnb.functional.QuantState:
+        """Scales and layout: with the parameter, or, where FSDP2 has put its own in place, with the layer."""
+        return getattr(self.weight, "quant_state", None) or self.quant_state
+
     def packed_tensors(self) -> dict[str, Tensor]:
-        state = self.weight.quant_state
+        state = self._state
         tensors = {"weight": self.weight.data, "absmax": state.absmax, "code": state.code}
         if state.nested:
             tensors.update(nested_absmax=state.state2.absmax, nested_code=state.state2.code, offset=state.offset)
@@ -90,25 +95,28 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
     def restore(self, snapshot: dict) -> None:
         device = self.weight.device
         self.weight = snapshot["weight"] if snapshot["weight"].device == device else snapshot["weight"].to(device)
-        self.quant_state = self.weight.quant_state
+        self.quant_state = self._state
         if self.bias is not None:
             self.bias.data = snapshot["bias"].to(device, self.bias.dtype, copy=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state)
+        weight = bnb.functional.dequantize_4bit(self.weight.data, self._state)
         return weight.to(dtype or self.compute_dtype)
 
     def requantize_(self, weight: Tensor) -> None:
         self._check_dense(weight)
-        self._store(weight.detach().to(self.weight.device, self.weight.quant_state.dtype).contiguous())
+        self._store(weight.detach().to(self.weight.device, self._state.dtype).contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        # bitsandbytes' own forward, without its two side effects: repacking for AVX512, and casting the bias in place
+        # bitsandbytes' own forward, without its side effects: repacking for AVX512, casting the bias in place, a new parameter
+        # in the place of FSDP2's
         x = autocast_input(x)
-        bnb.nn.modules.fix_4bit_weight_quant_state_from_module(self)
         follows_input = not self.compute_type_is_set and x.dtype in (torch.float32, torch.bfloat16)
         # given FP64, bitsandbytes 0.50 reads it as bytes of another type and returns garbage
         wanted = torch.float32 if self.compute_dtype == torch.float64 else self.compute_dtype
         compute = x.to(x.dtype if follows_input else wanted)
         bias = None if self.bias is None else self.bias.to(compute.dtype)
-        return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=self.weight.quant_state).to(x.dtype)
+        state = self._state
+        if state.absmax.device != x.device:  # FSDP2 has moved the parameter only
+            state.to(x.device)
+        return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=state).to(x.dtype)

@@ -82,7 +82,7 @@ def held(device: torch.device) -> int:
 def holds(q: QuantizedMatrix, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether there is a copy that :func:`dequantize` would return."""
     entry = _entries.get(_key(q, dtype)) if _entries else None
-    return entry is not None and _versioned(q) and _same(entry.stamp, _stamp(q))
+    return entry is not None and _versioned(q) and _is_for(entry, q)
 
 
 def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
@@ -92,7 +92,7 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     key = _key(q, dtype)
     capturing = _capturing(q.codes.device)
     entry = _entries.get(key)
-    if entry is not None and _same(entry.stamp, _stamp(q)):
+    if entry is not None and _is_for(entry, q):
         return _use(entry, capturing)
     if entry is not None and not capturing:
         _entries.pop(key, None)
@@ -122,6 +122,12 @@ def _stamp(q: QuantizedMatrix) -> tuple:
 
 def _same(a: tuple, b: tuple) -> bool:
     return a[:3] == b[:3] and (a[3] == b[3] or a[3] is None or b[3] is None)
+
+
+def _is_for(entry: _Entry, q: QuantizedMatrix) -> bool:
+    """An address alone may be another weight's: FSDP2 empties a storage that lives on, and the next weight is gathered there."""
+    here = all(anchor() is t.untyped_storage() for anchor, t in zip(entry.anchors, q[:3]))
+    return here and _same(entry.stamp, _stamp(q))
 
 
 def _use(entry: _Entry, capturing: bool) -> Tensor:
