@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PEFT_NVFP4_BUILD ?= 0# the CUDA extension takes minutes: make build-ext
 
-.PHONY: demo test build-ext lint clean
+.PHONY: demo test peer-tests build-ext lint clean
 
 # PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
 $(VENV)/.base: pyproject.toml
@@ -32,6 +32,11 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+# PEFT's own tests, from its source distribution: without and with this package imported, and its common helpers on our bases
+peer-tests: $(VENV)/.test
+	$(BIN)/python -m pip install -q parameterized diffusers scipy
+	$(BIN)/python tests/peer/run.py $(PEER_ARGS)
 
 # FP4 GEMMs for RTX 50xx: needs nvcc from CUDA 12.8 or later, no GPU
 build-ext: $(VENV)/.base

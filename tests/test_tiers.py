@@ -352,7 +352,10 @@ def test_an_extension_that_cannot_run_is_said_once(native_tiers):
     assert len(record) == 1
 
 
-@pytest.mark.parametrize("what", [raising, MUTANTS["signs"][0], tiers.Unavailable("not built: see csrc")], ids=["raises", "wrong", "not built"])
+DOES_NOT_WORK = {"raises": raising, "wrong": MUTANTS["signs"][0], "not built": tiers.Unavailable("not built: see csrc")}
+
+
+@pytest.mark.parametrize("what", DOES_NOT_WORK.values(), ids=DOES_NOT_WORK)
 def test_a_forced_tier_that_does_not_work_raises(native_tiers, what):
     native_tiers(cutlass=what, scaled_mm=gemm)
     with pytest.raises(RuntimeError, match="PEFT_NVFP4_KERNELS=cutlass cannot run: .*Unset PEFT_NVFP4_KERNELS"):
