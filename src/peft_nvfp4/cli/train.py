@@ -85,7 +85,7 @@ def train(
         with out.status("Loading and freezing the model"):
             job = training.prepare(options)
         for line in job.said:
-            out.print(line, markup=False, highlight=False)
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
         result = _run(job, resume, out)
     write_json(asdict(result), json_file)
     loss = "" if result.loss is None else f", mean loss {result.loss:.4f}"
@@ -119,4 +119,4 @@ def _run(job, resume: bool, out):
             speed, memory = f"{now.tokens_per_second:,.0f}", f"{now.memory / 2**30:.2f} GiB"
             bar.update(task, completed=now.step, loss=loss, speed=speed, memory=memory)
 
-        return training.run(job, resume, report, lambda text: bar.console.print(text, markup=False))
+        return training.run(job, resume, report, lambda text: bar.console.print(text, markup=False, soft_wrap=True))
