@@ -212,3 +212,13 @@ def test_labels():
     found, true = ["p", "p", "n", "n"], ["p", "n", "n", "n"]
     assert metrics.accuracy(found, true) == 0.75
     assert metrics.macro_f1(found, true) == pytest.approx((2 / 3 + 4 / 5) / 2)
+
+
+def test_the_layers_that_an_adapter_was_trained_on_are_known(tmp_path):
+    """Without being said again: or every other layer's weights would be missing."""
+    from peft_nvfp4.tools.models import trained_layers
+
+    assert trained_layers(tmp_path) is None
+    for text, layers in (("layers: 4", 4), ("layers: null", None), ("backend: nvfp4", None), ("layers: many", None)):
+        (tmp_path / "train.yaml").write_text(text + "\n")
+        assert trained_layers(tmp_path) == layers

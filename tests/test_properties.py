@@ -192,6 +192,17 @@ def test_dequantised_values_are_bf16(x, fmt):
 
 
 @tried(60)
+@given(matrices(rows=(1, 4), k=(1, 70)), st.floats(1, 2, width=32, exclude_max=True))
+def test_global_scales_of_other_tools_are_rounded_once(x, factor):
+    """Another tool's scale may be any number: BF16 values are then those of FP32, rounded once."""
+    q = quantize(x, NVFP4Format())
+    q = q._replace(gscale=q.gscale * factor)
+    exact = reference.dequantize(q)
+    assert_same_bits(reference.dequantize(q, torch.bfloat16), exact.to(torch.bfloat16), "BF16")
+    assert_same_bits(ops.dequantize(q, torch.bfloat16), exact.to(torch.bfloat16), "operator")
+
+
+@tried(60)
 @given(matrices(), formats)
 def test_stochastic_or_not_a_value_that_is_in_the_format_stays(x, fmt):
     """Requantising with the same global scale, where the block's scale is normal and (for stochastic rounding) was kept."""

@@ -135,7 +135,7 @@ def inspect(adapter: str, name: str | None, probe: bool, dtype: str, layers: int
 
     device = models.default_device()
     base = name or models.base_of_adapter(adapter)
-    config = NVFP4LoraConfig.from_pretrained(adapter)
+    config, layers = NVFP4LoraConfig.from_pretrained(adapter), layers or models.trained_layers(adapter)
     model, _ = models.load(base, models.choose_dtype(dtype, device), device, layers, config.own_fields())
     if not frozen_layers(model):
         _freeze(model, config)

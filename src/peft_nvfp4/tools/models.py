@@ -135,6 +135,15 @@ def base_of_adapter(adapter: str | Path) -> str:
     return name
 
 
+def trained_layers(adapter: str | Path) -> int | None:
+    """How many layers of the base an adapter was trained on, if ``peft-nvfp4 train`` was told to keep only the first."""
+    from .options import FILE, read_yaml
+
+    path = Path(adapter) / FILE
+    layers = read_yaml(path).get("layers") if path.is_file() else None
+    return layers if isinstance(layers, int) and layers > 0 else None
+
+
 def load_with_adapter(
     name: str | None, adapter: str | Path | None, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> tuple[nn.Module, Any]:
@@ -149,6 +158,7 @@ def load_with_adapter(
     from ..config import NVFP4LoraConfig
 
     config = NVFP4LoraConfig.from_pretrained(str(adapter))
+    layers = layers or trained_layers(adapter)
     base, tokenizer = load(name or base_of_adapter(adapter), dtype, device, layers, config.own_fields())
     return PeftModel.from_pretrained(base, str(adapter), config=config).to(device), tokenizer
 
