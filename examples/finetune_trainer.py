@@ -27,7 +27,7 @@ args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.bfloat16 if device == "cuda" else torch.float32  # most CPUs multiply BF16 slowly
-name = args.model or data.load_smollm2()[0].name_or_path  # the folder that holds it
+name = args.model or str(data.model_folder())
 tokenizer = AutoTokenizer.from_pretrained(name)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 torch.manual_seed(0)  # the adapter's start

@@ -85,7 +85,7 @@ args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.bfloat16 if device == "cuda" else torch.float32  # most CPUs multiply BF16 slowly
-name = args.model or data.load_smollm2()[0].name_or_path  # the folder that holds it
+name = args.model or str(data.model_folder())
 if not hasattr(AutoConfig.from_pretrained(name), "vision_config"):
     name = build(name, Path(args.out, "base"))
 processor = AutoProcessor.from_pretrained(name)

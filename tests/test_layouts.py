@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from _steps import steps
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from published_checkpoints import (
@@ -287,14 +288,7 @@ def test_adapters_train(tmp_path, layout, config):
     torch.manual_seed(1)
     model = get_peft_model(model, config(**LORA)).train()
     assert "RMSNorm+quantise" in str(model.base_model.nvfp4_report)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
-    losses = []
-    for _ in range(5):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = steps(model, IDS, 5, lr=2e-2)
     assert losses[-1] < losses[0] - 0.3, losses
     base = model.unload()
     assert all(torch.equal(p, before[name]) for name, p in base.state_dict().items())

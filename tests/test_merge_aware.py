@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from _assertions import assert_same_bits, unit
+from _steps import steps
 from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_lora import LAYERS, TOKENS, D, Mlp, assert_same_packed, inputs, layer_of, packed
@@ -32,15 +33,7 @@ def lora_layers(model):
 
 
 def adam_steps(model, n=3):
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(n):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return steps(model, IDS, n, optimizer=torch.optim.Adam)
 
 
 # ---------------------------------------------------------------------------------------------- the merged function

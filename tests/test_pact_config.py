@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _steps import steps
 from conftest import tiny_llama
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
@@ -409,14 +410,7 @@ def test_prepared_model_learns(folder, prepare):
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(**LORA))
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
-    losses = []
-    for _ in range(5):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = steps(model, IDS, 5, lr=2e-2)
     assert losses[-1] < losses[0] - 0.5, losses
 
 
@@ -571,7 +565,7 @@ def test_both_scripts_run_on_the_packaged_model(tmp_path, monkeypatch):
     from peft_nvfp4 import data
 
     try:
-        data._model_folder(), data.movie_reviews()
+        data.model_folder(), data.movie_reviews()
     except FileNotFoundError as error:
         pytest.skip(f"not run: {error}")
     monkeypatch.setattr(sys, "argv", ["qlora_data.py", str(tmp_path), "--rows", "16", "--layers", "2"])

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from _steps import steps as optimizer_steps
 from conftest import tiny_llama
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, prepare_model_for_kbit_training
 from torch import nn
@@ -62,15 +63,7 @@ def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 def fit(model: nn.Module, steps: int, lr: float = 1e-2) -> list[float]:
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return optimizer_steps(model, IDS, steps, lr)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -122,7 +122,7 @@ def _read_member(packed: bytes, name: str, members: tuple[str, ...]) -> bytes:
 def load_smollm2(dtype: torch.dtype = torch.bfloat16, layers: int | None = None):
     """(model, tokenizer) of SmolLM2-135M-Instruct, or of what $PEFT_NVFP4_MODEL names (a Hugging Face folder or a .gguf
     file). `layers` keeps only the first so many: fast and right for mechanics, but such a model speaks no English."""
-    folder = _model_folder()
+    folder = model_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.model.layers = model.model.layers[:layers]
     model.config.num_hidden_layers = len(model.model.layers)
@@ -131,7 +131,12 @@ def load_smollm2(dtype: torch.dtype = torch.bfloat16, layers: int | None = None)
     return model, tokenizer
 
 
-def _model_folder() -> Path:
+def model_folder() -> Path:
+    """Folder of the model that :func:`load_smollm2` loads, dequantised first if it has to be.
+
+    Raises:
+        FileNotFoundError: it was not fetched.
+    """
     named = os.environ.get("PEFT_NVFP4_MODEL")
     if named and Path(named).is_dir():
         return Path(named)

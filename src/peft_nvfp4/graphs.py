@@ -198,13 +198,13 @@ class GraphedForward:
 
     def _model_state(self) -> tuple:
         """What a recording has baked in."""
-        if any(type(p).__name__ == "DTensor" for p in self.decoder.parameters()):
-            raise Unsupported("the parameters are sharded (FSDP2), and each step gathers them anew")
-        # the object, too: gradients go to the one that was recorded. The version of frozen ones: BF16 copies of them may be read
-        parameters = tuple(
-            (id(p), p.data_ptr(), p.dtype, p.requires_grad, 0 if p.requires_grad or p.is_inference() else p._version)
-            for p in self.decoder.parameters()
-        )
+        parameters = []
+        for p in self.decoder.parameters():
+            if type(p).__name__ == "DTensor":
+                raise Unsupported("the parameters are sharded (FSDP2), and each step gathers them anew")
+            # the object, too: gradients go to the one that was recorded. The version of frozen ones: copies of them may be read
+            version = 0 if p.requires_grad or p.is_inference() else p._version
+            parameters.append((id(p), p.data_ptr(), p.dtype, p.requires_grad, version))
         buffers = tuple((b.data_ptr(), b.dtype) for b in self.decoder.buffers())
         adapters: list = [getattr(self.decoder.config, "_attn_implementation", None)]
         for module in self.decoder.modules():
@@ -219,7 +219,7 @@ class GraphedForward:
                 adapters.append((scaling, dropouts))
             elif isinstance(module, nn.Dropout):
                 adapters.append(module.p)
-        return parameters, buffers, tuple(adapters)
+        return tuple(parameters), buffers, tuple(adapters)
 
     # -- recording
 

@@ -53,9 +53,9 @@ def quantize(name: str, output: str, skip_modules: list[str], layers: int | None
     path, device = fresh(output), models.default_device()
     config = PactConfig(skip_modules=skip_modules or None)
     if name == models.BUILTIN:
-        from ..data import _model_folder
+        from ..data import model_folder
 
-        name = str(_model_folder())
+        name = str(model_folder())
     settings: dict[str, Any] = {"quantization_config": config}
     if device.type == "cuda":
         settings["device_map"] = {"": device}

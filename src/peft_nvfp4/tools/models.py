@@ -36,9 +36,9 @@ def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
     if name == BUILTIN:
-        from ..data import _model_folder
+        from ..data import model_folder
 
-        name = str(_model_folder())
+        name = str(model_folder())
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
