@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import report  # noqa: E402
+import peer_tables  # noqa: E402
 from sources import DEFAULT_CACHE, make_hub, unpack  # noqa: E402
 
 FILES = (
@@ -85,8 +85,8 @@ def run_stock(sources: Path, hub: Path, scratch: Path, files: list[str]) -> dict
         for label, imported in (("plain", False), ("imported", True)):
             start = time.perf_counter()
             runs[label] = pytest_run(sources, f"tests/{name}.py", scratch / f"{name}-{label}.jsonl", hub, imported)
-            print(f"{name} ({label}): {report.counts(runs[label])}, {time.perf_counter() - start:.0f} s", flush=True)
-        found[name] = report.compare(runs["plain"], runs["imported"])
+            print(f"{name} ({label}): {peer_tables.counts(runs[label])}, {time.perf_counter() - start:.0f} s", flush=True)
+        found[name] = peer_tables.compare(runs["plain"], runs["imported"])
     return found
 
 
@@ -113,12 +113,12 @@ def main() -> int:
     if "stock" in parts:
         content["stock"] = run_stock(sources, hub, scratch, arguments.files)
     if "helpers" in parts:
-        content["helpers"] = report.summarise(run_helpers(sources, hub, scratch))
+        content["helpers"] = peer_tables.summarise(run_helpers(sources, hub, scratch))
     path.write_text(json.dumps(content, indent=1) + "\n")
-    text = report.markdown(content)
+    text = peer_tables.markdown(content)
     path.with_suffix(".md").write_text(text)
     print(text)
-    return report.verdict(content)
+    return peer_tables.verdict(content)
 
 
 if __name__ == "__main__":
