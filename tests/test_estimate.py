@@ -59,6 +59,7 @@ def test_measured_peaks(case):
     [
         (PAPER, 27_904),
         (replace(PAPER, recompute_mlp=True), 23_292),
+        (replace(PAPER, recompute_mlp=True, recompute_attention=True), 22_136),
         (BENCH, 30_216),
         (replace(BENCH, accuracy="high"), 35_984),
         (replace(STOCK, backend="bf16"), 100_712),
@@ -158,6 +159,7 @@ CASES = {
     "paper": {"accuracy": "paper"},
     "high": {"accuracy": "high"},
     "recompute": {"recompute_mlp": True},
+    "attention once": {"recompute_attention": True},
     "unfused": {"fused": False},
     "attention only": {"target_modules": ["q_proj", "v_proj"]},
     "bf16": {"backend": "bf16"},

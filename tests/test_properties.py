@@ -386,7 +386,7 @@ words = {
 }
 own_settings = st.fixed_dictionaries(
     {name: st.sampled_from(known) for name, known in words.items()}
-    | {name: st.booleans() for name in ("fused", "recompute_mlp", "cuda_graphs")}
+    | {name: st.booleans() for name in ("fused", "recompute_mlp", "recompute_attention", "cuda_graphs")}
     | {"skip_modules": st.none() | st.lists(st.from_regex(r"[a-z_.]{1,12}", fullmatch=True), max_size=3)}
 )
 plain_settings = st.fixed_dictionaries(
@@ -459,7 +459,7 @@ def test_side_cars_are_read_or_refused(adapter_folder, content, damage):
     else:
         for name, known in words.items():
             assert getattr(config, name) in known
-        for name in ("fused", "recompute_mlp", "cuda_graphs", "merge_aware"):
+        for name in ("fused", "recompute_mlp", "recompute_attention", "cuda_graphs", "merge_aware"):
             assert isinstance(getattr(config, name), bool), name
         skip = config.skip_modules
         assert skip is None or isinstance(skip, list) and all(isinstance(module, str) for module in skip)

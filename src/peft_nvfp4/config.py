@@ -1,4 +1,4 @@
-"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with eleven fields of its own.
+"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with twelve fields of its own.
 
 On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so
 anyone can load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
@@ -29,6 +29,7 @@ OWN_FIELDS = (
     "activations",
     "fused",
     "recompute_mlp",
+    "recompute_attention",
     "cuda_graphs",
     "skip_modules",
     "calibration",
@@ -59,6 +60,9 @@ class NVFP4LoraConfig(LoraConfig):
         recompute_mlp: (nvfp4, fused) do not keep the codes of the input of an MLP's last linear for its adapter's gradient, but
             make it anew in backward from the kept codes of gate and up: a sixth less memory for activations. The forward pass is
             the same; that one gradient is taken at twice-rounded values.
+        recompute_attention: (nvfp4, fused) do not keep the codes of attention's output for the adapter of the linear that reads it,
+            but make them anew in backward from the output, which attention keeps in any case: 4 % less memory for activations,
+            the same bits. Without effect where attention keeps no output (``attn_implementation="eager"``).
         cuda_graphs: training replays recordings of the decoder, one for each shape of its inputs (:mod:`peft_nvfp4.graphs`): much
             faster where Python and kernel launches bound the step, and memory that stays allocated. Off by default.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.
@@ -78,6 +82,7 @@ class NVFP4LoraConfig(LoraConfig):
     activations: str = field(default="bf16", metadata={"help": "kept for backward by nf4 and bf16: 'bf16' or 'nvfp4'"})
     fused: bool = field(default=True, metadata={"help": "norms and gated MLPs that emit NVFP4"})
     recompute_mlp: bool = field(default=False, metadata={"help": "make the MLP's inner activation anew in backward"})
+    recompute_attention: bool = field(default=False, metadata={"help": "keep attention's output once"})
     cuda_graphs: bool = field(default=False, metadata={"help": "record training steps in CUDA graphs"})
     skip_modules: list[str] | None = field(default=None, metadata={"help": "modules to leave dense"})
     calibration: str | None = field(default=None, metadata={"help": "folder of a finished calibration"})
@@ -102,7 +107,7 @@ class NVFP4LoraConfig(LoraConfig):
             from .merge_aware import check_merge_aware  # not at the top: only those who use it need it
 
             check_merge_aware(self)
-        for name in ("fused", "recompute_mlp", "cuda_graphs", "merge_aware"):
+        for name in ("fused", "recompute_mlp", "recompute_attention", "cuda_graphs", "merge_aware"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.skip_modules is not None:
@@ -128,7 +133,7 @@ class NVFP4LoraConfig(LoraConfig):
         return None
 
     def own_fields(self) -> dict[str, Any]:
-        """The eleven fields that stock PEFT does not know."""
+        """The twelve fields that stock PEFT does not know."""
         return {name: getattr(self, name) for name in OWN_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ quantised one of the paper (Table 7): x -> D(x~) counts as the identity, dy is q
 backward layout W_b (K, N). With ``gradients="bf16"`` it is dy @ D(W_f), not quantised at all.
 
 Kept for backward: the codes of x~ (0.56 bytes a value and term instead of 2), h_i, and a seed instead of each mask. Where x~ is
-the product of a gated MLP, it can be made anew from gate and up, which the MLP keeps (``SiteSpec.recompute``).
+the product of a gated MLP, it can be made anew from gate and up, which the MLP keeps (``SiteSpec.recompute``); where x is what
+attention keeps for its own backward, from x, which then costs nothing (``SiteSpec.keeps_input``).
 
 Rejected: building the same from separate operators. Autograd would then save D(x~) in BF16 once per branch, which is most of
 what NVFP4 activations are meant to avoid.
@@ -80,12 +81,14 @@ class SiteSpec:
         terms: 1 or 2 NVFP4 terms of the input.
         linears: those that read it.
         recompute: activation of the gated MLP from whose gate and up backward makes x~ anew; None where it is kept.
+        keeps_input: x itself is kept, and backward quantises it anew: for an x that others keep in any case.
     """
 
     k: int
     terms: int
     linears: tuple[LinearSpec, ...]
     recompute: str | None = None
+    keeps_input: bool = False
 
     @property
     def kept(self) -> int:
@@ -203,6 +206,7 @@ class NVFP4Linears(torch.autograd.Function):
         ctx.spec, ctx.branches, ctx.owner = spec, [(a.rank, a.scaling, a.dropout) for a in adapters.items], owner
         ctx.dtypes = [(a.dtype, b.dtype) for a, b, *_ in sources]
         kept = flat[3 * spec.terms : spec.kept] if spec.recompute else flat[: spec.kept]
+        kept = (x,) if spec.keeps_input else kept
         kept = kept if sources else ()  # no adapter: nothing of x is needed
         layers = [t for linear in frozen for t in linear[2:]]
         ctx.save_for_backward(centre, *layers, *hidden, *adapters.tensors(), *kept)
@@ -240,6 +244,8 @@ class NVFP4Linears(torch.autograd.Function):
 
 def _input_again(kept: Sequence[Tensor], centre: Tensor | None, spec: SiteSpec, dtype: torch.dtype) -> Tensor:
     """D(x~) (M, K) from what was kept of it."""
+    if spec.keeps_input:
+        return dequantize_input(quantize_input(kept[0], spec.terms, centre), centre, dtype)
     parts = [QuantizedMatrix(*kept[i : i + 3], spec.k) for i in range(0, len(kept), 3)]
     if spec.recompute is None:
         return dequantize_input(parts, centre, dtype)

@@ -247,7 +247,9 @@ def _attach(tuner: BaseTuner, model: nn.Module, config: NVFP4LoraConfig | PactCo
         )
     if config.fused and "nvfp4" in (config.backend, config.activations) and not attached(model):
         with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
-            tuner.nvfp4_report = attach(model, recompute_mlp=config.recompute_mlp)
+            tuner.nvfp4_report = attach(
+                model, recompute_mlp=config.recompute_mlp, recompute_attention=config.recompute_attention
+            )
     if config.cuda_graphs:
         enable_cuda_graphs(model)
 

@@ -10,6 +10,7 @@ with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_cen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -63,9 +64,12 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     Attributes:
         site: those linears, where a run of the model has shown which they are (:func:`peft_nvfp4.attach`): computed together.
+        recompute_attention: where the input is the output of attention, which keeps it in any case, its codes are made anew in
+            backward instead of kept beside it.
     """
 
     site: Site | None = None
+    recompute_attention = False
 
     def __init__(
         self,
@@ -280,13 +284,30 @@ def product(
         for layer, branches in members
     )
     source = shared.source
-    spec = SiteSpec(first.in_features, first.options.terms, specs, None if source is None else source.act)
+    again = first.recompute_attention and source is None and not shared.exact and kept_by_attention(x2)
+    spec = SiteSpec(first.in_features, first.options.terms, specs, None if source is None else source.act, again)
     frozen, sources = [], []
     for layer, branches in members:  # seeds in the order of the layers: together or one by one, the numbers are the same
         sources += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
         frozen.append(layer._frozen())
     flat = flatten([*shared.parts, *(() if source is None else source[:2])], frozen, sources)
     return NVFP4Linears.apply(x2, xd, first._centre, spec, *flat)
+
+
+VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "TransposeBackward")
+ATTENTION = re.compile(r"ScaledDotProduct\w*(Flash|Efficient|Cudnn|FusedOverrideable)|FlashAttn\w*Func")
+"""Autograd nodes of attention kernels that keep their output for backward (plain matrix products do not)."""
+
+
+def kept_by_attention(x: Tensor) -> bool:
+    """Whether x is a view of an attention kernel's output. Asked of the names of autograd's nodes: reading what a node has saved
+    would unpack it, which hooks (checkpointing, offloading) may answer with work."""
+    if torch.compiler.is_compiling():  # a graph has no nodes yet; what is kept is the compiler's choice
+        return False
+    node = x.grad_fn
+    while node is not None and type(node).__name__.startswith(VIEWS):
+        node = node.next_functions[0][0]
+    return node is not None and ATTENTION.search(type(node).__name__) is not None
 
 
 def _makes_its_own(layer: NVFP4FrozenLinear, x2: Tensor) -> bool:

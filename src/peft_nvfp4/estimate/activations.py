@@ -2,7 +2,7 @@
 
 Each entry is one row of the design's table (or, for BF16, of what autograd saves of transformers' modules): nothing here was
 fitted. With Llama-3.2-1B's sizes and r=16 on all linears the sums are those measured on an H200: 27,904 bytes with one NVFP4 term
-(23,292 with ``recompute_mlp``), 30,216 balanced, 35,984 high, 100,712 for transformers and PEFT, 76,136 with Liger's kernels.
+(23,292 with ``recompute_mlp``, 22,136 with ``recompute_attention`` too), 30,216 balanced, 35,984 high, 100,712 for transformers and PEFT, 76,136 with Liger's kernels.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _compressed(shape: ModelShape, settings: Settings) -> dict[str, int]:
     o, down = (_read_by_adapter(shape, settings, site) for site in ("o", "down"))
     return {
         NORMS: 2 * (codes(shape.hidden, terms["norm"]) + FP32) + _other_norms(shape),
-        ATTENTION_OUT: codes(shape.q, terms["interior"]) if o else 0,
+        ATTENTION_OUT: codes(shape.q, terms["interior"]) if o and not (own and settings.recompute_attention) else 0,
         GATE_UP: 2 * codes(shape.intermediate),
         INNER: codes(shape.intermediate, terms["interior"]) if down and not settings.recompute_mlp else 0,
     }

@@ -38,7 +38,8 @@ class Settings:
         batch, sequence: rows, and tokens a row (padding counts).
         rank: of the adapters.
         targets: names of the linears with an adapter, or ``"all-linear"``.
-        accuracy, weight_layouts, gradients, activations, fused, recompute_mlp, cuda_graphs: of ``NVFP4LoraConfig``.
+        accuracy, weight_layouts, gradients, activations, fused, recompute_mlp, recompute_attention, cuda_graphs: of
+            ``NVFP4LoraConfig``.
         checkpointing: of every decoder layer.
         optimizer: a word of :data:`OPTIMIZERS`. The state of paged ones counts as the host's.
         adapter_bytes: of an adapter's parameter: 4 (the default of PEFT and of this package) or 2.
@@ -62,6 +63,7 @@ class Settings:
     activations: str = "bf16"
     fused: bool = True
     recompute_mlp: bool = False
+    recompute_attention: bool = False
     cuda_graphs: bool = False
     checkpointing: bool = False
     optimizer: str = "adamw_torch_fused"

@@ -21,7 +21,7 @@ METHOD = "peft_nvfp4"
 FORMAT_VERSION = 1
 """Of the saved layout: packed ``weight``, ``weight_scales`` and ``weight_gscale`` per linear, all uint8."""
 
-LOADING = ("accuracy", "weight_layouts", "gradients", "fused", "recompute_mlp", "cuda_graphs")
+LOADING = ("accuracy", "weight_layouts", "gradients", "fused", "recompute_mlp", "recompute_attention", "cuda_graphs")
 """Fields that a saved model may be loaded with other values of."""
 
 
@@ -38,7 +38,7 @@ class PactConfig(QuantizationConfigMixin):
         weight_layouts: ``"cached"`` keeps a forward and a backward layout of every weight in memory (9 bits a weight),
             ``"transient"`` makes the backward one at each use (4.5 bits, slower). Files hold 4.5 bits in either case.
         gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` or ``"bf16"``.
-        fused, recompute_mlp, cuda_graphs: the data flow of training, set up when an adapter is added.
+        fused, recompute_mlp, recompute_attention, cuda_graphs: the data flow of training, set up when an adapter is added.
         skip_modules: names (or dotted endings) of modules to leave dense.
         quant_method, format_version: what ``config.json`` says; not to be set.
 
@@ -51,6 +51,7 @@ class PactConfig(QuantizationConfigMixin):
     gradients: str = "nvfp4"
     fused: bool = True
     recompute_mlp: bool = False
+    recompute_attention: bool = False
     cuda_graphs: bool = False
     skip_modules: list[str] | None = None
     quant_method: str = METHOD
@@ -71,7 +72,7 @@ class PactConfig(QuantizationConfigMixin):
             )
         check_accuracy(self.accuracy)
         FrozenOptions(self.weight_layouts, self.gradients)  # validates the two
-        for name in ("fused", "recompute_mlp", "cuda_graphs"):
+        for name in ("fused", "recompute_mlp", "recompute_attention", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.skip_modules is not None:
