@@ -56,12 +56,14 @@ STOCK = {
     "lora32": "adapters in FP32, PEFT's default (without it: BF16, which is faster and smaller)",
     "amp": "FP32 adapters under BF16 autocast, as Trainer(bf16=True) runs",
     "ours": "this package's backend of the same name instead of stock PEFT",
+    "codes": "this package's backend with activations='nvfp4': kept for backward as codes, the forward pass as it is",
 }
 OWN = {
     **dict.fromkeys(("paper", "balanced", "high"), "accuracy preset"),
     "transient": "weight_layouts='transient'",
     "noattach": "fused=False: norms and MLPs as they are",
     "recompute": "recompute_mlp=True: the MLP's inner activation made anew in backward",
+    "once": "recompute_attention=True: attention's output kept once",
 }
 OPTIONS = {"bf16": SHARED | STOCK, "qlora": SHARED | STOCK, "nvfp4": SHARED | OWN}
 GROUPS = {
@@ -161,11 +163,14 @@ def build(case: Case, shape: str, attention: str, device: torch.device):
         layouts = "transient" if "transient" in case else "cached"
         fused = "noattach" not in case
         own = {"weight_layouts": layouts, "fused": fused, "recompute_mlp": "recompute" in case}
+        own["recompute_attention"] = "once" in case
         config = NVFP4LoraConfig(**common_fields, accuracy=case.accuracy, **own)
         model = get_peft_model(model, config)
         notes["attach"] = str(model.base_model.nvfp4_report) if fused else "not fused"
-    elif "ours" in case:
-        model = get_peft_model(model, NVFP4LoraConfig(**common_fields, backend="nf4" if case.method == "qlora" else "bf16"))
+    elif {"ours", "codes"} & case.options:
+        kept = "nvfp4" if "codes" in case else "bf16"
+        backend = "nf4" if case.method == "qlora" else "bf16"
+        model = get_peft_model(model, NVFP4LoraConfig(**common_fields, backend=backend, activations=kept))
     else:
         if case.method == "qlora":
             to_bnb(model)
@@ -214,7 +219,7 @@ class Trainer:
         theirs for the whole process."""
         now = modeling_llama.apply_rotary_pos_emb
         with ExitStack() as stack:
-            if self.case.method != "nvfp4":
+            if self.case.method != "nvfp4" and "codes" not in self.case:
                 modeling_llama.apply_rotary_pos_emb = self.rope or STOCK_ROPE
                 stack.callback(setattr, modeling_llama, "apply_rotary_pos_emb", now)
             if "amp" in self.case:
@@ -233,6 +238,15 @@ class Trainer:
 
     def step(self) -> None:
         self.graph.replay() if self.graph is not None else self.eager_step()
+
+    def clear(self) -> None:
+        """Give back what steps of other batches left: gradients, and recordings, which hold their memory."""
+        self.graph = None
+        self.optimizer.zero_grad(set_to_none=True)
+        if "graphs" in self.case:
+            disable_cuda_graphs(self.model)
+            enable_cuda_graphs(self.model)
+        common.release(self.device)
 
     def prepare(self, batch: int, seq: int, warmup: int) -> None:
         """Inputs of this shape and warm-up steps (on a side stream before a capture, as PyTorch asks for)."""
@@ -292,34 +306,42 @@ def measure(trainer: Trainer, args: argparse.Namespace, before: dict[str, int]) 
     return row
 
 
-def largest_batch(trainer: Trainer, args: argparse.Namespace) -> dict:
-    """Largest batch under the memory cap (of PyTorch's allocator; a CUDA context comes on top), and the speed there."""
-    device, cuda = args.device, args.device.type == "cuda"
+def attempt(trainer: Trainer, batch: int, seq: int, device: torch.device) -> bool:
+    """Whether four steps of this batch fit, starting from what a fresh model holds."""
+    trainer.clear()
+    return common.fits(lambda: (trainer.prepare(batch, seq, 2), trainer.capture()), device)
 
-    def attempt(batch: int) -> bool:
-        trainer.graph = None
-        trainer.optimizer.zero_grad(set_to_none=True)
-        if "graphs" in trainer.case:  # the recordings of other batches hold their memory
-            disable_cuda_graphs(trainer.model)
-            enable_cuda_graphs(trainer.model)
-        common.release(device)
-        return common.fits(lambda: (trainer.prepare(batch, args.seq, 2), trainer.capture()), device)
 
+@contextmanager
+def capped(gib: float, device: torch.device):
+    """So much memory for PyTorch's allocator; a CUDA context comes on top. Without a GPU nothing happens."""
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
     try:
-        if cuda:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap_gib * 2**30 / total), device)
-        best = common.largest_fitting(attempt, args.max_batch)
-        row = {"largest_batch": best, "cap_gib": args.cap_gib}
-        if best:
-            again: list[bool] = []
-            row |= common.peak_memory(lambda: again.append(attempt(best)), device, {"allocated": 0, "reserved": 0})
-        if best and again[0]:
-            row |= common.speed(common.summary([common.burst(trainer.step, 3, device)]), best * args.seq)
-        return row
+        yield
     finally:
-        if cuda:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def at_largest(trainer: Trainer, best: int, seq: int, device: torch.device) -> dict:
+    """Peak and speed at the largest batch that fits."""
+    again: list[bool] = []
+    run = lambda: again.append(attempt(trainer, best, seq, device))
+    row = common.peak_memory(run, device, {"allocated": 0, "reserved": 0})
+    if again[0]:
+        row |= common.speed(common.summary([common.burst(trainer.step, 3, device)]), best * seq)
+    return row
+
+
+def largest_batch(trainer: Trainer, args: argparse.Namespace) -> dict:
+    """Largest batch under the memory cap, and the speed there."""
+    with capped(args.cap_gib, args.device):
+        best = common.largest_fitting(lambda batch: attempt(trainer, batch, args.seq, args.device), args.max_batch)
+        row = {"largest_batch": best, "cap_gib": args.cap_gib}
+        return row | at_largest(trainer, best, args.seq, args.device) if best else row
 
 
 def check_checkpointing(trainer: Trainer, args: argparse.Namespace) -> dict:

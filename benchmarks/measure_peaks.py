@@ -55,13 +55,13 @@ def workspace(device: torch.device) -> int:
     return max(found, 0)
 
 
-def expected(trainer: Trainer, case: str, batch: int, seq: int, args: argparse.Namespace) -> dict:
-    settings = CASES[case]
+def expected(trainer: Trainer, settings: Settings, batch: int, seq: int, workspace: int) -> dict:
+    """What the estimator says of a step of this batch."""
     loss = settings.loss if settings.loss == "liger" else "full"
     positions = min(bench_train.LABELS, seq // 2) + 1
     shape = model_shape(trainer.model.get_base_model().config)
     settings = replace(
-        settings, batch=batch, sequence=seq, rank=bench_train.R, loss=loss, positions=positions, workspace=args.workspace
+        settings, batch=batch, sequence=seq, rank=bench_train.R, loss=loss, positions=positions, workspace=workspace
     )
     found = estimate(shape, settings)
     return {"estimate": found.peak, "estimate_at": found.at, "groups": found.groups()}
@@ -82,7 +82,7 @@ def measure(trainer: Trainer, batch: int, seq: int, before: dict[str, int], devi
 def run_case(trainer: Trainer, case: str, shape: str, before: dict[str, int], args: argparse.Namespace, rows: list[dict]) -> None:
     for batch, seq in args.grid:
         row = {"shape": shape, "case": case, "batch": batch, "seq": seq}
-        rows.append(row | expected(trainer, case, batch, seq, args))
+        rows.append(row | expected(trainer, CASES[case], batch, seq, args.workspace))
         row = rows[-1]
         held: dict = {}
 

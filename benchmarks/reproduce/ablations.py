@@ -1,0 +1,108 @@
+"""What single choices are worth: one thing changed, everything else as in a base, paired by seed.
+
+    python benchmarks/reproduce/ablations.py --plan
+    python benchmarks/reproduce/ablations.py --seconds 400
+    python benchmarks/reproduce/ablations.py --small
+
+Bases: the paper's recipe with GPTQ weights, and this package's default (``balanced``, to nearest). Each variant runs with the
+seeds and the learning rate of its base (that of the accuracy table where there is one), so that seeds and rows cancel in the
+difference. :data:`NOT_OFFERED` names what the paper or its peers do differently and this package has no setting for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+
+from reproduce.jobs import Group
+from reproduce.methods import LAST, METHODS, Method
+from reproduce.runner import RESULTS, add_arguments, adjusted, execute, settle
+
+TABLE = "ablations"
+TASKS = ("sentiment", "commonsense")
+LRS = {"sentiment": 7e-4, "commonsense": 1.5e-3}
+"""Where the accuracy table has not been made: what an earlier simulation found."""
+NOT_OFFERED = (
+    "LoRA on the unquantised input x instead of D(x~)",
+    "backward layout W_b from the original BF16 weight",
+    "activation global scale per tensor, or none, instead of per token",
+    "four-over-six or searched block scales for activations and gradients",
+    "gradient global scale per tensor",
+    "gate before the adapter as what is kept for backward (HyC-LoRA)",
+    "norm gains folded into the weights",
+)
+
+_PAPER, _BALANCED, _NF4, _BF16 = (METHODS[name] for name in ("paper_gptq", "balanced", "nf4", "bf16"))
+
+
+def _of(base: Method) -> list[Method]:
+    """Variants that both bases have."""
+    return [
+        base.changed("bf16_gradients", "gradients not rounded", gradients="bf16"),
+        base.changed("sr", "gradients rounded stochastically", gradients="nvfp4_sr"),
+        base.changed("recompute", "inner MLP activation made anew", recompute_mlp=True),
+        base.changed("unfused", "norms and MLPs not fused", fused=False),
+        base.changed("rank8", "rank 8", rank=8),
+        base.changed("rank32", "rank 32", rank=32),
+    ]
+
+
+VARIANTS: dict[str, list[Method]] = {
+    _PAPER.name: [
+        _PAPER.changed("nearest", "weights to nearest, scales searched", calibration=None),
+        _PAPER.changed("balanced", "two terms at norm outputs", calibration="balanced", accuracy="balanced"),
+        _PAPER.changed("high", "two terms everywhere", calibration="high", accuracy="high"),
+        _PAPER.changed("centred", "inputs centred", calibration="paper_centred"),
+        *_of(_PAPER),
+        _PAPER.changed("asymmetric", "GPTQ with the asymmetric target", calibration="paper_asymmetric"),
+        _PAPER.changed("plain", "GPTQ from left to right, largest value to 6", calibration="paper_plain"),
+        _PAPER.changed("backward", "backward layout by GPTQ on gradients", calibration="paper_backward"),
+        _PAPER.changed("budget", "two terms where errors say so, a third more work", calibration="budget_third"),
+        _PAPER.changed("four_over_six", "GPTQ with four-over-six scales", calibration="paper_four_over_six"),
+    ],
+    _BALANCED.name: [
+        _BALANCED.changed("paper", "one term everywhere", accuracy="paper"),
+        _BALANCED.changed("high", "two terms everywhere", accuracy="high"),
+        _BALANCED.changed("gptq", "GPTQ weights", calibration="balanced"),
+        _BALANCED.changed("last", "last layer in BF16", skip_modules=(LAST,)),
+        _BALANCED.changed("first_last", "first and last layer in BF16", skip_modules=("layers.0", LAST)),
+        _BALANCED.changed("o_down", "o and down in BF16", skip_modules=("o_proj", "down_proj")),
+        *_of(_BALANCED),
+        _BALANCED.changed("merge_aware", "trained for a merge into NVFP4", merge_aware=True),
+    ],
+    _NF4.name: [_NF4.changed("kept_nvfp4", "activations kept in NVFP4", activations="nvfp4")],
+    _BF16.name: [_BF16.changed("kept_nvfp4", "activations kept in NVFP4", activations="nvfp4")],
+}
+
+
+def learning_rates(results: Path) -> dict[tuple[str, str], float]:
+    """(task, method) -> learning rate of the accuracy table's runs on the shipped weights."""
+    path = results / "accuracy.json"
+    rows = json.loads(path.read_text())["runs"] if path.is_file() else []
+    return {(r["task"], r["method"]): r["lr"] for r in rows if r["kind"] == "final" and r["weights"] == "shipped"}
+
+
+def groups(results: Path = RESULTS) -> list[Group]:
+    """Task by task: the bases, then their variants, in the order above."""
+    rates, plan = learning_rates(results), []
+    for task in TASKS:
+        for base, variants in VARIANTS.items():
+            lr = rates.get((task, base), LRS[task])
+            plan += [Group(TABLE, task, "shipped", method, lrs=(lr,)) for method in (METHODS[base], *variants)]
+    return plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    args = settle(parser.parse_args())
+    execute(adjusted(groups(args.out), args), args, {"not_offered": list(NOT_OFFERED)})
+
+
+if __name__ == "__main__":
+    main()

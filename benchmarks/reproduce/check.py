@@ -1,0 +1,124 @@
+"""Whether the shortcuts of the accuracy runs change anything, and what they bring: to be run before a long plan.
+
+    python benchmarks/reproduce/check.py                # some 90 seconds on a GPU
+
+For each method: the losses of a run on an adapter that has been trained before and was reset in place, with CUDA graphs, beside
+those of a fresh model without; two lanes on two streams beside one; then the steps a second of one process with 1, 2, ... lanes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Generator
+from pathlib import Path
+
+sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+
+import torch  # noqa: E402
+
+from reproduce import encoding, tasks  # noqa: E402
+from reproduce.jobs import Board  # noqa: E402
+from reproduce.methods import METHODS, SHIPPED, Workshop  # noqa: E402
+from reproduce.training import Recipe, Trainee, train  # noqa: E402
+from reproduce.worker import Lane, Options, Shelf  # noqa: E402
+
+
+def nothing(trainee: Trainee) -> Generator[None, None, dict]:
+    """Of a curve without scores."""
+    return {}
+    yield
+
+
+def losses(trainee: Trainee, data: encoding.Encoded, seed: int, steps: int, lr: float = 1e-3) -> Generator[None, None, list]:
+    result = yield from train(trainee, data, Recipe(lr, seed, steps, curve=steps), nothing)
+    return result["curve"]["loss"]
+
+
+def together(lanes: list[Lane], works: list[Generator]) -> list:
+    """Every lane's work, a step of each in turn."""
+    results: list = [None] * len(works)
+    left = dict(enumerate(works))
+    while left:
+        for i, work in list(left.items()):
+            with lanes[i].at_work():
+                try:
+                    next(work)
+                except StopIteration as stop:
+                    results[i] = stop.value
+                    del left[i]
+    return results
+
+
+def difference(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def compare(workshop: Workshop, lanes: list[Lane], method: str, data: encoding.Encoded, steps: int) -> list[Trainee]:
+    """Print the differences; the trainees, one a lane."""
+    plain = Workshop(workshop.folder, workshop.device, workshop.layers, graphs=False, shipped=workshop.shipped)
+    fresh = together(lanes[:1], [losses(plain.trainee(METHODS[method], SHIPPED), data, 0, steps)])[0]
+    made = []
+    for lane in lanes:
+        with lane.at_work():
+            made.append(workshop.trainee(METHODS[method], SHIPPED))
+    first = together(lanes[:1], [losses(made[0], data, 1, steps)])[0]
+    again = together(lanes[:1], [losses(made[0], data, 0, steps)])[0]
+    both = together(lanes[:2], [losses(t, data, seed, steps) for seed, t in enumerate(made[:2])])
+    print(
+        f"{method}: reset and recorded against fresh and eager, {steps} losses differ by at most {difference(again, fresh):.2e}"
+    )
+    print(
+        f"  two lanes against one: {difference(both[0], again):.2e}, {difference(both[1], first):.2e}; {fresh[-1]:.4f}",
+        flush=True,
+    )
+    return made
+
+
+def speed(lanes: list[Lane], trainees: list[Trainee], data: encoding.Encoded, steps: int, device: str) -> None:
+    for count in range(1, len(lanes) + 1):
+        together(lanes[:count], [losses(t, data, 0, 3) for t in trainees[:count]])  # recordings
+        start = time.perf_counter()
+        together(lanes[:count], [losses(t, data, 0, steps) for t in trainees[:count]])
+        if device == "cuda":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - start
+        print(f"  {count} lanes: {count * steps / took:.1f} steps/s of 16 x {data.ids.shape[1]} tokens", flush=True)
+    replays = trainees[0].replays()
+    print(
+        f"  replays {replays}, memory {torch.cuda.max_memory_allocated() / 2**30 if device == 'cuda' else 0:.1f} GiB", flush=True
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["bf16", "paper", "nf4"])
+    parser.add_argument("--task", choices=tasks.TASKS, default="sentiment")
+    parser.add_argument("--lanes", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60, help="of the timing; a third of them for the comparisons")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--model", type=Path)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        workshop = Workshop(Path(folder), device, args.layers, shipped=args.model)
+        options = Options(folder, device)
+        shelf, board = Shelf(device), Board(Path(folder))
+        lanes = [Lane(board, "check", i, options, shelf) for i in range(args.lanes)]
+        _, tokenizer = workshop.load(SHIPPED)
+        task = tasks.TASKS[args.task]
+        data = encoding.training_set(task.splits().train, task, tokenizer)
+        for method in args.methods:
+            trainees = compare(workshop, lanes, method, data, max(2, args.steps // 3))
+            speed(lanes, trainees, data, args.steps, device)
+            for trainee in trainees:
+                trainee.release()
+            del trainees
+
+
+if __name__ == "__main__":
+    main()

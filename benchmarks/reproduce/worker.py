@@ -1,0 +1,269 @@
+"""One process that takes groups from the board and runs them, on several CUDA streams at once.
+
+A 135M model's kernels are too small to fill a large GPU, and a step waits for Python; so a worker keeps several *lanes*, each
+with a stream, a model and a random state of its own, and lets each do one step in turn. Lanes share nothing that a step writes
+to: recordings of CUDA graphs get a capture stream for each lane, since a capture's cuBLAS workspace belongs to its stream.
+
+    python -m reproduce.worker BOARD NAME OPTIONS        # started by reproduce.runner
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections import OrderedDict
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import encoding
+from .jobs import BEYOND, KEY, Board, Group, Runs, chosen_lr
+from .methods import Workshop
+from .scoring import Evaluation
+from .tasks import TASKS
+from .training import Recipe, Trainee, reset, train
+
+MODELS = 2
+"""A lane keeps: making one takes seconds."""
+MARGIN = 3.0
+"""Seconds before the end in which nothing is started, whatever the last run took."""
+
+
+@dataclass
+class Options:
+    """Attributes:
+    lanes: at once in this process.
+    until: UNIX time after which nothing is started; None: no end.
+    layers, samples, length, graphs, shipped: of :class:`~reproduce.methods.Workshop`.
+    """
+
+    folder: str
+    device: str
+    lanes: int = 1
+    until: float | None = None
+    layers: int | None = None
+    samples: int = 128
+    length: int = 512
+    graphs: bool = True
+    shipped: str | None = None
+
+    def workshop(self) -> Workshop:
+        shipped = None if self.shipped is None else Path(self.shipped)
+        return Workshop(Path(self.folder), self.device, self.layers, self.samples, self.length, self.graphs, shipped)
+
+
+class Shelf:
+    """Data of the tasks, encoded once for all lanes of a process."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.kept: dict[tuple, Any] = {}
+
+    def of(self, group: Group, tokenizer: Any) -> tuple[encoding.Encoded, Evaluation, Evaluation]:
+        """(training set, validation, test)."""
+        key = (group.task, group.rows)
+        if key not in self.kept:
+            task, rows = TASKS[group.task], group.rows
+            splits = task.splits()
+            made = [Evaluation.of(s[:rows], task, tokenizer, self.device) for s in (splits.validation, splits.test)]
+            self.kept[key] = (encoding.training_set(splits.train, task, tokenizer, rows), *made)
+            if self.device == "cuda":
+                torch.cuda.synchronize()  # made on one lane's stream, read on others
+        return self.kept[key]
+
+
+class Lane:
+    """One model at work."""
+
+    def __init__(self, board: Board, worker: str, number: int, options: Options, shelf: Shelf):
+        self.board, self.worker, self.id = board, worker, f"{worker}/{number}"
+        self.options, self.shelf, self.workshop = options, shelf, options.workshop()
+        self.models: OrderedDict[tuple, Trainee] = OrderedDict()
+        self.random = torch.get_rng_state()
+        cuda = options.device == "cuda"
+        self.stream = torch.cuda.Stream() if cuda else None
+        self.capture = torch.cuda.Stream() if cuda else None
+        self.pace = 0.0  # seconds of the last run, by its steps
+        self.work = self.groups()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Streams and random state of this lane."""
+        torch.set_rng_state(self.random)
+        try:
+            if self.stream is None:
+                yield
+            else:
+                torch.cuda.graph.default_capture_stream = self.capture
+                with torch.cuda.stream(self.stream):
+                    yield
+        finally:
+            self.random = torch.get_rng_state()
+
+    # -- choosing
+
+    def late(self, steps: int = 0) -> bool:
+        until = self.options.until
+        return until is not None and time.time() + max(MARGIN, steps * self.pace) > until
+
+    def next_group(self) -> Group | None:
+        """The first that is free and ready; among those of the first task with free ones, one whose model is at hand."""
+        runs, claimed = self.board.runs(), self.board.claimed()
+        ready = [
+            g
+            for g in self.board.plan()
+            if g.name not in claimed and runs.left(g) and self.workshop.calibrated(g.weights, g.method.calibration)
+        ]
+        same = [g for g in ready if (g.table, g.task, g.weights) == (ready[0].table, ready[0].task, ready[0].weights)]
+        at_hand = [g for g in same if (g.weights, g.method.name) in self.models]
+        for group in (*at_hand, *ready):
+            if self.board.claim(group, self.id):
+                return group
+        return None
+
+    def waiting(self) -> bool:
+        """Whether groups are left that only wait for their calibration, or that another lane may still give back."""
+        runs, claimed = self.board.runs(), self.board.claimed()
+        return any(g.name not in claimed and runs.left(g) for g in self.board.plan())
+
+    # -- working
+
+    def groups(self) -> Generator[None, None, None]:
+        while not self.late():
+            group = self.next_group()
+            if group is None:
+                if not self.waiting():
+                    return
+                time.sleep(0.05)
+                yield
+                continue
+            try:
+                yield from self.one_group(group)
+                self.board.finished(group)
+            except Exception as error:
+                self.board.failed(group.name, traceback.format_exc())
+                print(f"{self.id}: {group.name} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                self.drop_models()
+                if _fatal(error):
+                    raise
+
+    def drop_models(self) -> None:
+        while self.models:
+            self.models.popitem()[1].release()
+        if self.options.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def trainee(self, group: Group) -> Trainee:
+        key = (group.weights, group.method.name)
+        for other, trainee in self.models.items():
+            if other != key:
+                trainee.forget_recordings()
+        if key not in self.models:
+            while len(self.models) >= MODELS:
+                self.models.popitem(last=False)[1].release()
+            self.models[key] = self.workshop.trainee(group.method, group.weights)
+        self.models.move_to_end(key)
+        return self.models[key]
+
+    def one_group(self, group: Group) -> Generator[None, None, None]:
+        trainee = self.trainee(group)
+        yield
+        data, validation, test = self.shelf.of(group, trainee.tokenizer)
+        runs = self.board.runs()
+        if group.table == "accuracy" and not runs.find(group, "zero_shot", None, None):
+            yield from self.zero_shot(group, trainee, test)
+        while (lr := chosen_lr(group, runs)) is None:
+            swept = runs.swept(group)
+            lr = next((lr for lr in group.lrs if lr not in swept), BEYOND)
+            for seed in group.sweep_seeds:
+                if runs.find(group, "sweep", lr, seed) is None:
+                    if self.late(group.steps):
+                        return
+                    yield from self.run(group, trainee, data, validation, "sweep", lr, seed, runs)
+        for seed in group.seeds:
+            if runs.find(group, "final", lr, seed) is None:
+                if self.late(group.steps):
+                    return
+                yield from self.run(group, trainee, data, test, "final", lr, seed, runs)
+
+    def zero_shot(self, group: Group, trainee: Trainee, test: Evaluation) -> Generator[None, None, None]:
+        reset(trainee.model, 0)
+        result = yield from test.run(trainee)
+        self.record(group, "zero_shot", None, None, result, Runs())
+
+    def run(self, group, trainee, data, split, kind, lr, seed, runs: Runs) -> Generator[None, None, None]:
+        start, before = time.time(), trainee.replays()
+        recipe = Recipe(lr, seed, group.steps, group.batch, curve=group.curve)
+
+        def held_out(t: Trainee):
+            return split.run(t, answers=False)
+
+        result = yield from train(trainee, data, recipe, held_out)
+        trained = time.time() - start
+        answers = kind == "final" and not group.curve
+        scores = yield from split.run(trainee, answers=answers)
+        if kind == "sweep":
+            scores = {"validation_nll": scores["nll"], "validation_accuracy": scores.get("accuracy")}
+        seconds = time.time() - start
+        self.pace = seconds / group.steps
+        result |= scores | {"train_s": trained, "seconds": seconds, "replays": trainee.replays() - before}
+        self.record(group, kind, lr, seed, result, runs)
+
+    def record(self, group: Group, kind: str, lr, seed, result: dict, runs: Runs) -> None:
+        row = dict(zip(KEY, group.key(kind, lr, seed))) | {"label": group.method.label} | _rounded(result)
+        runs.add(row)
+        self.board.record(self.worker, row)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(v) for key, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value
+
+
+def _fatal(error: Exception) -> bool:
+    """After an error of the device itself nothing else in this process would work; memory that ran out can be had again."""
+    return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def work(board: Board, worker: str, options: Options) -> None:
+    """Until nothing is left, or the time is over."""
+    shelf = Shelf(options.device)
+    lanes = [Lane(board, worker, i, options, shelf) for i in range(options.lanes)]
+    while lanes:
+        for lane in list(lanes):
+            with lane.at_work():
+                try:
+                    next(lane.work)
+                except StopIteration:
+                    lane.drop_models()
+                    lanes.remove(lane)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    board, worker, options = Board(Path(sys.argv[1])), sys.argv[2], Options(**json.loads(sys.argv[3]))
+    if worker.startswith("calibrate:"):
+        _, weights, name = worker.split(":")
+        import texts
+
+        from . import sources
+
+        paths = [sources.path_of(file) for file in ("c4_demo.jsonl", "wiki_demo.txt")]
+        options.workshop().calibrate(weights, name, texts.split(paths)[0])
+    else:
+        work(board, worker, options)
+
+
+if __name__ == "__main__":
+    main()
