@@ -21,7 +21,7 @@ from .triton_codes import EXACT, PAIR
 from .triton_pairs import multiply
 from .triton_quantize import empty_terms, rows_contiguous
 from .triton_rows import BLOCK, INF, load_row, padded_k, reciprocal, row_max, row_sum
-from .triton_tables import launch, mode_for, norm_backward_rows, row_blocks
+from .triton_tables import launch, mode_for, row_blocks
 from .triton_values import load_values, rounded, rounded_sum, store_values, to_floats
 
 
@@ -121,7 +121,7 @@ def norm_kernel(
     store_values(y_ptr + row * K, y, blk, K, NB, TERMS_MODE)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def norm_backward_kernel(
     dy_ptr,  # (M, K)
     codes_ptr,  # (M, KP / 2) uint8, first term
@@ -135,13 +135,11 @@ def norm_backward_kernel(
     rstd_ptr,  # (M,) float32
     residual_grad_ptr,  # (M, K), where HAS_RESIDUAL
     dx_ptr,  # (M, K)
-    M,
     dy_stride,
     residual_stride,
     inverse_k,
     K: tl.constexpr,
     NB: tl.constexpr,
-    ROWS: tl.constexpr,  # of one program, which inverts gamma once for all of them
     TERMS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
@@ -150,33 +148,29 @@ def norm_backward_kernel(
     WEIGHT_MODE: tl.constexpr,
 ):
     dtype: tl.constexpr = dx_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
     KP: tl.constexpr = padded_k(K)
-    SHORT: tl.constexpr = WEIGHT_MODE == PAIR and not PLUS_ONE
-    lo_w, hi_w = _weight(gamma_ptr, blk, K, NB, PLUS_ONE, WEIGHT_MODE)
-    lo_i, hi_i = _inverse(lo_w, SHORT), _inverse(hi_w, SHORT)
+    codes, scales = row * (KP // 2), row * (KP // BLOCK)
+    lo, hi = to_floats(load_values(dy_ptr + row * dy_stride, blk, K, NB, MODE), MODE)
+    lo_d, hi_d = load_quantized(codes_ptr + codes, scales_ptr + scales, tl.load(gscale_ptr + row), blk, K, NB, MODE)
+    if TERMS == 2:
+        g = tl.load(gscale2_ptr + row)
+        lo_2, hi_2 = load_quantized(codes2_ptr + codes, scales2_ptr + scales, g, blk, K, NB, MODE)
+        lo_d, hi_d = lo_d + lo_2, hi_d + hi_2
     if HAS_CENTRE:
         lo_c, hi_c = load_row(centre_ptr, blk, K, NB)
-    first = tl.program_id(0) * ROWS
-    for i in range(0, tl.minimum(M - first, ROWS)):
-        row = first.to(tl.int64) + i
-        codes, scales = row * (KP // 2), row * (KP // BLOCK)
-        lo, hi = to_floats(load_values(dy_ptr + row * dy_stride, blk, K, NB, MODE), MODE)
-        lo_d, hi_d = load_quantized(codes_ptr + codes, scales_ptr + scales, tl.load(gscale_ptr + row), blk, K, NB, MODE)
-        if TERMS == 2:
-            g = tl.load(gscale2_ptr + row)
-            lo_2, hi_2 = load_quantized(codes2_ptr + codes, scales2_ptr + scales, g, blk, K, NB, MODE)
-            lo_d, hi_d = lo_d + lo_2, hi_d + hi_2
-        if HAS_CENTRE:
-            lo_d, hi_d = lo_d + lo_c, hi_d + hi_c
-        c = row_sum(lo * lo_d, hi * hi_d, NB) * inverse_k
-        rstd = tl.load(rstd_ptr + row)
-        lo = rstd * (lo_w * lo - (lo_d * lo_i) * c)
-        hi = rstd * (hi_w * hi - (hi_d * hi_i) * c)
-        if HAS_RESIDUAL:
-            lo_r, hi_r = to_floats(load_values(residual_grad_ptr + row * residual_stride, blk, K, NB, MODE), MODE)
-            lo, hi = lo + lo_r, hi + hi_r
-        store_values(dx_ptr + row * K, rounded(lo, hi, dtype, MODE), blk, K, NB, MODE)
+        lo_d, hi_d = lo_d + lo_c, hi_d + hi_c
+    c = row_sum(lo * lo_d, hi * hi_d, NB) * inverse_k
+    rstd = tl.load(rstd_ptr + row)
+    lo_w, hi_w = _weight(gamma_ptr, blk, K, NB, PLUS_ONE, WEIGHT_MODE)
+    SHORT: tl.constexpr = WEIGHT_MODE == PAIR and not PLUS_ONE
+    lo = rstd * (lo_w * lo - (lo_d * _inverse(lo_w, SHORT)) * c)
+    hi = rstd * (hi_w * hi - (hi_d * _inverse(hi_w, SHORT)) * c)
+    if HAS_RESIDUAL:
+        lo_r, hi_r = to_floats(load_values(residual_grad_ptr + row * residual_stride, blk, K, NB, MODE), MODE)
+        lo, hi = lo + lo_r, hi + hi_r
+    store_values(dx_ptr + row * K, rounded(lo, hi, dtype, MODE), blk, K, NB, MODE)
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -227,13 +221,11 @@ def rmsnorm_backward(
         nb, last = row_blocks(k), len(codes) - 1
         around = dy if residual_grad is None else rows_contiguous(residual_grad)
         gamma, mode = gamma.contiguous(), mode_for(dy.dtype, k, dy, around)
-        kernel = "norm_backward" if residual_grad is None else "norm_backward_residual"
-        rows = norm_backward_rows(nb, m, kernel)
-        norm_backward_kernel[(triton.cdiv(m, rows),)](
+        norm_backward_kernel[(m,)](
             dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], dy if centre is None else centre,
-            gamma, rstd.contiguous(), around, dx, m, dy.stride(0), around.stride(0), 1.0 / k,
-            K=k, NB=nb, ROWS=rows, TERMS=len(codes), HAS_RESIDUAL=residual_grad is not None, HAS_CENTRE=centre is not None,
+            gamma, rstd.contiguous(), around, dx, dy.stride(0), around.stride(0), 1.0 / k,
+            K=k, NB=nb, TERMS=len(codes), HAS_RESIDUAL=residual_grad is not None, HAS_CENTRE=centre is not None,
             PLUS_ONE=plus_one, MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]),
-            **launch(nb, kernel, mode),
+            **launch(nb, "norm_backward" if residual_grad is None else "norm_backward_residual", mode),
         )  # fmt: skip
     return dx

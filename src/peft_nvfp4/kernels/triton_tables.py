@@ -22,8 +22,6 @@ CHUNK_BLOCKS = 128
 """Blocks per program where the row need not be in one program."""
 CENTRED_ROWS = 1
 """Rows per program of ``quantize_terms`` with a centre: more would read the centre less often, at the price of registers."""
-NORM_BACKWARD_ROWS = {"norm_backward": 1, "norm_backward_residual": 1}
-"""Rows per program of the norm's backward, of rows that fill a program."""
 DEQUANTIZE = {"words": 256, "words_per_thread": 2}
 """32-bit words of codes (8 values) per program and per thread of ``dequantize``."""
 TRANSPOSE = {"blocks": 32, "words": 8}
@@ -63,12 +61,6 @@ def row_blocks(k: int) -> int:
 def num_warps(nb: int, kernel: str) -> int:
     """Warps of a program that holds ``nb`` blocks."""
     return min(max(nb // (32 * BLOCKS_PER_THREAD[kernel]), 1), 32)
-
-
-def norm_backward_rows(nb: int, m: int, kernel: str) -> int:
-    """Rows of a program of the norm's backward: one where programs are small, or too few to fill the GPU."""
-    rows = NORM_BACKWARD_ROWS[kernel]
-    return rows if nb >= 256 and m >= 1024 * rows else 1
 
 
 def launch(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
