@@ -5,9 +5,14 @@ torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --shape 3b
 python benchmarks/bench_distributed.py --report                                  # scaling, from what both wrote
 
 Every process trains on its own batch of the same size (weak scaling), so twice the cards at the same step time is a scaling of 2.
-A case is STRATEGY-BACKEND with options: ``ddp-nvfp4``, ``ddp-nvfp4-graphs``, ``fsdp2-nvfp4-transient``, ``fsdp2-bf16``.
-Weights are random and the same on every process; loss at the last 32 positions of each sequence. FSDP2 units: decoder layers, the
-embedding, the rest. Memory is over what was allocated before the case; the step time is the slowest process's median.
+A case is STRATEGY-BACKEND with options: ``ddp-nvfp4``, ``ddp-nvfp4-graphs``, ``fsdp2-nvfp4-transient``, ``fsdp2-bf16-stock``. On
+one process the strategy does not matter. Weights are random and the same on every process; loss at the last 32 positions of each
+sequence. FSDP2 units: decoder layers, and the rest around them, as accelerate and Trainer wrap.
+
+Memory is that of PyTorch's allocator (NCCL's own buffers are outside), over what was allocated before the case, on the process
+that takes most; the step time is the slowest process's median. ``sent`` is what a card sends in a step in a ring: counted where
+PyTorch asks for collectives, not on the link. The report sets the peaks beside those of :mod:`peft_nvfp4.estimate`, which has
+seen none of them, and BF16's peak under the same strategy over each.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import common
@@ -22,7 +28,7 @@ import torch
 import torch.distributed as dist
 from bench_train import ALPHA, LABELS, SHAPES, TARGETS, R, dense_model
 from environment import environment
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,16 +36,38 @@ from torch.nn.parallel import DistributedDataParallel
 from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
 from peft_nvfp4.distributed import WireCount, count_bytes
 from peft_nvfp4.distributed.wire import count_ddp
+from peft_nvfp4.estimate import BUILTIN, Settings, estimate
 
 CASES = "ddp-nvfp4 ddp-nvfp4-transient ddp-nvfp4-graphs ddp-nf4 ddp-bf16 fsdp2-nvfp4 fsdp2-nvfp4-transient fsdp2-nf4 fsdp2-bf16"
-STRATEGIES, BACKENDS, OPTIONS = ("ddp", "fsdp2"), ("nvfp4", "nf4", "bf16"), {"transient", "graphs", "ckpt", "paper"}
+STRATEGIES, BACKENDS = ("ddp", "fsdp2"), ("nvfp4", "nf4", "bf16")
+OPTIONS = {
+    "transient": "weight_layouts='transient'",
+    "graphs": "recorded steps",
+    "ckpt": "checkpointing of every decoder layer",
+    "paper": "one term for every activation",
+    "stock": "(bf16) PEFT's own LoraConfig",
+}
 
 
 def parse(case: str) -> tuple[str, str, set[str]]:
     strategy, backend, *options = case.split("-")
-    if strategy not in STRATEGIES or backend not in BACKENDS or not OPTIONS.issuperset(options):
+    known = OPTIONS.keys() - (set() if backend == "bf16" else {"stock"})
+    if strategy not in STRATEGIES or backend not in BACKENDS or not known >= set(options):
         raise ValueError(f"unknown case {case!r}: {'|'.join(STRATEGIES)}-{'|'.join(BACKENDS)}, then any of {', '.join(OPTIONS)}")
     return strategy, backend, set(options)
+
+
+def lora_config(backend: str, options: set[str]) -> LoraConfig:
+    settings = {"r": R, "lora_alpha": ALPHA, "target_modules": TARGETS}
+    return LoraConfig(**settings) if "stock" in options else NVFP4LoraConfig(**settings, backend=backend, **own_fields(options))
+
+
+def own_fields(options: set[str]) -> dict[str, str]:
+    """Of ``NVFP4LoraConfig``, and of the estimator."""
+    return {
+        "weight_layouts": "transient" if "transient" in options else "cached",
+        "accuracy": "paper" if "paper" in options else "balanced",
+    }
 
 
 class Trainer:
@@ -50,16 +78,7 @@ class Trainer:
         torch.manual_seed(0)  # the same weights everywhere
         model = dense_model(args.shape, "sdpa" if device.type == "cpu" else "causal", device)
         model.config.use_cache = False
-        config = NVFP4LoraConfig(
-            r=R,
-            lora_alpha=ALPHA,
-            target_modules=TARGETS,
-            backend=backend,
-            weight_layouts="transient" if "transient" in options else "cached",
-            accuracy="paper" if "paper" in options else "balanced",
-            cuda_graphs=False,
-        )
-        self.model = get_peft_model(model, config).train()
+        self.model = get_peft_model(model, lora_config(backend, options)).train()
         attach_loss(self.model)
         if "ckpt" in options:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -83,8 +102,6 @@ class Trainer:
         base = self.model.get_base_model()
         for layer in base.model.layers:
             fully_shard(layer)
-        if base.lm_head.weight is not base.model.embed_tokens.weight:
-            fully_shard(base.model.embed_tokens)
         return fully_shard(self.model)
 
     def loss(self, module: nn.Module) -> Tensor:
@@ -98,9 +115,8 @@ class Trainer:
     def wire(self) -> WireCount:
         """Of one step."""
         if isinstance(self.wrapped, DistributedDataParallel):
-            fresh = DistributedDataParallel(
-                self.model, broadcast_buffers=False
-            )  # a wrapper takes one hook, before its first step
+            # a wrapper takes one hook, and before its first step; the wrapper there is reduces nothing while it is not called
+            fresh = DistributedDataParallel(self.model, broadcast_buffers=False)
             count = count_ddp(fresh)
             self.loss(fresh).backward()
             self.optimizer.zero_grad()
@@ -135,29 +151,67 @@ def run_case(case: str, args: argparse.Namespace, device: torch.device) -> dict:
     return row
 
 
+def predicted(row: dict, world: int) -> int | None:
+    """The estimator's peak for a row; None for a shape that it has no name for."""
+    if (shape := f"llama-{row['shape']}") not in BUILTIN:
+        return None
+    strategy, backend, options = parse(row["case"])
+    settings = Settings(
+        **{
+            "backend": backend,
+            "batch": row["batch"],
+            "sequence": row["seq"],
+            "positions": LABELS,
+            "rank": R,
+            **own_fields(options),
+        },
+        **{"checkpointing": "ckpt" in options, "cuda_graphs": "graphs" in options, "targets": tuple(TARGETS)},
+        **{"cards": world, "strategy": strategy},
+    )
+    return estimate(shape, settings).peak
+
+
 COLUMNS = {
     "cards": lambda row: row["world"],
     "case": lambda row: row["case"],
     "step ms": lambda row: row["step_ms"],
     "tokens/s": lambda row: row["tokens_per_s"],
-    "peak GB": lambda row: row["peak_allocated"] / common.GB,
-    "at rest GB": lambda row: row["at_rest"] / common.GB,
-    "sent MB": lambda row: row["wire_sent_per_card"] / 1e6,
     "scaling": lambda row: row["scaling"],
+    "at rest GB": lambda row: row["at_rest"] / common.GB,
+    "peak GB": lambda row: row["peak_allocated"] / common.GB,
+    "estimated GB": lambda row: row["predicted"] / common.GB,
+    "peak/estimated": lambda row: row["peak_allocated"] / row["predicted"],
+    "BF16/this": lambda row: row["gain"],
+    "estimated BF16/this": lambda row: row["predicted_gain"],
+    "off by %": lambda row: 100 * (row["gain"] / row["predicted_gain"] - 1),
+    "sent MB": lambda row: row["wire_sent_per_card"] / 1e6,
+    "loss": lambda row: sum(row["loss"]) / len(row["loss"]),
     "error": lambda row: row["error"],
 }
 
 
-def report(out: Path) -> None:
-    """All results of the folder in one table, with tokens/s over that of one card."""
-    rows = [row for path in sorted(out.glob("distributed_*.json")) for row in json.loads(path.read_text())["rows"]]
-    alone = {
-        (r["shape"], r["case"], r["batch"], r["seq"]): r["tokens_per_s"] for r in rows if r.get("world") == 1 and "step_ms" in r
-    }
-    for row in rows:
-        reference = alone.get((row["shape"], row["case"], row.get("batch"), row.get("seq")))
-        if reference and row["world"] > 1 and "step_ms" in row:
+def compared(rows: list[dict]) -> list[dict]:
+    """Rows with what follows from several: tokens/s over one card's; BF16's peak (same strategy and cards) over theirs."""
+    rows = [row | ({} if "error" in row else {"predicted": predicted(row, row["world"])}) for row in rows]
+    good = [row for row in rows if "step_ms" in row]
+    key = lambda row, *more: (row["shape"], row["batch"], row["seq"], *more)
+    alone = {key(row, row["case"].partition("-")[2]): row["tokens_per_s"] for row in good if row["world"] == 1}
+    dense = {key(row, row["case"], row["world"]): row for row in good}
+    for row in good:
+        strategy, _, options = parse(row["case"])
+        reference = alone.get(key(row, row["case"].partition("-")[2]))
+        if reference and row["world"] > 1:
             row["scaling"] = row["tokens_per_s"] / reference
+        other = dense.get(key(row, "-".join([strategy, "bf16", *(options & {"ckpt"})]), row["world"]))
+        if other and other["peak_allocated"] and row["peak_allocated"]:
+            row["gain"] = other["peak_allocated"] / row["peak_allocated"]
+            row["predicted_gain"] = row["predicted"] and other["predicted"] / row["predicted"]
+    return rows
+
+
+def report(out: Path) -> None:
+    """All results of the folder in one table for each shape."""
+    rows = compared([row for path in sorted(out.glob("distributed_*.json")) for row in json.loads(path.read_text())["rows"]])
     for shape in dict.fromkeys(row["shape"] for row in rows):
         print(f"\n{shape}", common.table([row for row in rows if row["shape"] == shape], COLUMNS))
 
@@ -165,11 +219,12 @@ def report(out: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="3b", choices=SHAPES)
-    parser.add_argument("--cases", default=CASES, help="separated by spaces (default: %(default)s)")
+    parser.add_argument("--cases", default=CASES, help=f"separated by spaces (%(default)s); options: {', '.join(OPTIONS)}")
     parser.add_argument("--batch", type=int, default=4, help="sequences per process (%(default)s)")
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a round (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for another process (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
     parser.add_argument("--report", action="store_true", help="print what is in --out, run nothing")
     args = parser.parse_args()
@@ -185,19 +240,25 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+    limit = {"timeout": timedelta(seconds=args.timeout)}  # a process whose step failed leaves the others in a collective
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device, **limit)
+    else:
+        dist.init_process_group("gloo", **limit)
     rows = []
     for case in args.cases.split():
         row = {"case": case, "shape": args.shape, "world": dist.get_world_size()}
         common.guarded(row, lambda: row.update(run_case(case, args, device)))  # noqa: B023  (runs at once)
         rows.append(row)
         common.release(device)
-        failed: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(failed, "error" in row)
+        failed: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failed, row.get("error"))
+        if any(failed) and "error" not in row:
+            row["error"] = f"on another process: {next(filter(None, failed))}"
         if dist.get_rank() == 0:
             head = {"environment": environment(), "settings": {k: str(v) for k, v in vars(args).items()}}
             common.write(args.out, f"distributed_{args.shape}_x{row['world']}", head, rows)
-            print(common.table([row], COLUMNS), row.get("traceback", ""), flush=True)
+            print(common.table(compared(rows)[-1:], COLUMNS), row.get("traceback", ""), flush=True)
     dist.destroy_process_group()
     return None
 

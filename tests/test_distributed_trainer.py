@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainingArguments
 
-import peft_nvfp4.distributed  # noqa: F401
 from peft_nvfp4 import NVFP4LoraConfig
+from peft_nvfp4.distributed import last_checkpoint, make_resumable, resume
 
 ddp = pytest.param(
     "ddp",
@@ -176,16 +176,60 @@ def test_resuming_alone_is_exact(tmp_path):
     assert resumed[0] == whole[0] and all(torch.equal(resumed[1][name], p) for name, p in whole[1].items())
 
 
-def test_one_process_goes_on_where_two_stopped(tmp_path):
-    """Batches of 2 on two processes are the batches of 4 of one."""
-    (wanted_losses, wanted, _), _ = both(train_without_dropout, str(tmp_path), "nvfp4 cached", "ddp", {})
-    (tmp_path / "checkpoint-4").rename(tmp_path / "put-aside")
+def go_on(rank: int, folder: str, strategy: str, batch: int):
     with fresh():
-        trainer = trainer_of(str(tmp_path), "nvfp4 cached", "none", 4, seed=1)
+        trainer = trainer_of(folder, "nvfp4 cached", strategy, batch, seed=1)
         silence(trainer.model)
-        trainer.train(resume_from_checkpoint=True)
-        assert losses(trainer) == pytest.approx(wanted_losses, abs=2e-4)
-        assert_close(adapters(trainer.model), wanted, PROPORTION)
+        trainer.train(resume_from_checkpoint=make_resumable(trainer))
+        return losses(trainer), adapters(trainer.model)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_one_process_goes_on_where_two_stopped(tmp_path, strategy):
+    """Batches of 2 on two processes are the batches of 4 of one."""
+    (wanted_losses, wanted, _), _ = both(train_without_dropout, str(tmp_path), "nvfp4 cached", strategy, {})
+    (tmp_path / "checkpoint-4").rename(tmp_path / "put-aside")
+    found, got = go_on(0, str(tmp_path), "none", 4)
+    assert found == pytest.approx(wanted_losses, abs=2e-4)
+    assert_close(got, wanted, PROPORTION)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_go_on_where_one_stopped(tmp_path, strategy):
+    wanted_losses, wanted = without_dropout(trainer_of, str(tmp_path), "nvfp4 cached", "none", 4)
+    (tmp_path / "checkpoint-4").rename(tmp_path / "put-aside")
+    for found, got in both(go_on, str(tmp_path), strategy, 2):
+        assert found == pytest.approx(wanted_losses, abs=2e-4)
+        assert_close(got, wanted, PROPORTION)
+
+
+def test_sharded_checkpoints_are_for_fsdp(tmp_path):
+    both(train_without_dropout, str(tmp_path), "nvfp4 cached", "fsdp2 sharded", {"max_steps": 2})
+    with pytest.raises(ValueError, match="SHARDED_STATE_DICT: go on with FSDP"):
+        go_on(0, str(tmp_path), "none", 4)
+
+
+def test_names_and_numbers_are_inverse():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW([{"params": [model[0].weight, model[1].weight]}, {"params": [model[1].bias], "lr": 1.0}])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    names = [["a", "b"], ["c"]]
+    named = resume.by_name(optimizer.state_dict(), names)
+    assert list(named["state"]) == ["a", "b", "c"] and [group["params"] for group in named["param_groups"]] == names
+    assert torch.equal(named["state"]["c"]["exp_avg"], optimizer.state[model[1].bias]["exp_avg"])
+    assert str(resume.by_number(named)) == str(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"groups of \[2, 1\] parameters, this run of \[1, 1\]"):
+        resume.by_name(optimizer.state_dict(), [["a"], ["c"]])
+
+
+def test_checkpoints_that_were_not_finished_are_passed_over(tmp_path):
+    for step, files in {2: ("trainer_state.json", "optimizer.pt"), 10: ("trainer_state.json",), 12: ("optimizer.bin",)}.items():
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in files:
+            (tmp_path / f"checkpoint-{step}" / name).touch()
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2") and last_checkpoint(tmp_path / "none") is None
 
 
 def nf4_shares(rank: int, folder: str, strategy: str):

@@ -130,7 +130,7 @@ FAMILIES = {
     "mixtral": (
         causal("Mixtral", num_local_experts=4),
         layers(
-            fused={"input_layernorm": 2},
+            fused={"input_layernorm": 2, "experts": 2},
             sites={QKV: 2},
             skipped=FINAL | read_by("post_attention_layernorm", by="view"),
         ),
@@ -145,7 +145,7 @@ FAMILIES = {
             mlp_only_layers=[1],
         ),
         layers(
-            fused={"input_layernorm": 2, "post_attention_layernorm": 1, "mlp": 1},
+            fused={"input_layernorm": 2, "post_attention_layernorm": 1, "mlp": 1, "experts": 1},
             sites={QKV: 2, GATE_UP: 1},
             skipped=FINAL | read_by("q_norm", "k_norm", by="transpose") | read_by("post_attention_layernorm", by="view", n=1),
         ),

@@ -426,13 +426,12 @@ SMALL = dict(
 )
 
 
-def mixtral():
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_local_experts=4))
+def gpt_oss():
+    moe = dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"])
+    return hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, **moe))
 
 
-def qwen3_moe():
-    moe = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SMALL, **moe))
+GPT_OSS_DENSE = ("up_proj", "down_proj", "proj_bias", "router.weight")  # experts have biases, one row each
 
 
 def gpt2():
@@ -443,13 +442,12 @@ def gpt2():
 @pytest.mark.parametrize(
     "make, dense, kind",
     [
-        pytest.param(mixtral, ("experts.gate_up_proj", "experts.down_proj", "gate.weight"), "MixtralExperts", id="mixtral"),
-        pytest.param(qwen3_moe, ("experts.gate_up_proj", "experts.down_proj", "gate.weight"), "Qwen3MoeExperts", id="qwen3-moe"),
+        pytest.param(gpt_oss, GPT_OSS_DENSE, "GptOssExperts", id="gpt-oss"),
         pytest.param(gpt2, ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "Conv1D", id="gpt2"),
     ],
 )
 def test_the_share_that_stays_dense_is_said(backend, make, dense, kind):
-    """Experts in 3-D parameters and Conv1D are no nn.Linear. The warning gives their share of all matrix weights without
+    """Experts with biases and Conv1D are not packed. The warning gives their share of all matrix weights without
     embeddings and heads."""
     model = make()
     sizes = {n: p.numel() for n, p in model.named_parameters()}

@@ -1,9 +1,17 @@
-"""Mixtures of experts whose experts are 3-D parameters: what stays dense is named, and the rest works around it."""
+"""Mixtures whose experts stay dense, because they are of a kind that is not packed or by ``skip_modules``: they are named with
+their share, and the rest works around them. (Packed experts: test_experts.py.)"""
 
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, dense_share, freeze_model, merge
 
@@ -20,16 +28,20 @@ def qwen3_moe():
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **settings))
 
 
+def gpt_oss():
+    sizes = dict(intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2)
+    return GptOssForCausalLM(GptOssConfig(**COMMON, **sizes))
+
+
 by_family = pytest.mark.parametrize("make", (mixtral, qwen3_moe))
 
 
-@by_family
-def test_dense_experts_are_named_with_their_share(make):
+def test_dense_experts_are_named_with_their_share():
     """Counted by hand: all matrices but embedding and head; of those, what is a linear of the attention is packed."""
-    model = make()
+    model = gpt_oss()
     total = {n: p.numel() for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n and "lm_head" not in n}
     experts = {n: size for n, size in total.items() if ".experts." in n}
-    assert experts and all(model.get_parameter(n).ndim == 3 for n in experts)
+    experts = {n: size for n, size in experts.items() if model.get_parameter(n).ndim == 3}  # the others are biases
     share = sum(experts.values()) / sum(total.values())
     assert share > 0.5
     with pytest.warns(UserWarning, match=r"of the matrix weights stay dense.*Experts\.gate_up_proj \(3-D\).*target_parameters"):
@@ -47,9 +59,8 @@ def test_dense_experts_are_named_with_their_share(make):
 @pytest.mark.parametrize("to", ("bf16", "nvfp4"))
 def test_attention_in_nvfp4_experts_dense_both_adapted(make, to):
     """LoRA on packed attention and, through target_parameters, on dense experts: gradients reach both, both are merged."""
-    config = NVFP4LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj"], init_lora_weights=False
-    )
+    targets = dict(target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj"])
+    config = NVFP4LoraConfig(r=2, **targets, init_lora_weights=False, skip_modules=["experts"])
     model = get_peft_model(make(), config)
     model(input_ids=IDS, labels=IDS).loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}

@@ -427,6 +427,7 @@ VALUES = {
     "skip_modules": [None, [], ["lm_head", "layers.0.mlp"]],
     "calibration": [None, "a/folder"],
     "merge_aware": [False, True],
+    "offload": [None, "cpu"],
 }
 by_own_field = pytest.mark.parametrize(
     "field, value", [(f, v) for f, values in VALUES.items() for v in values], ids=lambda v: str(v).replace("'", "")
@@ -478,6 +479,7 @@ def test_configuration_without_a_side_car_gets_defaults(tmp_path):
         skip_modules=None,
         calibration=None,
         merge_aware=False,
+        offload=None,
     )
 
 

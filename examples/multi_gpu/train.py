@@ -8,7 +8,9 @@ torchrun --nproc-per-node 2 examples/multi_gpu/train.py --model MODEL --data tra
 (MODEL and train.jsonl: python examples/qlora_data.py FOLDER writes FOLDER/model and FOLDER/train.jsonl.)
 
 DDP where a model fits on each card, FSDP2 where it does not. Under FSDP2 weight_layouts="transient" keeps and sends one layout of
-the weights instead of two. A run that was interrupted goes on with --resume, on as many processes as there are.
+the weights instead of two. A run that was interrupted goes on with --resume, on as many processes as there are: exactly, if batch
+times processes times accumulate stays what it was. If a process dies, the launcher ends the others; on several hosts, where it
+cannot see all of them, they end after --timeout seconds of waiting.
 """
 
 import argparse
@@ -19,6 +21,8 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from peft_nvfp4 import NVFP4LoraConfig
+from peft_nvfp4.distributed import make_resumable
+from peft_nvfp4.guards import StopOnNonFinite, memory_advice
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", required=True)
@@ -31,6 +35,7 @@ parser.add_argument("--save_steps", type=int, default=10)
 parser.add_argument("--max_length", type=int, default=128)
 parser.add_argument("--batch", type=int, default=2, help="sequences per process and micro-batch")
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--timeout", type=int, default=600, help="seconds that a process waits for another")
 parser.add_argument("--resume", action="store_true")
 args = parser.parse_args()
 
@@ -47,6 +52,7 @@ training_args = TrainingArguments(  # before the model is loaded: it sets up the
     report_to="none",
     bf16=on_gpu,
     use_cpu=not on_gpu,
+    ddp_timeout=args.timeout,
     ddp_find_unused_parameters=False,
     ddp_broadcast_buffers=False,  # nothing in the buffers changes
 )
@@ -70,6 +76,8 @@ trainer = Trainer(
     args=training_args,
     train_dataset=data,
     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    callbacks=[StopOnNonFinite()],
 )
-trainer.train(resume_from_checkpoint=args.resume)
+with memory_advice(trainer):
+    trainer.train(resume_from_checkpoint=make_resumable(trainer) if args.resume else None)
 trainer.save_model(args.output)

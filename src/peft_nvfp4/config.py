@@ -1,4 +1,4 @@
-"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with twelve fields of its own.
+"""The user's settings: :class:`NVFP4LoraConfig`, a ``LoraConfig`` with thirteen fields of its own.
 
 On disk an adapter stays a plain LoRA adapter: ``adapter_config.json`` holds what stock PEFT knows (``peft_type`` LORA), so
 anyone can load it without this package and without a warning. The fields below go to a side-car, ``nvfp4_adapter.json``.
@@ -34,6 +34,7 @@ OWN_FIELDS = (
     "skip_modules",
     "calibration",
     "merge_aware",
+    "offload",
 )
 
 
@@ -60,9 +61,9 @@ class NVFP4LoraConfig(LoraConfig):
         recompute_mlp: (nvfp4, fused) do not keep the codes of the input of an MLP's last linear for its adapter's gradient, but
             make it anew in backward from the kept codes of gate and up: a sixth less memory for activations. The forward pass is
             the same; that one gradient is taken at twice-rounded values.
-        recompute_attention: (nvfp4, fused) do not keep the codes of attention's output for the adapter of the linear that reads it,
-            but make them anew in backward from the output, which attention keeps in any case: 4 % less memory for activations,
-            the same bits. Without effect where attention keeps no output (``attn_implementation="eager"``).
+        recompute_attention: (nvfp4, fused) do not keep the codes of attention's output for the adapter of the linear that reads
+            it, but make them anew in backward from the output, which attention keeps in any case: 4 % less memory for
+            activations, the same bits. Without effect where attention keeps no output (``attn_implementation="eager"``).
         cuda_graphs: training replays recordings of the decoder, one for each shape of its inputs (:mod:`peft_nvfp4.graphs`): much
             faster where Python and kernel launches bound the step, and memory that stays allocated. Off by default.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.
@@ -70,6 +71,9 @@ class NVFP4LoraConfig(LoraConfig):
             terms and centres stored there, whatever ``accuracy`` says; the others are frozen as without it.
         merge_aware: (nvfp4) train with the weight that merging the adapter into NVFP4 will store, straight-through gradients to A
             and B (:mod:`peft_nvfp4.merge_aware`): slower, and ``peft_nvfp4.merge(model, to="nvfp4")`` is the trained function.
+        offload: ``"cpu"`` keeps the frozen weights of decoder layers in the host's memory and fetches each layer while the one
+            before it computes (:mod:`peft_nvfp4.offload`), for models that do not fit: the weights of two layers are on the GPU,
+            and the results are the same bit for bit. Not with ``cuda_graphs``, FSDP or ``device_map``.
 
     Raises:
         ValueError: an unknown word in one of these fields; the message lists the known ones.
@@ -87,6 +91,7 @@ class NVFP4LoraConfig(LoraConfig):
     skip_modules: list[str] | None = field(default=None, metadata={"help": "modules to leave dense"})
     calibration: str | None = field(default=None, metadata={"help": "folder of a finished calibration"})
     merge_aware: bool = field(default=False, metadata={"help": "train with the weight that an NVFP4 merge stores"})
+    offload: str | None = field(default=None, metadata={"help": "'cpu': frozen weights in the host's memory"})
 
     def __post_init__(self) -> None:
         self._post_init_of_peft()
@@ -107,6 +112,10 @@ class NVFP4LoraConfig(LoraConfig):
             from .merge_aware import check_merge_aware  # not at the top: only those who use it need it
 
             check_merge_aware(self)
+        if self.offload not in (None, "cpu"):
+            raise ValueError(f"offload is None or 'cpu', got {self.offload!r}")
+        if self.offload and self.cuda_graphs:
+            raise ValueError("offload='cpu' and cuda_graphs=True exclude each other: the copies are no part of a recording")
         for name in ("fused", "recompute_mlp", "recompute_attention", "cuda_graphs", "merge_aware"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, got {getattr(self, name)!r}")
@@ -133,7 +142,7 @@ class NVFP4LoraConfig(LoraConfig):
         return None
 
     def own_fields(self) -> dict[str, Any]:
-        """The twelve fields that stock PEFT does not know."""
+        """The thirteen fields that stock PEFT does not know."""
         return {name: getattr(self, name) for name in OWN_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:

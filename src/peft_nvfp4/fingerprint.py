@@ -21,6 +21,8 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from .expert_packing import stack_name
+from .experts import frozen_experts
 from .freeze import _kept_dense, frozen_layers
 
 BASE_FILE = "nvfp4_base.json"
@@ -66,12 +68,16 @@ def base_record(model: nn.Module) -> dict[str, Any]:
         for key, t in layer.packed_tensors().items()
         if key not in DERIVED
     ]
+    experts = [(name.replace(".base_layer", ""), m) for name, m in frozen_experts(model)]
+    derived = tuple(stack_name("", leaf) for leaf in DERIVED)
+    stored += [(f"{name}.{key}", t) for name, m in experts for key, t in m.packed_tensors().items() if not key.endswith(derived)]
     inputs = hashlib.sha256()
     for name, layer in sorted(frozen.items()):
         centre = getattr(layer, "input_centre", None)
         inputs.update(f"{name}{layer.options.terms}".encode() + (b"" if centre is None else _sample(centre)))
     weights = _digest(stored)
-    record = {"format": word, "linears": len(frozen), "fingerprint": weights}
+    linears = len(frozen) + sum(len(m.projections) * m.experts for _, m in experts)
+    record = {"format": word, "linears": linears, "fingerprint": weights}
     return {
         **record,
         "inputs": inputs.hexdigest()[:32] if word == "nvfp4" else None,

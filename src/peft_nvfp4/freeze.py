@@ -1,4 +1,5 @@
-"""Freeze a model in place: replace its linears, one after the other, by :class:`~peft_nvfp4.backends.FrozenLinear`.
+"""Freeze a model in place: replace its linears, one after the other, by :class:`~peft_nvfp4.backends.FrozenLinear`, and experts
+that are 3-D parameters by :class:`~peft_nvfp4.experts.FrozenExperts` (not with ``backend="bf16"``: they are dense already).
 
 The whole walk is planned and checked before the first layer changes, so a bad weight or a wrong option leaves the model as it
 was. Then layers are converted one at a time and the dense weight of each is freed before the next: the peak stays about one layer
@@ -14,12 +15,14 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
 from .backends import BACKENDS, FrozenLinear, FrozenOptions
+from .experts import DOWN, FrozenExperts, frozen_experts, is_experts
 from .ops import FLOATS, shared_gscale, weight_gscale
 from .sites import check_accuracy, fused_siblings, input_terms
 
@@ -64,7 +67,7 @@ def freeze_model(
     check_accuracy(accuracy)
     FrozenOptions(weight_layouts, gradients, activations=activations)  # validates
     _check_names(model, skip_modules := tuple(skip_modules))
-    names = plan(model, backend, skip_modules)
+    names, mixtures = plan(model, backend, skip_modules), plan_experts(model, backend, skip_modules)
     modules: dict[int, FrozenLinear] = {}  # a module registered under two names is one layer
     weights: dict[int, FrozenLinear] = {}  # two modules that share a weight share its packed form
     _warn_upcast(model, names)
@@ -83,6 +86,11 @@ def freeze_model(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, frozen)
         del linear
+    for name in tqdm(mixtures, desc="Freezing experts", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
+        options = expert_options(name, FrozenOptions(weight_layouts, gradients, activations=activations), accuracy)
+        parent, _, child = name.rpartition(".")
+        experts = FrozenExperts.quantize(model.get_submodule(name), backend, options)
+        setattr(model.get_submodule(parent), child, experts)
     _warn_dense_share(model, skip_modules)
     if backend != "bf16":
         _mark_quantised(model)
@@ -155,6 +163,39 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: 
     return names
 
 
+def plan_experts(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: bool = True) -> list[str]:
+    """Dotted names of the modules to replace by :class:`~peft_nvfp4.experts.FrozenExperts`, after the checks that :func:`plan`
+    makes of linears. Experts that carry an adapter already stay dense, and so do all of a dense backend."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    lists = (getattr(model, key, None) for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    fp32 = tuple(name for kept in lists for name in kept or ())
+    names, inside_tuner = [], ()
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenExperts) and module.backend != backend:
+            raise ValueError(
+                f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}. Reload the base "
+                "model, or make it dense with peft_nvfp4.dequantize_model"
+            )
+        if isinstance(module, BaseTunerLayer):
+            inside_tuner += (name + ".",)
+        passed_over = backend == "bf16" or name.startswith(inside_tuner) or _skipped(name, skip_modules) or _skipped(name, fp32)
+        if passed_over or not is_experts(module):
+            continue
+        for key, weight in module.named_parameters() if loaded else ():
+            _check_weight(f"{name}.{key}", weight, backend)
+        names.append(name)
+    return names
+
+
+def expert_options(name: str, common: FrozenOptions, accuracy: str) -> dict[str, FrozenOptions]:
+    """How the projections of the experts with this dotted name compute."""
+    return {
+        projection: replace(common, terms=input_terms(f"{name}.{projection}", accuracy))
+        for projection in ("gate_up_proj", "up_proj", DOWN)
+    }
+
+
 def _refuse_other_quantisation(model: nn.Module) -> None:
     """A model that another library quantised has its weights where this package does not look."""
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -216,13 +257,17 @@ def _convertible(name: str, module: nn.Linear, backend: str) -> bool:
         )
     if type(module) is not nn.Linear:
         return False
-    if weight.is_meta:
-        raise ValueError(f"the weight of {name} is not loaded (meta device, or offloaded to disk); load the whole model first")
-    if weight.dtype == torch.float64 and backend != "bf16":
-        raise ValueError(f"the weight of {name} is float64; cast the model to float32 or bfloat16 first")
-    if backend != "bf16" and not torch.isfinite(weight).all():
-        raise ValueError(f"the weight of {name} holds NaN or Inf; a quantised layer cannot represent them")
+    _check_weight(f"the weight of {name}", weight, backend)
     return True
+
+
+def _check_weight(what: str, weight: torch.Tensor, backend: str) -> None:
+    if weight.is_meta:
+        raise ValueError(f"{what} is not loaded (meta device, or offloaded to disk); load the whole model first")
+    if weight.dtype == torch.float64 and backend != "bf16":
+        raise ValueError(f"{what} is float64; cast the model to float32 or bfloat16 first")
+    if backend != "bf16" and not torch.isfinite(weight).all():
+        raise ValueError(f"{what} holds NaN or Inf; a quantised layer cannot represent them")
 
 
 def _refuse_wrapped(name: str, backend: str) -> None:
@@ -285,8 +330,9 @@ def _carry_attributes(linear: nn.Linear, frozen: FrozenLinear) -> None:
 
 
 def dense_share(model: nn.Module, skip_modules: Iterable[str] = ()) -> dict[str, float]:
-    """What of a frozen model's matrix weights stayed dense, though nobody asked for it: fused MoE experts (3-D parameters),
-    Conv1D, custom linears. Output heads, embeddings, adapters and ``skip_modules`` do not count.
+    """What of a frozen model's matrix weights stayed dense, though nobody asked for it: Conv1D, custom linears, experts in 3-D
+    parameters of a kind that is not known (with biases, or transposed). Output heads, embeddings, adapters and ``skip_modules``
+    do not count.
 
     Returns:
         Kind ("MixtralExperts.gate_up_proj (3-D)") -> share of all weights counted, the largest first.
@@ -297,6 +343,8 @@ def dense_share(model: nn.Module, skip_modules: Iterable[str] = ()) -> dict[str,
     for name, module in model.named_modules():
         if isinstance(module, FrozenLinear):
             frozen += module.in_features * module.out_features
+        elif isinstance(module, FrozenExperts):
+            frozen += module.elements
         elif (
             id(module) not in keep
             and not isinstance(module, nn.Embedding)
@@ -319,7 +367,7 @@ def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
         advice = " Experts in 3-D parameters can be adapted, dense, through target_parameters." if experts else ""
         warnings.warn(
             f"{sum(dense.values()):.0%} of the matrix weights stay dense, in their full size: {kinds}. "
-            f"Only plain nn.Linear layers are packed.{advice}",
+            f"Only plain nn.Linear layers, and experts without biases in (experts, out, in) order, are packed.{advice}",
             stacklevel=4,
         )
 
@@ -332,7 +380,7 @@ def frozen_layers(model: nn.Module) -> list[tuple[str, FrozenLinear]]:
 def frozen_bytes(model: nn.Module) -> int:
     """Bytes that the frozen linear weights of a model occupy: all layouts and scales, without biases, heads and embeddings."""
     seen: dict[int, int] = {}
-    for _, layer in frozen_layers(model):
+    for _, layer in [*frozen_layers(model), *frozen_experts(model)]:
         for tensor in layer.packed_tensors().values():
             tensor = getattr(tensor, "_local_tensor", tensor)  # of FSDP2: this process's share
             seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
@@ -340,16 +388,19 @@ def frozen_bytes(model: nn.Module) -> int:
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:
-    """Replace every frozen linear by the dense ``nn.Linear`` it computes with, in place; the inverse of :func:`freeze_model` up
-    to the format's error. Layers inside an adapter are left alone (merge or unload the adapter first)."""
+    """Replace every frozen linear by the dense ``nn.Linear`` it computes with, and frozen experts by dense ones, in place; the
+    inverse of :func:`freeze_model` up to the format's error. Layers inside an adapter are left alone (merge or unload the adapter
+    first)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     from .dataflow.attach import detach  # not at the top: it imports the backends
 
     detach(model)  # a fused norm would go on quantising
-    dense: dict[int, nn.Linear] = {}
+    dense: dict[int, nn.Module] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         parent_name, _, child = name.rpartition(".")
+        if isinstance(layer, FrozenExperts) and not isinstance(parent := model.get_submodule(parent_name), BaseTunerLayer):
+            setattr(parent, child, dense.setdefault(id(layer), layer.to_experts()))
         if isinstance(layer, FrozenLinear) and not isinstance(parent := model.get_submodule(parent_name), BaseTunerLayer):
             setattr(parent, child, dense.setdefault(id(layer), layer.to_linear()))
     return model

@@ -30,6 +30,7 @@ from .backends import FrozenLinear
 from .branches import Branch, lora_branch, no_autocast
 from .calibration.hessian import exact_matmul
 from .inits import RESIDUAL_INITS
+from .offload_layers import computing
 
 DENSE_INITS = ("pissa", "corda", "olora", "mica", "orthogonal", "lora_ga")
 INITS = (*DENSE_INITS, "gaussian", "eva", *RESIDUAL_INITS)
@@ -266,7 +267,8 @@ class FrozenLoraLinear(PeftLoraLinear):
             base.restore(self._unmerged)
         weight, bias = self._merge_densely(names, safe_merge, requantize=False)
         if names and self.merge_aware_adapters.issuperset(names):  # what was trained is the rounded sum
-            weight = ops.dequantize(merge_aware.requantized(base, weight))
+            with computing(base):
+                weight = ops.dequantize(merge_aware.requantized(base, weight))
         return base.to_linear(weight, bias)
 
     def __repr__(self) -> str:

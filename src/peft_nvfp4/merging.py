@@ -30,10 +30,13 @@ from torch import Tensor, nn
 from . import ops
 from .backends.nvfp4 import NVFP4FrozenLinear
 from .dataflow.attach import attach, attached
+from .expert_lora import ParamWrapper
+from .experts import frozen_experts
 from .formats import QuantizedMatrix
 from .freeze import frozen_layers
 from .lora import FrozenLoraLinear
 from .merge_aware import requantized
+from .offload_layers import computing
 from .retention import (
     DROWNED,
     KEPT_WELL,
@@ -108,9 +111,11 @@ def _check(model: nn.Module, to: str, adapters: Sequence[str] | None) -> list[st
     for name, layer in _lora_layers(model):
         if layer.merged:
             raise ValueError(f"{', '.join(layer.merged_adapters)} is merged already: call unmerge_adapter() first")
-        if to == "nvfp4" and isinstance(layer, FrozenLoraLinear) and not isinstance(layer.get_base_layer(), NVFP4FrozenLinear):
+        base = layer.get_base_layer()
+        ours = isinstance(layer, FrozenLoraLinear | ParamWrapper)
+        if to == "nvfp4" and ours and base.backend != "nvfp4":
             raise ValueError(
-                f"to='nvfp4' merges into an NVFP4 base, and {name} is frozen in {layer.get_base_layer().backend}: merge to "
+                f"to='nvfp4' merges into an NVFP4 base, and {name} is frozen in {base.backend}: merge to "
                 "'bf16', then freeze the result with peft_nvfp4.freeze_model"
             )
         for adapter in names:
@@ -138,9 +143,16 @@ def _all_merge_aware(layers: dict[str, LoraLayer], names: Sequence[str]) -> bool
 def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerRetention:
     """What merging will do to one layer; it is left as it is."""
     base = layer.get_base_layer()
+    if isinstance(layer, ParamWrapper):
+        return _measure_experts(name, layer, names, to)
     if not isinstance(layer, FrozenLoraLinear):
         return _measure_dense(name, layer, names, to)
-    here = [n for n in names if n in layer.lora_A]
+    with computing(base):
+        return _measure_frozen(name, layer, [n for n in names if n in layer.lora_A], to)
+
+
+def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to: str) -> LayerRetention:
+    base = layer.get_base_layer()
     before = base.dequantize(torch.float32).clone()
     dense = layer.dense_with(here)
     q = requantized(base, dense) if to == "nvfp4" or layer.merge_aware_adapters.issuperset(here) else None
@@ -148,6 +160,20 @@ def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> Laye
     after = after if to == "nvfp4" else after.to(DTYPES[to]).float()
     step = rounding_step(base.forward_layout, before) if q is not None else None
     return measure_layer(name, to, before, dense, after, step)
+
+
+def _measure_experts(name: str, wrapper: ParamWrapper, names: Sequence[str], to: str) -> LayerRetention:
+    """One projection of frozen experts: all of them as one matrix."""
+    experts, projection = wrapper.get_base_layer(), wrapper.parameter_name
+    before = experts.dequantize(projection, torch.float32)
+    dense = wrapper.dense_with([n for n in names if n in wrapper.lora_A])
+    after, step = dense.to(DTYPES.get(to, torch.float32)).float(), None
+    if to == "nvfp4":
+        layers = experts.layers(projection)
+        after = torch.stack([ops.dequantize(requantized(layer, w)) for layer, w in zip(layers, dense)])
+        step = torch.stack([rounding_step(layer.forward_layout, w) for layer, w in zip(layers, before)]).flatten(0, 1)
+    label = f"{name.removesuffix('.base_layer')}.{projection}"
+    return measure_layer(label, to, before.flatten(0, 1), dense.flatten(0, 1), after.flatten(0, 1), step)
 
 
 def _measure_dense(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerRetention:
@@ -167,6 +193,8 @@ def _measure_dense(name: str, layer: LoraLayer, names: Sequence[str], to: str) -
 
 def _into_dense(model: PeftModel, names: list[str], dtype: torch.dtype) -> nn.Module:
     model.base_model.nvfp4_dense_dtype = dtype
+    for _, experts in frozen_experts(model):
+        experts.dense_dtype = dtype
     merged = model.merge_and_unload(adapter_names=names)
     for p in merged.parameters():  # not .to(dtype): that would round buffers, the frequencies of a rotary embedding
         if p.is_floating_point():

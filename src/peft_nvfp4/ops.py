@@ -177,15 +177,21 @@ CHUNK_CPU = 1 << 18
 """The same on a CPU, where temporaries that fit into its caches take two thirds of the time, and 10 MB."""
 
 
-def weight_gscale(w: Tensor) -> Tensor:
-    """(1,) FP32: the global scale that a finite weight needs, without a copy of it."""
+def _amax(w: Tensor) -> Tensor:
+    """(1,) FP32: the largest magnitude of a finite weight, without a copy of it."""
     low, high = w.detach().aminmax() if w.numel() else (w.new_zeros(()), w.new_zeros(()))
-    return reference.power_of_two_scale(torch.maximum(-low, high).float().reshape(1))
+    return torch.maximum(-low, high).float().reshape(1)
+
+
+def weight_gscale(w: Tensor) -> Tensor:
+    """(1,) FP32: the global scale that a finite weight needs."""
+    return reference.power_of_two_scale(_amax(w))
 
 
 def shared_gscale(weights: Sequence[Tensor]) -> Tensor:
-    """The global scale (1,) that fits all of some weights, on the first one's device: linears that read one input share it."""
-    return torch.stack([weight_gscale(w).to(weights[0].device) for w in weights]).amax(0)
+    """The global scale (1,) that fits all of some weights, on the first one's device: linears that read one input share it. (Not
+    the largest of their scales: that of a weight of zeros is 1.)"""
+    return reference.power_of_two_scale(torch.stack([_amax(w).to(weights[0].device) for w in weights]).amax(0))
 
 
 def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -> QuantizedMatrix:

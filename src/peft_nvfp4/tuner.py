@@ -3,7 +3,8 @@
 | method | what the wrapper adds |
 |---|---|
 | ``_prepare_model`` of ``LoraModel``, ``MixedModel`` | with our config: freezes the base before PEFT lists its modules |
-| ``LoraModel._create_new_module`` | a frozen target gets a :class:`FrozenLoraLinear`, for any LoRA config |
+| ``LoraModel._create_new_module`` | a frozen target gets a :class:`FrozenLoraLinear` (frozen experts: a \
+:class:`~peft_nvfp4.expert_lora.ParamWrapper`), for any LoRA config |
 | ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
 | ``LoraConfig.save_pretrained`` | notes which frozen base an adapter was trained on, in a file of its own |
 | ``BaseTuner.inject_adapter`` | our config, or LoRA on a ``PactConfig`` model: fuses it after. IA3, ... on frozen linears raise |
@@ -32,6 +33,8 @@ from .backends import FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, attached, detach
 from .dataflow.probe import base_of
+from .expert_lora import ParamWrapper
+from .experts import FrozenExperts, frozen_experts
 from .fingerprint import remember, source_fingerprint, write
 from .freeze import dequantize_model, freeze_model, frozen_layers
 from .graphs import disable_cuda_graphs, enable_cuda_graphs
@@ -40,6 +43,7 @@ from .hf.config import PactConfig, pact_config
 from .inits import ResidualInit, residual_init
 from .lora import FrozenLoraLinear, refuse_unsupported
 from .merge_aware import refuse_dense
+from .offload import disable_offload, enable_offload, offloaded
 from .sites import input_terms
 
 _ORIGINALS: list[tuple[type, str, Any]] = []
@@ -160,6 +164,10 @@ def _create_new_module(
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if getattr(lora_config, "merge_aware", False):
         refuse_dense(base, kwargs.get("target_name") or type(base).__name__)
+    if isinstance(base, FrozenExperts):
+        if not kwargs.get("parameter_name"):
+            raise ValueError(f"{kwargs.get('target_name')} holds frozen experts: name their projections in target_parameters")
+        return ParamWrapper(target, adapter_name, config=lora_config, **kwargs)
     if not isinstance(base, FrozenLinear):
         return original(lora_config, adapter_name, target, **kwargs)
     if lora_config.fan_in_fan_out:
@@ -182,9 +190,10 @@ def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: boo
     if merge:
         _set_dense_dtype(self.model, getattr(self, "nvfp4_dense_dtype", None))
     model = original(self, merge=merge, **kwargs)
-    if merge and frozen_layers(model):
+    if merge and (frozen_layers(model) or frozen_experts(model)):
         dequantize_model(model)
-    if merge and not frozen_layers(model):
+    if merge and not (frozen_layers(model) or frozen_experts(model)):
+        disable_offload(model)
         _forget_quantization(model)
     return model
 
@@ -193,7 +202,7 @@ def _set_dense_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Layers become dense in the given dtype, if there is one; adopted bitsandbytes layers otherwise in the dtype of the model
     around them, that of its embedding."""
     if dtype is not None:
-        for _, layer in frozen_layers(model):
+        for _, layer in [*frozen_layers(model), *frozen_experts(model)]:
             layer.dense_dtype = dtype
         return
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
@@ -221,6 +230,8 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         settings = config if isinstance(config, NVFP4LoraConfig) else pact_config(model)
         if settings is not None:
             _attach(self, model, settings)
+        if getattr(config, "offload", None) or offloaded(model):
+            enable_offload(model)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
     result = original(self, model, adapter_name, *args, **kwargs)
@@ -247,9 +258,7 @@ def _attach(tuner: BaseTuner, model: nn.Module, config: NVFP4LoraConfig | PactCo
         )
     if config.fused and "nvfp4" in (config.backend, config.activations) and not attached(model):
         with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
-            tuner.nvfp4_report = attach(
-                model, recompute_mlp=config.recompute_mlp, recompute_attention=config.recompute_attention
-            )
+            tuner.nvfp4_report = attach(model, recompute_mlp=config.recompute_mlp, recompute_attention=config.recompute_attention)
     if config.cuda_graphs:
         enable_cuda_graphs(model)
 
@@ -266,7 +275,7 @@ def _is_foreign_layer(module: nn.Module) -> bool:
 def _refuse_frozen_modules_to_save(model: nn.Module, modules_to_save: Iterable[str]) -> None:
     for saved in modules_to_save:
         for name, module in model.named_modules():
-            if (name == saved or name.endswith(f".{saved}")) and (frozen := frozen_layers(module)):
+            if (name == saved or name.endswith(f".{saved}")) and (frozen := [*frozen_layers(module), *frozen_experts(module)]):
                 raise ValueError(
                     f"modules_to_save names {name}, which is frozen in {frozen[0][1].backend} and cannot be trained in full. "
                     f"Freeze the model with skip_modules=[{saved!r}] (NVFP4LoraConfig does so for its own modules_to_save)."

@@ -43,7 +43,9 @@ class Hidden:
         return len(self._states)
 
     def __getitem__(self, i: int) -> Tensor:
-        return self._states[i] if self._folder is None else torch.load(self._folder / f"{self._name}_{i}.pt")
+        if self._folder is None:
+            return self._states[i]
+        return torch.load(self._folder / f"{self._name}_{i}.pt", weights_only=True)
 
     def __setitem__(self, i: int, state: Tensor) -> None:
         if self._folder is None:

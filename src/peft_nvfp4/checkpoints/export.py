@@ -13,6 +13,7 @@ The model's own ``save_pretrained`` writes the files: shards, renamed and tied w
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from ..backends import FrozenLinear
 from ..backends.nvfp4 import NVFP4FrozenLinear
+from ..experts import FrozenExperts, frozen_experts
 from ..formats import BLOCK
 from ..version import __version__
 from .layouts import MODELOPT, Layout
@@ -75,17 +79,22 @@ def export_checkpoint(
             f"is not a multiple of {BLOCK}, which {layout} asks for",
             stacklevel=2,
         )
+    mixtures = [ExpertNames(model, name, experts) for name, experts in frozen_experts(model)]
     packed = {name: layer for name, layer in layers.items() if name not in narrow}
-    inputs = bool(packed) and all(_input_scale(layer) is not None for layer in packed.values())
+    inputs = bool(packed) and not mixtures and all(_input_scale(layer) is not None for layer in packed.values())
     linears = (n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in packed)
-    settings = write_settings(names, dense := tuple(linears), inputs, __version__)
+    routers = (router for mixture in mixtures for router in mixture.routers)
+    settings = write_settings(names, dense := (*linears, *routers), inputs, __version__)
     state, inexact = _state_dict(model, layers, packed, names, inputs)
+    for mixture in mixtures:
+        state = {key: t for key, t in state.items() if not key.startswith(f"{mixture.name}.")} | mixture.write(names, inexact)
     with _saved_as(model, settings):
         model.save_pretrained(save_directory, state_dict=state, max_shard_size=max_shard_size)
     if names is MODELOPT:
         content = json.dumps(write_hf_quant_config(settings), indent=4)
         (Path(save_directory) / "hf_quant_config.json").write_text(content + "\n")
-    return ExportReport(len(packed), dense, "W4A4" if inputs else "W4A16", tuple(inexact))
+    count = len(packed) + sum(mixture.linears for mixture in mixtures)
+    return ExportReport(count, dense, "W4A4" if inputs else "W4A16", tuple(inexact))
 
 
 def _packed_layers(model: nn.Module) -> dict[str, NVFP4FrozenLinear]:
@@ -109,6 +118,56 @@ def _packed_layers(model: nn.Module) -> dict[str, NVFP4FrozenLinear]:
                 "peft_nvfp4.dequantize_model makes this one dense, for save_pretrained"
             )
     return frozen
+
+
+class ExpertNames:
+    """Experts of one layer, under the names of single linears that their files have.
+
+    Attributes:
+        name: of the module.
+        leaves: projection -> names of the linears that it is made of, by rows.
+        routers: names of the modules beside it that hold a matrix and are no linears here: elsewhere they may be.
+
+    Raises:
+        ValueError: the model's files have no linears for single experts; a width that the layouts cannot hold.
+    """
+
+    def __init__(self, model: nn.Module, name: str, experts: FrozenExperts):
+        self.name, self.experts, self.leaves = name, experts, {}
+        converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
+        for projection, (_, k) in experts.projections.items():
+            made = [c for c in converters if c.reverse_transform().rename_source_key(f"{name}.{projection}")[1]]
+            if not made or k % BLOCK:
+                why = (
+                    f"it has {k} inputs, no multiple of {BLOCK}" if made else "the files of such a model hold all experts in one"
+                )
+                raise ValueError(
+                    f"{name}.{projection} cannot be written in another tool's layout: {why}. save_pretrained writes a model "
+                    "loaded with PactConfig in this package's own"
+                )
+            sources = [source.removesuffix(".weight").rstrip("\\") for source in made[0].source_patterns]
+            self.leaves[projection] = [re.split(r"\W", source)[-1] for source in sources]
+        parent = name.rpartition(".")[0]
+        beside = model.get_submodule(parent).named_children()
+        matrix = ((n, getattr(m, "weight", None)) for n, m in beside if not isinstance(m, nn.Linear))
+        self.routers = [f"{parent}.{n}" for n, weight in matrix if weight is not None and weight.ndim == 2]
+
+    @property
+    def linears(self) -> int:
+        return self.experts.experts * sum(map(len, self.leaves.values()))
+
+    def write(self, layout: Layout, inexact: list[str]) -> dict[str, Tensor]:
+        """Tensors of all linears; names of those whose global scale changed are added to ``inexact``."""
+        state = {}
+        for projection, leaves in self.leaves.items():
+            for e, layer in enumerate(self.experts.layers(projection)):
+                w = layer.forward_layout
+                for leaf, codes, scales in zip(leaves, w.codes.chunk(len(leaves)), w.scales.chunk(len(leaves))):
+                    parts = layout.write(w._replace(codes=codes, scales=scales))
+                    if not torch.equal(layout.read_gscale(parts[layout.gscale]), w.gscale):
+                        inexact.append(f"{self.name}.{e}.{leaf}")
+                    state |= {f"{self.name}.{e}.{leaf}.{key}": t.clone() for key, t in parts.items()}
+        return state
 
 
 def _input_scale(layer: NVFP4FrozenLinear) -> float | None:

@@ -16,6 +16,7 @@ def merge(
     model: Annotated[Optional[str], typer.Option("--model", "-m", help="Base model (the one the adapter names).")] = None,  # noqa: UP045
     to: Annotated[str, typer.Option(help="bf16, fp16, fp32 or nvfp4.")] = "bf16",
     layout: Annotated[str, typer.Option(help="Of a model in nvfp4: compressed-tensors or modelopt.")] = "compressed-tensors",
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write a dense model as model.gguf, too (llama.cpp).")] = False,
     probe: Annotated[Optional[str], typer.Option(help="Data on which to compare the logits: a file, or movies.")] = None,  # noqa: UP045
     dtype: Annotated[str, typer.Option(help="To load in: auto, bf16, fp16 or fp32.")] = "auto",
     layers: Annotated[Optional[int], typer.Option(help="Keep only the first: a quick look.")] = None,  # noqa: UP045
@@ -26,7 +27,7 @@ def merge(
     with quiet_libraries(), out.status("Merging"):
         from ..tools import conversion
 
-        written, report = conversion.merge(adapter, output, model, to, layout, probe, dtype, layers)
+        written, report = conversion.merge(adapter, output, model, to, layout, probe, dtype, layers, gguf)
     write_json({**asdict(written), "report": report.as_dict()}, json_file)
     out.print(str(report), markup=False, highlight=False)
     say_written(out, written)

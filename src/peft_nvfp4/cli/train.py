@@ -43,6 +43,7 @@ def train(
     recompute_mlp: Annotated[Flag, Option(help="Keep less of the MLP.")] = None,
     cuda_graphs: Annotated[Flag, Option(help="Replay recorded steps.")] = None,
     calibration: Annotated[Text, Option(help="Folder of peft-nvfp4 calibrate.")] = None,
+    offload: Annotated[Text, Option(help="cpu: frozen weights stay in the host's memory.")] = None,
     rank: Annotated[Number, Option("--rank", "-r", help="Of the adapter (16).")] = None,
     alpha: Annotated[Number, Option(help="LoRA alpha (32).")] = None,
     dropout: Annotated[Real, Option(help="LoRA dropout (0).")] = None,
@@ -63,6 +64,7 @@ def train(
     warmup: Annotated[Real, Option(help="Share of the steps (0.05).")] = None,
     optimizer: Annotated[Text, Option(help="adamw_torch_fused, paged_adamw_8bit, ...")] = None,
     checkpointing: Annotated[Flag, Option(help="Checkpoint decoder layers.")] = None,
+    deterministic: Annotated[Flag, Option(help="Two runs are equal bit for bit; slower attention.")] = None,
     max_memory: Annotated[Text, Option(help="16GiB: batch, accumulation, layouts and checkpointing are chosen to fit.")] = None,
     save_every: Annotated[Number, Option(help="Steps between checkpoints (a tenth).")] = None,
     log_every: Annotated[Number, Option(help="Steps between lines of the log.")] = None,
@@ -80,13 +82,17 @@ def train(
     options = gathered(flags | {"columns": pairs(columns)}, config, resume)
     out = console(stderr=json_file == "-")
     with quiet_libraries():
+        from ..guards import NonFiniteError, OutOfMemory
         from ..tools import training
 
         with out.status("Loading and freezing the model"):
             job = training.prepare(options)
         for line in job.said:
             out.print(line, markup=False, highlight=False, soft_wrap=True)
-        result = _run(job, resume, out)
+        try:
+            result = _run(job, resume, out)
+        except (NonFiniteError, OutOfMemory) as error:
+            raise UserError(str(error)) from error
     write_json(asdict(result), json_file)
     loss = "" if result.loss is None else f", mean loss {result.loss:.4f}"
     score = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..backends import FrozenLinear
 from ..backends.nvfp4 import NVFP4FrozenLinear, Site
+from ..experts import FrozenExperts, frozen_experts
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
@@ -86,6 +87,9 @@ def attach(
             _attach_norm(model, name, norm, readers.get(name, Readers()), linears, report)
     for name, mlp in mlps.items():
         _attach_mlp(model, name, mlp, recompute_mlp, report)
+    for name, experts in frozen_experts(model):
+        reason = experts.fuse()
+        (report.skipped if reason else report.fused)[name.replace(".base_layer", "")] = reason or "experts' gated MLPs"
     for site in sites:
         _attach_site([linears[name] for name in site], site, report)
     for linear in linears.values():
@@ -114,6 +118,8 @@ def detach(model: nn.Module) -> nn.Module:
             _replace(model, name, module.original)
         elif isinstance(module, NVFP4FrozenLinear):
             module.site, module.recompute_attention = None, False
+        elif isinstance(module, FrozenExperts):
+            module.unfuse()
         detach_rope(module)
     return model
 

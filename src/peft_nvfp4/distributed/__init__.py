@@ -29,6 +29,8 @@ parameter: optimizers, sharded and full checkpoints and ``clip_grad_norm_`` are 
 * ``cpu_ram_efficient_loading``: rank 0's weights are sent to the others, whose own are placeholders, so there is nothing to
   compare; NF4's scales are sent as well.
 
+**Resuming** on another number of processes, or under another strategy: :func:`make_resumable`.
+
 **FSDP1** flattens parameters of one floating dtype into one; packed bytes do not survive that. It is refused with the way out.
 
 Rejected: keeping the bytes in a parameter that claims to be BF16 (bitsandbytes' ``quant_storage``): some bytes then spell NaN,
@@ -40,6 +42,7 @@ import torch.distributed
 if torch.distributed.is_available():
     from .base import base_checksums, broadcast_base, check_same_base
     from .hooks import register, registered, unregister
+    from .resume import last_checkpoint, make_resumable
     from .wire import WireCount, count_bytes
 
     __all__ = [
@@ -48,6 +51,8 @@ if torch.distributed.is_available():
         "broadcast_base",
         "check_same_base",
         "count_bytes",
+        "last_checkpoint",
+        "make_resumable",
         "register",
         "registered",
         "unregister",

@@ -5,7 +5,7 @@
 | ``DistributedDataParallel.__init__`` | compares the frozen weights of all processes; DDP leaves packed bytes alone |
 | ``FullyShardedDataParallel.__init__`` (FSDP1) | refuses packed weights, and says what to use |
 | ``Accelerator._prepare_fsdp2`` | compares, or sends NF4's scales from rank 0; plain parameters for NF4 |
-| ``FSDPParamGroup.__init__`` of FSDP2 | refuses units smaller than a decoder layer |
+| ``FSDPParamGroup.__init__`` of FSDP2 | refuses units smaller than a decoder layer, and offloaded weights |
 | ``FSDPParam`` of FSDP2, PyTorch before 2.13 | parameters that are not floating point: no gradient, no cast |
 
 A model without frozen layers passes through untouched.
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..backends import FrozenLinear
 from ..dataflow.norm import NVFP4RMSNorm
+from ..offload import offloaded
 from .base import check_same_base, send
 
 SHARDS_BYTES = torch.__version__ >= (2, 13)
@@ -109,6 +110,11 @@ def _init_fsdp1(original: Callable, self: nn.Module, module: nn.Module, *args: A
 
 def _init_group(original: Callable, self: Any, params: list, modules: tuple[nn.Module, ...], *args: Any, **kwargs: Any) -> None:
     for module in modules:
+        if offloaded(module):
+            raise ValueError(
+                "offload='cpu' and FSDP exclude each other: FSDP2 moves weights by itself. Use fully_shard without offload, or "
+                "offload with DDP"
+            )
         if _is_too_small(module):
             raise ValueError(
                 f"fully_shard was called on a {type(module).__name__}, a part of a decoder layer. FSDP2 hands a unit a copy of "

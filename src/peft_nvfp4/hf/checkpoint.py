@@ -6,6 +6,9 @@
 | ``<linear>.weight_scales`` | (N, Kp/16) | block scales, E4M3 bits, at most 0x7E |
 | ``<linear>.weight_gscale`` | (4,) | global scale, one FP32, little endian |
 
+Experts that are 3-D parameters have the same three tensors for each projection, with a leading dimension for the expert:
+``<experts>.gate_up_proj`` (E, N, Kp/2), ``<experts>.gate_up_proj_scales``, ``<experts>.gate_up_proj_gscale`` (E, 4), and so on.
+
 Kp is K rounded up to 32. Everything else (embeddings, norms, heads, biases) is stored as by transformers. Backward layouts are
 not stored: they are made from the forward ones, with the same bits, in a fraction of the time.
 
@@ -22,12 +25,15 @@ import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers import HfQuantizer
 
 from .. import ops
 from ..backends import FrozenOptions
 from ..backends.nvfp4 import NVFP4FrozenLinear
 from ..checkpoints.files import Stored, stored_in
 from ..checkpoints.layouts import PARTS
+from ..expert_packing import stack_name
+from ..experts import frozen_experts
 from ..formats import BLOCK, E4M3_MAX_BITS, WEIGHT_BACKWARD, QuantizedMatrix, padded_k
 from ..freeze import frozen_layers
 
@@ -38,10 +44,10 @@ BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
 # ---------------------------------------------------------------------------------------------- before loading
 
 
-def stored_tensors(model: nn.Module, files: Sequence[str] | None) -> dict[str, Stored]:
-    """Name in the model -> the tensor that transformers will load there. (A tensor that is split on loading is under the name
-    of its first part.)"""
-    conversions = get_model_conversion_mapping(model)
+def stored_tensors(model: nn.Module, files: Sequence[str] | None, quantizer: HfQuantizer | None = None) -> dict[str, Stored]:
+    """Name in the model -> the tensor that transformers will load there, with this quantizer. (A tensor that is split on loading
+    is under the name of its first part.)"""
+    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     names = dict.fromkeys(model.state_dict(keep_vars=True), True)
@@ -181,4 +187,6 @@ def saved_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
             "the dense model and give the folder to NVFP4LoraConfig(calibration=...)"
         )
     packed = {f"{name}.{leaf}" for name, _ in frozen_layers(model) for leaf in BACKWARD}
+    for name, experts in frozen_experts(model):
+        packed |= {f"{name}.{stack_name(projection, leaf)}" for projection in experts.projections for leaf in BACKWARD}
     return {key: tensor for key, tensor in model.state_dict().items() if key not in packed}

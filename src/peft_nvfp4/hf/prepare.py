@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..backends import FrozenLinear
+from ..experts import FrozenExperts
 
 
 def prepare_model_for_nvfp4_training(
@@ -57,6 +58,8 @@ def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embedd
         packed = isinstance(module, FrozenLinear) and not module.weight.is_floating_point()
         if packed and not only_trainable and id(module.weight) not in seen:
             total += module.in_features * module.out_features
+        if isinstance(module, FrozenExperts) and not only_trainable:
+            total += module.elements
         for p in module.parameters(recurse=False):
             if id(p) not in seen and p.is_floating_point() and (p.requires_grad or not only_trainable):
                 total += p.numel()

@@ -32,10 +32,11 @@ from ..checkpoints.files import Stored, check_files, check_indices
 from ..checkpoints.layouts import PARTS
 from ..checkpoints.load import PackedLinear
 from ..checkpoints.settings import Published
+from ..experts import FrozenExperts, frozen_experts
 from ..freeze import dequantize_model, frozen_layers
 from ..ops import shared_gscale
 from ..sites import input_terms
-from . import checkpoint, published
+from . import checkpoint, mixtures, published
 from .config import METHOD, PactConfig
 from .mapped import release
 from .prepare import mark_as_4bit, unmark_as_4bit
@@ -50,6 +51,7 @@ class PactQuantizer(HfQuantizer):
 
     Attributes:
         planned: dotted name of a linear to freeze -> the names, itself included, that share its global scale.
+        mixtures: dotted names of the experts (3-D parameters) to freeze.
         published: what another tool's settings say of the checkpoint, if it is one.
     """
 
@@ -59,6 +61,9 @@ class PactQuantizer(HfQuantizer):
     def __init__(self, quantization_config: PactConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.planned: dict[str, tuple[str, ...]] = {}
+        self.mixtures: list[str] = []
+        self._mixtures: dict[str, FrozenExperts] = {}  # of which one projection has arrived
+        self._opened: dict[str, Stored] = {}  # experts packed by another tool -> one of their tensors
         self._held: dict[str, Tensor] = {}  # dense weights that wait for their siblings
         self.published: Published | None = None
         self._placed: dict[str, PackedLinear] = {}  # packed by another tool, and not yet ours
@@ -97,7 +102,7 @@ class PactQuantizer(HfQuantizer):
         config = self.quantization_config
         layouts = 2 if config.weight_layouts == "cached" and config.gradients != "bf16" else 1
         name, _, leaf = param_name.rpartition(".")
-        if name not in self.planned or leaf == "bias":
+        if name not in self.planned and name not in self.mixtures or leaf == "bias":
             return param.element_size()
         return layouts * (param.element_size() if self.pre_quantized else 4.5 / 8)
 
@@ -109,6 +114,7 @@ class PactQuantizer(HfQuantizer):
         names = self._untied(model, freeze.plan(model, "nvfp4", skip, loaded=False))
         if not names:
             raise ValueError(f"no linear layer of {type(model).__name__} can be frozen in NVFP4; leave quantization_config out")
+        self.mixtures = freeze.plan_experts(model, "nvfp4", skip, loaded=False)
         self.planned = {name: tuple(freeze._siblings(model, name, set(names))) for name in names}
         self._files = list(checkpoint_files or ())
         check_indices(self._files, model.config.name_or_path)
@@ -116,11 +122,14 @@ class PactQuantizer(HfQuantizer):
             self.published = published.beside(self._files)
             self.pre_quantized = self.published is not None
         check_files(checkpoint_files, packed=self.pre_quantized)
-        self._stored = checkpoint.stored_tensors(model, checkpoint_files)
+        if self.published is not None:
+            mixtures.open_up(self, model, self._files)
+        self._stored = checkpoint.stored_tensors(model, checkpoint_files, self)
         if self.published is not None:
             self._placed = published.place(self, model)
         elif self.pre_quantized:
             checkpoint.check_layout(model, self.planned, self._stored)
+            mixtures.place_empty(self, model, self._stored)
             for name in self.planned:
                 self._put(model, name, checkpoint.empty_layer(model.get_submodule(name), self._options(name)))
         elif foreign := [stored for name, stored in self._stored.items() if name.rpartition(".")[2] in PARTS]:
@@ -138,7 +147,9 @@ class PactQuantizer(HfQuantizer):
 
     def _options(self, name: str) -> FrozenOptions:
         config = self.quantization_config
-        return FrozenOptions(config.weight_layouts, config.gradients, input_terms(name, config.accuracy))
+        joined = name.rpartition(".")[0].rpartition(".")[0] in self._opened  # its backward layout is made later
+        layouts = "transient" if joined else config.weight_layouts
+        return FrozenOptions(layouts, config.gradients, input_terms(name, config.accuracy))
 
     def _put(self, model: nn.Module, name: str, layer: NVFP4FrozenLinear) -> None:
         layer.shares_input = len(self.planned[name]) > 1
@@ -148,29 +159,41 @@ class PactQuantizer(HfQuantizer):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
 
+    def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
+        """The model's conversions, without those that merge experts which are packed one by one."""
+        opened = [f"{name}.{leaf}" for name in self._opened for leaf in ("gate_up_proj", "down_proj")]
+        kept = [c for c in weight_conversions if not _makes(c, opened)]
+        return super().update_weight_conversions(kept, *model)  # transformers 5.12 does not give the model
+
     # -- a dense checkpoint
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         name, _, leaf = param_name.rpartition(".")
-        return not self.pre_quantized and leaf == "weight" and name in self.planned
+        return not self.pre_quantized and (leaf == "weight" and name in self.planned or name in self.mixtures)
 
     def get_quantize_ops(self) -> ConversionOps:
         return StreamingQuantize(self)
 
-    def collect(self, model: nn.Module, name: str, weight: Tensor) -> None:
-        """Take the weight of a planned linear; quantise its group if it is the last of it."""
+    def collect(self, model: nn.Module, key: str, weight: Tensor) -> None:
+        """Take a weight: of experts, to be quantised; of a planned linear, to be quantised with its group if it is the last."""
+        name, _, leaf = key.rpartition(".")
         linear = model.get_submodule(name)
         problem = None
         if self._failure is None:
-            if tuple(weight.shape) != (linear.out_features, linear.in_features):
-                problem = f"has the shape {tuple(weight.shape)}, {type(model).__name__} has {tuple(linear.weight.shape)}"
+            expected = tuple(getattr(linear, leaf).shape)
+            if tuple(weight.shape) != expected:
+                problem = f"has the shape {tuple(weight.shape)}, {type(model).__name__} has {expected}"
             elif not all(torch.isfinite(extreme) for extreme in weight.aminmax()):  # NaN is both; no temporaries
                 problem = "holds NaN or Inf; a quantised layer cannot represent them"
         if problem is not None:
-            self._failure = f"{self._origin(f'{name}.weight')} {problem}"
+            self._failure = f"{self._origin(key)} {problem}"
         if self._failure is not None:
-            linear.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)  # what follows can move it
+            linear._parameters[leaf] = nn.Parameter(weight.new_empty(0), requires_grad=False)  # what follows can move it
             linear._is_hf_initialized = True
+            return
+        if name in self.mixtures:
+            mixtures.collect(self, model, key, weight)
+            self._account(weight)
             return
         self._held[name] = weight
         linear._is_hf_initialized = True  # nothing to initialise while it waits
@@ -191,9 +214,13 @@ class PactQuantizer(HfQuantizer):
             for p in layer.packed_tensors().values():
                 p._is_hf_initialized = True
             layer._is_hf_initialized = bias is None or getattr(bias, "_is_hf_initialized", False)
-            self._read_bytes += weight.nbytes
             self._put(model, name, layer)
+            self._account(weight)
         del linear, weight
+
+    def _account(self, weight: Tensor) -> None:
+        """A weight has been read and packed."""
+        self._read_bytes += weight.nbytes
         if self._read_bytes >= RELEASE_BYTES:
             self._read_bytes = 0
             release(self._files)
@@ -220,13 +247,16 @@ class PactQuantizer(HfQuantizer):
             raise ValueError(self._failure)
         if self.published is not None:
             published.finish(self, model)
+            mixtures.close(self, model)
         elif self.pre_quantized:
             layers = {name: model.get_submodule(name) for name in self.planned}
             checkpoint.check_loaded(layers, self._origin)
             for layer in layers.values():
                 checkpoint.complete(layer)
+            mixtures.finish(self, model, self._origin)
         else:
             self._freeze_rest(model)
+            mixtures.collect_rest(self, model)
         for _, layer in frozen_layers(model):
             for p in layer.parameters():
                 p.requires_grad_(False)  # transformers lets every floating one it sets be trained: a bias
@@ -240,10 +270,9 @@ class PactQuantizer(HfQuantizer):
     def _kept(self, conversion: Any) -> bool:
         """Whether a conversion made at loading may be undone at saving: one that split or merged dense weights would meet packed
         ones, which stay under their names in the model."""
-        if not isinstance(conversion, WeightConverter):
-            return True
-        reverse = conversion.reverse_transform()
-        return not any(reverse.rename_source_key(f"{name}.weight")[1] for name in self.planned)
+        packed = [f"{name}.weight" for name in self.planned]
+        packed += [f"{name}.{leaf}" for name in self.mixtures for leaf in ("gate_up_proj", "up_proj", "down_proj")]
+        return not _makes(conversion, packed)
 
     # -- saving, and back to dense
 
@@ -263,16 +292,25 @@ class PactQuantizer(HfQuantizer):
 
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError("the model carries an adapter: merge or unload it, then dequantize()")
-        frozen = [name for name, _ in frozen_layers(model)]
+        frozen = [name for name, _ in [*frozen_layers(model), *frozen_experts(model)]]
         dequantize_model(model)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # the config of a saved model holds a word
         for name in frozen:
             model.get_submodule(name).to(dtype=dtype).requires_grad_(True)
         unmark_as_4bit(model)
+        vars(model).pop("_weight_conversions", None)  # those of packed weights: saved as any dense model (5.12 keeps them)
         for module in model.modules():
             if getattr(getattr(module, "config", None), "_is_quantized", False):
                 module.config._is_quantized = False
         return model
+
+
+def _makes(conversion: Any, names: list[str]) -> bool:
+    """Whether one of these parameters is the result of a conversion of tensors (not of names only)."""
+    if not names or not isinstance(conversion, WeightConverter):
+        return False
+    reverse = conversion.reverse_transform()
+    return any(reverse.rename_source_key(name)[1] for name in names)
 
 
 class StreamingQuantize(ConversionOps):
@@ -289,7 +327,7 @@ class StreamingQuantize(ConversionOps):
             if not self.quantizer.param_needs_quantization(model, key):
                 rest[key] = value
                 continue
-            self.quantizer.collect(model, key.removesuffix(".weight"), value[0] if isinstance(value, list) else value)
+            self.quantizer.collect(model, key, value[0] if isinstance(value, list) else value)
             if missing_keys is not None:
                 missing_keys.discard(key)
         return rest

@@ -90,13 +90,24 @@ def calibrate(
 
 
 def merge(
-    adapter: str, output: str, name: str | None, to: str, layout: str, probe: str | None, dtype: str, layers: int | None
+    adapter: str,
+    output: str,
+    name: str | None,
+    to: str,
+    layout: str,
+    probe: str | None,
+    dtype: str,
+    layers: int | None,
+    gguf: bool = False,
 ) -> tuple[Written, Any]:
-    """Merge an adapter into its base and save the model, one in NVFP4 in another tool's ``layout``; and what it kept."""
+    """Merge an adapter into its base and save the model, one in NVFP4 in another tool's ``layout``; and what it kept. ``gguf``: a
+    dense one as ``model.gguf``, too."""
     from ..checkpoints import export_checkpoint
     from ..freeze import frozen_layers
     from ..merging import merge as run
 
+    if gguf and to == "nvfp4":
+        raise ValueError("GGUF has no NVFP4 of this kind: merge to bf16, fp16 or fp32 for --gguf")
     path, device = fresh(output), models.default_device()
     model, tokenizer = models.load_with_adapter(name, adapter, models.choose_dtype(dtype, device), device, layers)
     batches = None
@@ -109,6 +120,10 @@ def merge(
     else:
         merged.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    if gguf:
+        from ..checkpoints.gguf import export_gguf
+
+        export_gguf(merged, tokenizer, path / "model.gguf", {"fp32": "f32", "fp16": "f16"}.get(to, "bf16"))
     return Written(str(path), weight_bytes(path), len(frozen_layers(merged)), parameters_in_bf16(merged)), report
 
 

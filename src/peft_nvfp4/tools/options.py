@@ -21,13 +21,14 @@ class TrainOptions:
         format, columns, template, split, limit: of the data.
         eval_dataset, eval_rows: scored during training: other data, or so many rows kept back.
         max_length: tokens of a row at most.
-        backend, accuracy, weight_layouts, gradients, activations, recompute_mlp, cuda_graphs, calibration: of
-            ``NVFP4LoraConfig``.
+        backend, accuracy, weight_layouts, gradients, activations, recompute_mlp, cuda_graphs, calibration, offload: of
+            ``NVFP4LoraConfig``. With ``offload="cpu"`` the model is loaded on the CPU.
         rank, alpha, dropout, targets: of the adapter; ``targets`` is ``all-linear`` or names with commas between.
         steps, epochs: how long; steps counts if it is given.
         batch, accumulation: rows at a time, and times a step.
         lr, scheduler, warmup, weight_decay, max_grad_norm, optimizer: ``warmup`` is a share of the steps.
         checkpointing: of decoder layers.
+        deterministic: two runs with these options on one device are equal bit for bit (:func:`peft_nvfp4.guards.deterministic`).
         max_memory: of the GPU; batch, accumulation, layouts and checkpointing are then chosen to fit, with the step's rows
             (batch x accumulation) as they were asked for.
         save_every, keep, log_every: steps between checkpoints (0: ten a run), how many are kept, steps between lines of the log.
@@ -54,6 +55,7 @@ class TrainOptions:
     recompute_mlp: bool = False
     cuda_graphs: bool = False
     calibration: str | None = None
+    offload: str | None = None
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.0
@@ -69,6 +71,7 @@ class TrainOptions:
     max_grad_norm: float = 1.0
     optimizer: str = "adamw_torch_fused"
     checkpointing: bool = False
+    deterministic: bool = False
     max_memory: str | None = None
     save_every: int = 0
     keep: int = 2
@@ -98,7 +101,8 @@ class TrainOptions:
     def lora_settings(self) -> dict[str, Any]:
         """Fields of ``NVFP4LoraConfig``."""
         targets = self.targets if self.targets == "all-linear" else [t.strip() for t in self.targets.split(",") if t.strip()]
-        own = ("backend", "accuracy", "weight_layouts", "gradients", "activations", "recompute_mlp", "cuda_graphs", "calibration")
+        own = ("backend", "accuracy", "weight_layouts", "gradients", "activations", "recompute_mlp", "cuda_graphs")
+        own = (*own, "calibration", "offload")
         return {
             **{name: getattr(self, name) for name in own},
             **{"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": targets},

@@ -13,7 +13,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..estimate import Plan, Settings, fit, model_shape, parse_bytes
 from ..estimate.cards import CONTEXT
 from ..estimate.settings import OPTIMIZERS
+from ..guards import OutOfMemory, StopOnNonFinite, deterministic, explain, memory_there
 from . import models, texts
 from .options import TrainOptions
 
@@ -85,6 +86,15 @@ def prepare(options: TrainOptions) -> Job:
     Raises:
         FileNotFoundError, ValueError: of the model, the data or an option.
     """
+    with _determinism(options):
+        return _prepare(options)
+
+
+def _determinism(options: TrainOptions) -> AbstractContextManager:
+    return deterministic() if options.deterministic else nullcontext()
+
+
+def _prepare(options: TrainOptions) -> Job:
     device = models.default_device()
     dtype = models.choose_dtype(options.dtype, device)
     rows = texts.read(
@@ -93,7 +103,8 @@ def prepare(options: TrainOptions) -> Job:
     config = models.frozen_config(options.lora_settings())  # raises before anything large is loaded
     models.config_of(options.model)
     torch.manual_seed(options.seed)
-    base, tokenizer = models.load(options.model, dtype, device, options.layers, config.own_fields())
+    home = device if config.offload is None else torch.device(config.offload)
+    base, tokenizer = models.load(options.model, dtype, home, options.layers, config.own_fields())
     encoded = texts.encode(rows, tokenizer, options.max_length)
     said = [f"{len(encoded.rows)} rows ({rows.format}), the longest of {encoded.longest} tokens"]
     if encoded.cut:
@@ -137,11 +148,23 @@ def _split(options: TrainOptions, rows: list[dict], tokenizer: Any, format: str)
 
 def _planned(options: TrainOptions, config: Any, longest: int) -> tuple[Plan, TrainOptions]:
     """The estimator's choice, and the options with it."""
-    memory = parse_bytes(options.max_memory)
+    settings = estimated(options, longest)
+    plan = fit(model_shape(config), settings, parse_bytes(options.max_memory), options.batch * options.accumulation)
+    s = plan.settings
+    chosen = replace(
+        options,
+        **{"batch": s.batch, "accumulation": s.accumulation, "weight_layouts": s.weight_layouts},
+        **{"recompute_mlp": s.recompute_mlp, "checkpointing": s.checkpointing},
+    )
+    return plan, chosen
+
+
+def estimated(options: TrainOptions, longest: int) -> Settings:
+    """The estimator's settings for a micro-batch whose longest row has so many tokens."""
     sequence = -(-longest // 8) * 8
-    lora = options.lora_settings()
-    targets = lora["target_modules"]
-    settings = Settings(
+    targets = options.lora_settings()["target_modules"]
+    return Settings(
+        **{"batch": options.batch, "accumulation": options.accumulation},
         **{"backend": options.backend, "sequence": sequence, "rank": options.rank, "accuracy": options.accuracy},
         **{"weight_layouts": options.weight_layouts, "gradients": options.gradients, "activations": options.activations},
         **{"recompute_mlp": options.recompute_mlp, "cuda_graphs": options.cuda_graphs, "checkpointing": options.checkpointing},
@@ -152,14 +175,6 @@ def _planned(options: TrainOptions, config: Any, longest: int) -> tuple[Plan, Tr
         padded=True,
         **_card(),
     )
-    plan = fit(model_shape(config), settings, memory, options.batch * options.accumulation)
-    s = plan.settings
-    chosen = replace(
-        options,
-        **{"batch": s.batch, "accumulation": s.accumulation, "weight_layouts": s.weight_layouts},
-        **{"recompute_mlp": s.recompute_mlp, "checkpointing": s.checkpointing},
-    )
-    return plan, chosen
 
 
 def _card() -> dict[str, Any]:
@@ -292,6 +307,17 @@ def _interruptible(watch: Watch, say: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _explained(job: Job) -> Iterator[None]:
+    """An out-of-memory error says what would take less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        options, longest = job.options, max(len(row["input_ids"]) for row in job.train)
+        memory = parse_bytes(options.max_memory) if options.max_memory else memory_there()
+        raise OutOfMemory(explain(job.model.config, estimated(options, longest), memory)) from error
+
+
 def run(
     job: Job,
     resume: bool = False,
@@ -302,6 +328,7 @@ def run(
 
     Raises:
         ValueError: the output folder holds another run's checkpoints and ``resume`` is False.
+        NonFiniteError, OutOfMemory: of :mod:`peft_nvfp4.guards`.
     """
     options, output = job.options, Path(job.options.output)
     last = get_last_checkpoint(str(output)) if output.is_dir() else None
@@ -318,7 +345,7 @@ def run(
         eval_dataset=job.test or None,
         data_collator=collator,
         processing_class=job.tokenizer,
-        callbacks=[watch],
+        callbacks=[watch, StopOnNonFinite()],
     )
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
@@ -326,7 +353,7 @@ def run(
     if resume:
         say(f"going on from {last}" if last else "no checkpoint yet: starting from the beginning")
     start = time.perf_counter()
-    with _interruptible(watch, say):
+    with _interruptible(watch, say), _explained(job), _determinism(options):
         outcome = trainer.train(resume_from_checkpoint=last)
     done = trainer.state.global_step
     finished = done >= steps

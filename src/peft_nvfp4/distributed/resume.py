@@ -1,0 +1,115 @@
+"""Going on from a checkpoint of transformers' Trainer on another number of processes, or under another strategy.
+
+>>> trainer.train(resume_from_checkpoint=make_resumable(trainer))
+
+Adapters, scheduler and the place in the data are stored alike on any number of processes. The optimizer's state is not: without
+FSDP it is ``optimizer.pt``, with parameters by number; FSDP with ``FULL_STATE_DICT`` writes ``optimizer.bin``, by name. The file
+that is missing is written from the one that is there (without FSDP into a folder within the checkpoint, since Trainer refuses one
+that holds FSDP's files). What FSDP writes with ``SHARDED_STATE_DICT`` is for FSDP, on any number of processes.
+
+So that the run goes on exactly, a step has to see the same rows: as many rows per process times processes times accumulation.
+(Dropout draws other masks on another number of processes: the states of random generators belong to a process.)
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BY_NUMBER, BY_NAME, SHARDED = "optimizer.pt", "optimizer.bin", "optimizer_0"
+STATE, MODEL = "trainer_state.json", "pytorch_model_fsdp"
+ALONE = "without-fsdp"
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The newest checkpoint of a run that was written to its end (a process may have died while it wrote one); None without."""
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
+    whole = [path for path in found if (path / STATE).is_file() and any((path / name).exists() for name in _OPTIMIZERS)]
+    return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
+
+
+_OPTIMIZERS = (BY_NUMBER, BY_NAME, SHARDED)
+
+
+def make_resumable(trainer: Any, checkpoint: str | Path | None = None) -> str | None:
+    """A checkpoint that ``trainer.train(resume_from_checkpoint=...)`` can read here: the given one, or the last whole one of
+    ``trainer.args.output_dir`` (None if there is none). Every process has to call it; the first one writes.
+
+    Raises:
+        ValueError: it was sharded by FSDP, and this run is not.
+    """
+    checkpoint = checkpoint or last_checkpoint(trainer.args.output_dir)
+    if checkpoint is None:
+        return None
+    folder, fsdp = Path(checkpoint), bool(trainer.is_fsdp_enabled)
+    if not fsdp and not (folder / BY_NUMBER).exists() and not (folder / BY_NAME).exists() and (folder / SHARDED).exists():
+        raise ValueError(
+            f"{folder} was written by FSDP with SHARDED_STATE_DICT: go on with FSDP (on any number of processes, one included), "
+            "or write checkpoints with FULL_STATE_DICT"
+        )
+    if trainer.args.process_index == 0:
+        if fsdp and (folder / BY_NUMBER).exists() and not any((folder / name).exists() for name in (BY_NAME, SHARDED)):
+            _check_full(trainer)
+            torch.save(by_name(_read(folder / BY_NUMBER), parameter_names(trainer)), folder / BY_NAME)
+        elif not fsdp and (folder / BY_NAME).exists():
+            _without_fsdp(folder)
+    trainer.accelerator.wait_for_everyone()
+    return str(folder / ALONE if not fsdp and (folder / BY_NAME).exists() else folder)
+
+
+def _without_fsdp(folder: Path) -> None:
+    """The same checkpoint as a run without FSDP writes it."""
+    shutil.rmtree(folder / ALONE, ignore_errors=True)
+    (folder / ALONE).mkdir()
+    for path in folder.iterdir():
+        if path.is_file() and path.name != BY_NAME and not path.name.startswith(MODEL):
+            shutil.copy2(path, folder / ALONE)
+        elif (path / "adapter_config.json").is_file() and path.name != ALONE:  # a further adapter
+            shutil.copytree(path, folder / ALONE / path.name)
+    torch.save(by_number(_read(folder / BY_NAME)), folder / ALONE / BY_NUMBER)
+
+
+def _check_full(trainer: Any) -> None:
+    kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+    if "FULL" not in kind:
+        raise ValueError(
+            f"a checkpoint without FSDP is read by FSDP with FULL_STATE_DICT only, and this run has {kind.rpartition('.')[2]}: "
+            "set fsdp_state_dict_type to FULL_STATE_DICT"
+        )
+
+
+def _read(path: Path) -> dict:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def parameter_names(trainer: Any) -> list[list[str]]:
+    """Names of the trained parameters in the groups that Trainer makes: with weight decay, and without."""
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    return [[name for name in trained if name in decayed], [name for name in trained if name not in decayed]]
+
+
+def by_name(state: dict, names: list[list[str]]) -> dict:
+    """An optimizer's state dict with names instead of numbers.
+
+    Raises:
+        ValueError: the groups are of other sizes.
+    """
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != [len(group) for group in names]:
+        raise ValueError(f"the checkpoint's optimizer has groups of {sizes} parameters, this run of {[len(g) for g in names]}")
+    pairs = [zip(group["params"], known) for group, known in zip(state["param_groups"], names)]
+    name_of = {number: name for pair in pairs for number, name in pair}
+    groups = [{**group, "params": [name_of[n] for n in group["params"]]} for group in state["param_groups"]]
+    return {"state": {name_of[n]: entry for n, entry in state["state"].items()}, "param_groups": groups}
+
+
+def by_number(state: dict) -> dict:
+    """Inverse of :func:`by_name`."""
+    order = [name for group in state["param_groups"] for name in group["params"]]
+    number_of = {name: i for i, name in enumerate(order)}
+    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {number_of[name]: entry for name, entry in state["state"].items()}, "param_groups": groups}

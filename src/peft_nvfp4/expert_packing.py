@@ -1,0 +1,69 @@
+"""One expert's packed tensors in stacks with those of the others, and back to a frozen linear.
+
+A frozen linear's tensors become bytes under a name of the projection's; a slice of the stacks becomes a frozen linear again,
+without a copy. The inverse pair is :func:`packed_of` and :data:`FROM_PACKED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .backends import BACKENDS, FrozenLinear, FrozenOptions, frozen
+from .formats import QuantizedMatrix
+
+LEAVES = (
+    *("weight", "weight_scales", "weight_gscale", "backward_weight", "backward_scales", "backward_gscale"),  # nvfp4
+    *("absmax", "nested_absmax", "offset"),  # nf4
+)
+
+
+def stack_name(name: str, leaf: str) -> str:
+    """Name of the parameter that holds one packed tensor of all experts of a projection."""
+    leaf = leaf.removeprefix("weight").removesuffix("_weight").lstrip("_")
+    return f"{name}_{leaf}" if leaf else name
+
+
+def packed_of(layer: FrozenLinear) -> dict[str, Tensor]:
+    """The tensors to store of a frozen linear, as bytes. (bitsandbytes' code books are the same for all weights.)"""
+    tensors = {leaf: t.detach() for leaf, t in layer.packed_tensors().items() if leaf in LEAVES}
+    return {leaf: t.reshape(-1).view(torch.uint8) if t.is_floating_point() else t for leaf, t in tensors.items()}
+
+
+def _nvfp4(tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions) -> FrozenLinear:
+    w = QuantizedMatrix(tensors["weight"], tensors["weight_scales"], tensors["weight_gscale"].view(torch.float32), k)
+    forward_only = replace(options, weight_layouts="transient")  # the backward layout is there, or is not wanted
+    layer = BACKENDS["nvfp4"](k, n, None, dtype, forward_only, w)
+    layer.options = options
+    for leaf, t in tensors.items():
+        setattr(layer, leaf, frozen(t))
+    return layer
+
+
+def _nf4(tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions) -> FrozenLinear:
+    import bitsandbytes as bnb
+    from bitsandbytes import functional as F
+
+    layer, device = BACKENDS["nf4"](k, n, None, dtype, options), tensors["weight"].device
+    floats = {leaf: tensors[leaf].view(torch.float32) for leaf in ("nested_absmax", "offset")}
+    nested = F.QuantState(floats["nested_absmax"], code=F.create_dynamic_map().to(device), blocksize=256, dtype=torch.float32)
+    state = F.QuantState(
+        tensors["absmax"],
+        shape=torch.Size((n, k)),
+        code=F.get_4bit_type("nf4", device=device),
+        blocksize=64,
+        quant_type="nf4",
+        dtype=dtype,
+        offset=floats["offset"].reshape(()),
+        state2=nested,
+    )
+    settings = dict(quant_state=state, blocksize=64, quant_type="nf4", module=layer, bnb_quantized=True)
+    layer.weight, layer.quant_state = bnb.nn.Params4bit(tensors["weight"], False, **settings), state
+    return layer
+
+
+FROM_PACKED = {"nvfp4": _nvfp4, "nf4": _nf4}
+"""Backend -> a frozen linear around one expert's packed tensors; the inverse of :func:`packed_of`."""

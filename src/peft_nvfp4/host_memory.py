@@ -1,0 +1,64 @@
+"""Memory of the host that a GPU can read while it computes (page-locked, "pinned").
+
+PyTorch's own pinned allocator rounds every request up to a power of two, up to twice what a decoder layer needs. Here a request
+takes whole pages of its own, which are locked in place once a GPU is going to read them.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}  # Windows has no flags
+
+
+class _Pages(mmap.mmap):
+    """Pages that are unlocked before they are given back. (Tensors made from them keep them alive.)"""
+
+    locked_at = 0
+
+    def __del__(self) -> None:
+        if self.locked_at:
+            try:
+                torch.cuda.synchronize()  # a copy may still read them
+                torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+            except Exception:  # noqa: BLE001, S110  (the interpreter is ending, and CUDA has ended)
+                pass
+
+
+class HostBuffer:
+    """``bytes_`` bytes on the host.
+
+    Attributes:
+        data: the bytes, ``uint8``.
+        pinned: whether a GPU reads them by itself.
+    """
+
+    def __init__(self, bytes_: int):
+        self._pages = _Pages(-1, max(bytes_, 1), **_PRIVATE)
+        with torch.inference_mode(False):
+            self.data: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)[:bytes_]
+        self.pinned, self._asked = False, False
+
+    def pin(self) -> bool:
+        """Lock the pages in place; False where the system refuses (it may limit locked memory): copies then take longer."""
+        if not self._asked and self.data.numel():
+            self._asked = True
+            address = self.data.data_ptr()
+            self.pinned = int(torch.cuda.cudart().cudaHostRegister(address, len(self._pages), 0)) == 0
+            self._pages.locked_at = address if self.pinned else 0
+            if not self.pinned:
+                _forget_error()
+            elif hasattr(mmap, "MADV_DONTFORK"):
+                self._pages.madvise(mmap.MADV_DONTFORK)  # a forked data loader would otherwise move them when it writes
+        return self.pinned
+
+
+def _forget_error() -> None:
+    """CUDA keeps the error of a call until somebody asks; PyTorch would raise it at its next kernel."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        pass
