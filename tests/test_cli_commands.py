@@ -107,6 +107,19 @@ def test_estimate_reads_a_config_and_says_what_is_wrong(app, world):
     assert "no amount of memory" in run(app, "estimate", "llama-1b", "--max-memory", "much", code=1).stderr
 
 
+def test_estimate_of_one_of_several_gpus(app, tmp_path):
+    large = ("--layouts", "transient", "--checkpointing", "--batch", "2", "--gpus", "4", "--max-memory", "16GiB")
+    found = json_of(app, "estimate", "llama-8b", *large, "--strategy", "fsdp2", "--png", tmp_path / "e.png")
+    assert found["settings"]["cards"] == 4 and found["settings"]["strategy"] == "fsdp2"
+    assert found["peak_bytes"] == sum(found["categories"].values()) and "layers gathered" in found["categories"]
+    everything = json_of(app, "estimate", "llama-8b", *large)  # ddp
+    assert found["peak_bytes"] < everything["peak_bytes"] and "buckets of DDP" in everything["categories"]
+    assert found["usable_bytes"] < json_of(app, "estimate", "llama-8b", "--max-memory", "16GiB")["usable_bytes"]
+    text = plain(run(app, "estimate", "llama-8b", *large, "--strategy", "fsdp2").stdout)
+    assert "each of 4 GPUs (fsdp2)" in text and "Each of 4 GPUs takes 2 rows: 8 at a time" in text
+    assert "strategy must be one of ddp, fsdp2" in run(app, "estimate", "llama-8b", "--strategy", "tp", code=1).stderr
+
+
 # ---------------------------------------------------------------------------------------------- train, eval
 
 

@@ -1,8 +1,10 @@
 """The memory estimator: against what was measured on an H200, against the paper's numbers, against what autograd keeps of tiny
 models, and its limits."""
 
+import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +54,33 @@ def test_measured_peaks(case):
     settings, measured = MEASURED[case]
     # 7 % is what was asked for; 2 % is where the formulas are, and a wrong one of them moves most of these by more
     assert abs(estimate("llama-1b", settings).peak / measured - 1) < 0.02
+
+
+PEAKS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "peaks_h200.csv"
+CASES_OF_PEAKS = {  # of benchmarks/measure_peaks.py
+    "bf16-ours": Settings(backend="bf16"),
+    "qlora-ours": Settings(backend="nf4"),
+    "bf16-liger": Settings(backend="bf16-liger", adapter_bytes=2, loss="liger"),
+    "nvfp4": Settings(),
+    "nvfp4-ckpt": Settings(checkpointing=True),
+    "nvfp4-transient": Settings(weight_layouts="transient"),
+}
+
+
+def test_peaks_of_three_shapes():
+    """Llama 1B, 3B and 8B, six cases, three sizes. Other backends within 2 %: each formula that was missing cost as much of some
+    row. The rows of nvfp4 were measured before backward stopped making zero gradients for codes, up to 4.4 % of a peak."""
+    rows = list(csv.DictReader(PEAKS.read_text().splitlines()))
+    assert len(rows) >= 54
+    off = {}
+    for row in rows:
+        settings = CASES_OF_PEAKS[row["case"]]
+        settings = replace(settings, loss="liger" if settings.loss == "liger" else "full", positions=33)
+        settings = replace(settings, batch=int(row["batch"]), sequence=int(row["seq"]))
+        ratio = estimate(f"llama-{row['shape']}", settings).peak / int(row["peak_allocated"])
+        off[row["shape"], row["case"], row["batch"]] = ratio - 1
+    for key, ratio in off.items():
+        assert (-0.045 if "nvfp4" in key[1] else -0.02) < ratio < 0.02, (key, ratio)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +395,7 @@ def test_drawing(tmp_path):
     draw.png(several, ["a", "b", "c", "d"], tmp_path / "x.png", "title", 16 << 30)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     rows = draw.bars({"a": 100, "b": 50, "c": 1}, width=10)
-    assert [len(bar) for _, bar, _, _ in rows] == [10, 5, 1] and rows[0][3] == "66.2 %"
+    assert [bar for _, bar, _, _ in rows] == ["█" * 10, "█" * 5, "▏"] and rows[0][3] == "66.2 %"
 
 
 def test_json_is_json():

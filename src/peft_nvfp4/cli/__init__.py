@@ -21,6 +21,7 @@ COMMANDS = (
     ("export", "export", "export"),
     ("inspect", "inspect", "inspect"),
     ("profile", "profile", "profile"),
+    ("statistics", "statistics", "statistics"),
 )
 """(what is typed, module, function in it)."""
 

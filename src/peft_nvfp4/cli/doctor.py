@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..tools import doctor as tool
 from ..tools.results import FAILED, NOT_RUN, PASSED, WARNING, Result
+from .common import quiet_libraries
 
 STYLES = {PASSED: "green", WARNING: "yellow", FAILED: "bold red", NOT_RUN: "dim"}
 
@@ -49,7 +50,8 @@ def doctor(
         if result.outcome == FAILED and not plain:
             console.print(f"FAILED {result.group}: {result.name}", style="red", markup=False)
 
-    report = tool.run(say)
+    with quiet_libraries():
+        report = tool.run(say)
     if plain:
         print(report)
     else:

@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 import typer
 from rich.table import Table
 
-from ..estimate import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, usable
+from ..estimate import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, room
 from ..estimate import draw as drawing
 from .common import command, console, write_json
 
@@ -24,6 +24,7 @@ def _settings(options: dict, card_name: str | None) -> tuple[Settings, int | Non
 def _table(found: Estimate) -> Table:
     s = found.settings
     title = f"{found.shape.name or 'model'}: {s.backend}, {s.batch} x {s.sequence} tokens, r={s.rank}"
+    title += f"; each of {s.cards} GPUs ({s.strategy})" if s.cards > 1 else ""
     table = Table(title=title, title_justify="left")
     for name, justify in (("at the peak", "left"), ("", "left"), ("GiB", "right"), ("share", "right")):
         table.add_column(name, justify=justify)
@@ -38,6 +39,10 @@ def _words(found: Estimate) -> list[str]:
     lines = [
         f"The peak is at: {found.at}. Kept for backward: {found.saved_per_token_and_layer:,} bytes per token and layer.",
     ]
+    if found.settings.cards > 1:
+        s = found.settings
+        rows = "1 row" if s.batch == 1 else f"{s.batch} rows"
+        lines.append(f"Each of {s.cards} GPUs takes {rows}: {s.batch * s.cards} at a time.")
     if found.host:
         lines.append(f"The paged optimizer may keep {found.host / GIB:.2f} GiB in the host's memory.")
     return lines + [f"Note: {note}." for note in found.shape.notes]
@@ -65,6 +70,8 @@ def estimate_command(
     positions: Annotated[Optional[int], typer.Option(help="Supervised positions of a row (all).")] = None,  # noqa: UP045
     padded: Annotated[bool, typer.Option(help="Rows are padded: attention gets a mask.")] = False,
     card_name: Annotated[Optional[str], typer.Option("--card", help='A GPU: "RTX 5080".')] = None,  # noqa: UP045
+    gpus: Annotated[int, typer.Option(help="Each with --batch rows at a time.")] = 1,
+    strategy: Annotated[str, typer.Option(help="Of several GPUs: ddp or fsdp2.")] = "ddp",
     max_memory: Annotated[Optional[str], typer.Option(help="GPU memory: 16GiB.")] = None,  # noqa: UP045
     png: Annotated[Optional[Path], typer.Option(help="Draw it for several lengths.")] = None,  # noqa: UP045
     json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045
@@ -78,7 +85,7 @@ def estimate_command(
         **{"backend": backend, "batch": batch, "sequence": seq, "rank": rank, "targets": names, "accuracy": accuracy},
         **{"weight_layouts": layouts, "activations": activations, "recompute_mlp": recompute_mlp, "fused": fused},
         **{"checkpointing": checkpointing, "cuda_graphs": cuda_graphs, "optimizer": optimizer, "loss": loss},
-        **{"positions": positions, "padded": padded},
+        **{"positions": positions, "padded": padded, "cards": gpus, "strategy": strategy},
     }
     settings, memory = _settings(options, card_name)
     memory = parse_bytes(max_memory) if max_memory is not None else memory
@@ -87,10 +94,11 @@ def estimate_command(
     report, lines = found.as_dict(), _words(found)
     if memory is not None:
         largest = largest_batch(shape, settings, memory)
-        report |= {"memory_bytes": memory, "usable_bytes": usable(memory), "fits": found.peak <= usable(memory)}
+        limit = room(settings, memory)
+        report |= {"memory_bytes": memory, "usable_bytes": limit, "fits": found.peak <= limit}
         report["largest_batch"] = largest
         lines.append(
-            f"{memory / GIB:.2f} GiB of GPU memory hold {usable(memory) / GIB:.2f} GiB of tensors (CUDA and the allocator take "
+            f"{memory / GIB:.2f} GiB of GPU memory hold {limit / GIB:.2f} GiB of tensors (CUDA and the allocator take "
             f"the rest): {'it fits' if report['fits'] else 'it does not fit'}. Largest batch at this length: {largest}."
         )
         if not report["fits"]:
@@ -98,7 +106,8 @@ def estimate_command(
     if png is not None:
         several = drawing.over_lengths(found)
         title = f"{shape.name or 'model'}, {backend}, batch {batch}, LoRA r={rank}"
-        limit = None if memory is None else usable(memory)
+        title += f", {gpus} GPUs ({strategy})" if gpus > 1 else ""
+        limit = None if memory is None else room(settings, memory)
         drawing.png(several, [f"{e.settings.sequence} tokens" for e in several], png, title, limit)
         lines.append(f"Drawn: {png}")
     write_json(report, json_file)

@@ -33,6 +33,7 @@ class CompressedNorm(torch.autograd.Function):
         ctx.save_for_backward(gamma, rstd, *q[:3])
         ctx.plus_one = plus_one
         ctx.mark_non_differentiable(*q[:3])
+        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
         return y, *q[:3]
 
     @staticmethod
@@ -67,6 +68,7 @@ class CompressedGate(torch.autograd.Function):
         ctx.save_for_backward(*g[:3], *u[:3])
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*q[:3])
+        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
         return h, *q[:3]
 
     @staticmethod

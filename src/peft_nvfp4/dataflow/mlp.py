@@ -43,6 +43,7 @@ class GatedQuantize(torch.autograd.Function):
         ctx.save_for_backward(*flat[-6:])
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*flat)
+        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
         h = gate.new_zeros(1).expand(gate.shape) if hollow else out.h
         return h, *flat
 

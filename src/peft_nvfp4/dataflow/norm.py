@@ -32,6 +32,7 @@ class RMSNormQuantize(torch.autograd.Function):
         ctx.save_for_backward(gamma, centre, out.rstd, *flat)
         ctx.plus_one = plus_one
         ctx.mark_non_differentiable(*flat)
+        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
         return out.y, *flat
 
     @staticmethod

@@ -5,11 +5,12 @@
 >>> largest_batch("path/to/model", Settings(), card("RTX 5080").memory)
 
 Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.estimate.shapes` (the model), ``settings`` (how it is trained),
-``weights`` and ``activations`` (formulas), ``moments`` (where the peak is), ``run`` (the answers), ``cards``, ``draw``.
+``weights`` and ``activations`` (formulas), ``moments`` (where the peak is), ``sharding`` (several GPUs), ``run`` (the answers),
+``cards``, ``draw``.
 """
 
 from .cards import CARDS, Card, card, usable
-from .run import Estimate, Plan, estimate, fit, largest_batch
+from .run import Estimate, Plan, estimate, fit, largest_batch, room
 from .settings import Settings, parse_bytes
 from .shapes import BUILTIN, ModelShape, model_shape
 
@@ -27,5 +28,6 @@ __all__ = [
     "largest_batch",
     "model_shape",
     "parse_bytes",
+    "room",
     "usable",
 ]

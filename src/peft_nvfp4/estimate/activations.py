@@ -2,7 +2,8 @@
 
 Each entry is one row of the design's table (or, for BF16, of what autograd saves of transformers' modules): nothing here was
 fitted. With Llama-3.2-1B's sizes and r=16 on all linears the sums are those measured on an H200: 27,904 bytes with one NVFP4 term
-(23,292 with ``recompute_mlp``, 22,136 with ``recompute_attention`` too), 30,216 balanced, 35,984 high, 100,712 for transformers and PEFT, 76,136 with Liger's kernels.
+(23,292 with ``recompute_mlp``, 22,136 with ``recompute_attention`` too), 30,216 balanced, 35,984 high, 100,712 for transformers
+and PEFT, 76,136 with Liger's kernels.
 """
 
 from __future__ import annotations

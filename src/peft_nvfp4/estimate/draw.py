@@ -52,9 +52,11 @@ def png(estimates: Sequence[Estimate], labels: Sequence[str], path: str | Path, 
 
 
 def bars(parts: dict[str, int], width: int = 24) -> list[tuple[str, str, str, str]]:
-    """(name, bar, GiB, share) of every part, the bars in proportion to the largest."""
+    """(name, bar, GiB, share) of every part, the bars in proportion to the largest, to an eighth of a character."""
     total, largest = sum(parts.values()), max(parts.values(), default=1)
-    return [
-        (name, "█" * max(1, round(width * n / largest)), f"{n / GIB:.3f}", f"{100 * n / total:.1f} %")
-        for name, n in parts.items()
-    ]
+    return [(name, _bar(width * n / largest), f"{n / GIB:.3f}", f"{100 * n / total:.1f} %") for name, n in parts.items()]
+
+
+def _bar(length: float) -> str:
+    full, eighths = divmod(max(1, round(8 * length)), 8)
+    return "█" * full + ("", *"▏▎▍▌▋▊▉")[eighths]

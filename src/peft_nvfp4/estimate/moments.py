@@ -1,11 +1,13 @@
 """The moments of a step at which memory may be at its peak, and what is there only then.
 
-    forward     the last layer's MLP: gate and up in BF16, the operands of a product
-    loss        logits and their gradient
-    final norm  its backward, FP32 in transformers, while all layers are kept
-    layer       backward of the last layer: gradients of gate and up, the operands of a product
-    first       the same of the first layer, when all gradients of adapters are there
-    optimizer   all gradients
+    forward        the last layer's MLP: gate and up in BF16, the operands of a product
+    loss           logits and their gradient
+    final norm     its backward, FP32 in transformers, while all layers are kept
+    recomputation  (checkpointing) the last layer's forward again: as forward, beside what the layer keeps
+    MLP            backward of the last layer's gated product: gradients of the product, of gate and of up
+    layer          then: gradients of gate and up, the operands of a product
+    first          the same of the first layer, when all gradients of adapters are there
+    optimizer      all gradients
 
 Bytes, on top of the static ones. What backward has freed by then is counted as a negative entry where it matters.
 """
@@ -48,10 +50,13 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     last = _sum(kept, once) | {"final norm": 0}
     first = {kind: n // shape.layers for kind, n in kept.items() if kind != "final norm"}
     grads = {"gradients": weights.gradients(shape, settings)}
+    again = _recomputation(kept, once, shape, settings) if settings.checkpointing else {}
     return {
         "forward": always | _forward_kept(kept, shape, settings) | _layer_forward(shape, settings),
         "loss": always | kept | _loss(shape, settings),
         "final norm": always | kept | {"gradients of activations": _norm_backward(shape, settings) * tokens},
+        **({"recomputation": always | again} if again else {}),
+        **({"MLP": always | _sum(last, _mlp_backward(shape, settings))} if settings.compressed and settings.fused else {}),
         "layer": always | _sum(last, backward),
         "first layer": always | _sum(_sum(first, once), backward) | grads,
         "optimizer": always | {"copies of adapters": 0} | grads,
@@ -91,10 +96,14 @@ def _norm_backward(shape: ModelShape, settings: Settings) -> int:
 # ---------------------------------------------------------------------------------------------- one layer
 
 
+def _rows(tokens: int, k: int) -> int:
+    """Rows of an emulated product's operand at a time."""
+    return tokens if tokens * k * 2 <= OPERAND_BYTES else min(tokens, OPERAND_ROWS)
+
+
 def _operands(tokens: int, k: int, n: int) -> int:
     """BF16 operands of an emulated product of (tokens, k) and (n, k)."""
-    rows = tokens if tokens * k * 2 <= OPERAND_BYTES else min(tokens, OPERAND_ROWS)
-    return 2 * k * (rows + n)
+    return 2 * k * (_rows(tokens, k) + n)
 
 
 def _largest(shape: ModelShape):
@@ -115,11 +124,26 @@ def _layer_forward(shape: ModelShape, settings: Settings) -> Moment:
     dense = not settings.compressed or not settings.fused
     parts = {"gate and up in full": (4 if dense else 2) * b * f * settings.tokens}
     if settings.backend == "nvfp4" and not settings.native_fp4:
-        terms = ACCURACY[settings.accuracy]["norm"]
-        parts["operands"] = max(_operands(settings.tokens, terms * p.inputs, p.outputs) for p in shape.reads("mlp"))
+        readers = shape.reads("mlp")
+        k = ACCURACY[settings.accuracy]["norm"] * readers[0].inputs
+        parts["operands"] = max(_operands(settings.tokens, k, p.outputs) for p in readers)
     elif settings.format == "nf4":
         parts["operands"] = b * _largest(shape).inputs * _largest(shape).outputs
     return parts
+
+
+def _recomputation(kept: Moment, once: Moment, shape: ModelShape, settings: Settings) -> Moment:
+    """The MLP of a checkpointed layer while it runs again: what the layer keeps up to there, and the gradient above it."""
+    before = once | {activations.GATE_UP: 0, activations.INNER: 0}
+    parts = _sum(kept, before) | {"final norm": 0} | _layer_forward(shape, settings)
+    return parts | {"gradients of activations": shape.dtype_bytes * shape.hidden * settings.tokens}
+
+
+def _mlp_backward(shape: ModelShape, settings: Settings) -> Moment:
+    """The gradient of the product comes in, those of gate and up go out; beside them the stream's."""
+    b, d, f, tokens = shape.dtype_bytes, shape.hidden, shape.intermediate, settings.tokens
+    freed = activations.layer(shape, settings)[activations.INNER] * tokens
+    return {activations.INNER: -freed, "gradients of activations": (3 * b * f + b * d) * tokens}
 
 
 def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import activations, weights
-from .cards import CONTEXT, FRAGMENTATION, usable
+from .cards import CONTEXT, FRAGMENTATION, NCCL, usable
 from .moments import moments
 from .settings import Settings
 from .shapes import ModelShape, model_shape
+from .sharding import BUCKETS, LAYER, ROOT, SCATTERED, per_card
 
 GB = 10**9
 LARGEST = 1 << 16
@@ -21,7 +22,7 @@ BUSY_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one training step.
+    """Bytes of one training step, on one GPU.
 
     Attributes:
         shape, settings: of what.
@@ -51,8 +52,9 @@ class Estimate:
     def groups(self) -> dict[str, int]:
         """The categories of the paper's Figure 1: few enough for a bar."""
         of = {
-            **dict.fromkeys(self.static, "weights"),
+            **dict.fromkeys((*self.static, LAYER, ROOT), "weights"),
             **dict.fromkeys(("adapters", "optimizer", "gradients", "copies of adapters"), "adapters and optimizer"),
+            **dict.fromkeys((BUCKETS, SCATTERED), "adapters and optimizer"),
             **dict.fromkeys((*activations.KINDS, "final norm", "inputs and outputs of the recording"), "activations"),
             "logits and loss": "logits and loss",
         }
@@ -102,20 +104,26 @@ def estimate(model: Any, settings: Settings | None = None) -> Estimate:
     """
     shape, settings = model_shape(model), settings or Settings()
     settings.check(shape)
-    static, parts = weights.static(shape, settings), moments(shape, settings)
+    static, parts = per_card(shape, settings, weights.static(shape, settings), moments(shape, settings))
     at = max(parts, key=lambda name: sum(parts[name].values()))
-    return Estimate(shape, settings, static, parts, at, weights.host_bytes(shape, settings))
+    host = weights.host_bytes(shape, settings)
+    return Estimate(shape, settings, static, parts, at, host // (settings.cards if settings.strategy == "fsdp2" else 1))
+
+
+def room(settings: Settings, memory: int, context: int = CONTEXT, fragmentation: float = FRAGMENTATION) -> int:
+    """Bytes of tensors that fit into so much memory of a GPU: :func:`~.cards.usable`, less NCCL's if there are several."""
+    return usable(memory, context + (NCCL if settings.cards > 1 else 0), fragmentation)
 
 
 def largest_batch(
     model: Any, settings: Settings, memory: int, context: int = CONTEXT, fragmentation: float = FRAGMENTATION
 ) -> int:
-    """Rows of the largest micro-batch whose step fits into so many bytes of a GPU; 0 if one row is too much.
+    """Rows of the largest micro-batch (of each of several GPUs) whose step fits into so many bytes of a GPU; 0: one is too many.
 
     Args:
         context, fragmentation: see :func:`~peft_nvfp4.estimate.cards.usable`.
     """
-    shape, limit = model_shape(model), usable(memory, context, fragmentation)
+    shape, limit = model_shape(model), room(settings, memory, context, fragmentation)
 
     def fits(batch: int) -> bool:
         return estimate(shape, replace(settings, batch=batch)).peak <= limit
@@ -192,10 +200,10 @@ def fit(
         if micro >= enough:
             break
     if best is None:
-        least = estimate(shape, replace(candidate, batch=1)).peak
+        least, limit = estimate(shape, replace(candidate, batch=1)).peak, room(settings, memory, context)
         raise ValueError(
             f"one row of {settings.sequence} tokens takes {least / 2**30:.2f} GiB with backend {settings.backend} and everything "
-            f"given up that can be, and {memory / 2**30:.2f} GiB of GPU memory leave {usable(memory, context) / 2**30:.2f} GiB: "
+            f"given up that can be, and {memory / 2**30:.2f} GiB of GPU memory leave {limit / 2**30:.2f} GiB: "
             "train with a shorter sequence length, a smaller model, or backend nvfp4"
         )
     micro, words, candidate = best

@@ -27,6 +27,7 @@ OPTIMIZERS = {
 """Name in transformers -> bytes of state for each trained parameter in FP32."""
 
 LOSSES = ("supervised", "full", "liger")
+STRATEGIES = ("ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Settings:
         native_fp4: the GPU has FP4 tensor cores, and no operand is made in BF16.
         workspace: bytes of one cuBLAS workspace; :mod:`~peft_nvfp4.estimate.cards` knows those of GPUs.
         skip_modules: names of linears that stay dense.
+        cards: GPUs, each with ``batch`` rows at a time.
+        strategy: how several share the model, see :mod:`~peft_nvfp4.estimate.sharding`: ``"ddp"`` or ``"fsdp2"``.
     """
 
     backend: str = "nvfp4"
@@ -75,6 +78,8 @@ class Settings:
     native_fp4: bool = False
     workspace: int = 32 << 20
     skip_modules: tuple[str, ...] = ()
+    cards: int = 1
+    strategy: str = "ddp"
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -83,8 +88,9 @@ class Settings:
         _one_of("activations", self.activations, ("bf16", "nvfp4"))
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("loss", self.loss, LOSSES)
+        _one_of("strategy", self.strategy, STRATEGIES)
         check_accuracy(self.accuracy)
-        for name in ("batch", "sequence", "rank", "accumulation"):
+        for name in ("batch", "sequence", "rank", "accumulation", "cards"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive whole number, got {value!r}")

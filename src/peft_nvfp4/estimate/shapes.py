@@ -141,7 +141,7 @@ def _read(model: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{model} is neither one of {known} nor a folder or file with a config.json")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no configuration")
@@ -172,7 +172,9 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
     if config.get("is_encoder_decoder"):
         raise ValueError(f"{kind or label}: encoder-decoder models are not estimated")
     if any(config.get(key) for key in EXPERTS):
-        raise ValueError(f"{kind or label}: mixtures of experts are not estimated (their experts stay dense in training)")
+        raise ValueError(
+            f"{kind or label}: mixtures of experts are not estimated (their routers decide how many rows an expert has)"
+        )
 
     def size(*names: str) -> int:
         for name in names:

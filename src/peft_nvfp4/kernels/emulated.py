@@ -114,7 +114,7 @@ def _side_by_side(
     chunks = list(_chunks(m, copies * k + width))
     x, ys, first = None, [], 0
     for w, extra in zip(weights, extras):
-        n = w.codes.shape[0]
+        n, wd = w.codes.shape[0], None  # the last linear's operand goes before the next one is made
         wd = w.gscale.new_empty(n, copies * k + width, dtype=torch.bfloat16)
         operands.write_operand(wd, w, copies, extra, first, width)
         first += 0 if extra is None else extra.shape[1]

@@ -1,0 +1,137 @@
+"""``peft-nvfp4 statistics``: measure a model on a user's data, and the result as a table and as heat maps.
+
+What is measured, and how: :mod:`peft_nvfp4.statistics`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..statistics import NUMBERS, SITES, Statistics, TensorStatistics, tensor_statistics
+from . import models, texts
+
+PERCENT = NUMBERS[:3]
+TITLES = {"weight": "weight", "input": "input activation", "gradient": "incoming gradient"}
+
+
+def measure(
+    name: str | None,
+    dataset: str,
+    *,
+    adapter: str | None = None,
+    columns: dict[str, str] | None = None,
+    limit: int = 8,
+    batch: int = 2,
+    max_length: int = 512,
+    rows: int | None = None,
+    layers: int | None = None,
+    dtype: str = "auto",
+    **lora: Any,
+) -> Statistics:
+    """Statistics of a model on the first ``limit`` rows of a data file, frozen and with a fresh adapter, or with a trained one.
+
+    Args:
+        lora: fields of ``NVFP4LoraConfig``; without an adapter.
+    """
+    from peft import PeftModel, get_peft_model
+
+    from ..config import NVFP4LoraConfig
+    from ..dataflow.loss_attach import attach_loss
+
+    if adapter is None and name is None:
+        raise ValueError("give a model, an adapter, or both")
+    device = models.default_device()
+    if adapter is None:
+        config = models.frozen_config({"target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora})
+    else:
+        config, layers = NVFP4LoraConfig.from_pretrained(adapter), layers or models.trained_layers(adapter)
+    data = texts.read(dataset, columns=columns, limit=limit)
+    name = name or models.base_of_adapter(adapter)
+    base, tokenizer = models.load(name, models.choose_dtype(dtype, device), device, layers, config.own_fields())
+    encoded = texts.encode(data, tokenizer, max_length).rows[:limit]
+    dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
+    if adapter is None:
+        model = get_peft_model(base, config)
+    else:
+        model = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)  # trainable: gradients come back
+    attach_loss(model.to(device).train())
+    collate = texts.Collator(tokenizer.pad_token_id)
+    batches = (collate(encoded[i : i + batch]) for i in range(0, len(encoded), batch))
+    return tensor_statistics(model, batches, weights=dense, rows=rows)
+
+
+# ---------------------------------------------------------------------------------------------- as a table
+
+
+def short(name: str) -> str:
+    """A layer's name without what all of them begin with."""
+    return re.sub(r"^(model\.)*(language_model\.|text_model\.)?(layers\.)?", "", name)
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f}"
+
+
+def cells(name: str, site: str, s: TensorStatistics) -> tuple[str, ...]:
+    """One row of the table of layers: what :data:`HEADER` says."""
+    scales = "–" if s.scale_min is None else f"{s.scale_min:.2g}–{s.scale_max:.3g}"
+    mark = "" if s.used else " *"
+    return (short(name), site + mark, *(percent(getattr(s, number)) for number in PERCENT), f"{s.amax:.3g}", scales)
+
+
+HEADER = ("layer", "tensor", "error", "underfl.", "satur.", "amax", "scales")
+"""Of :func:`cells`."""
+
+
+# ---------------------------------------------------------------------------------------------- as a picture
+
+
+def place(name: str) -> tuple[str, str]:
+    """(row, column) of a linear in the heat map: its layer, and its name within the layer."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    if not numbers:
+        return ".".join(parts[:-1]), parts[-1]
+    return ".".join(parts[: numbers[0] + 1]), parts[-1]
+
+
+def grid(found: Statistics, site: str, number: str) -> tuple[list[str], list[str], list[list[float]]]:
+    """(rows, columns, values, NaN where there is no such linear) of one heat map. In the order of the model."""
+    values = {place(name): value for name, value in found.of(site, number).items()}
+    rows, columns = list(dict.fromkeys(r for r, _ in values)), list(dict.fromkeys(c for _, c in values))
+    return rows, columns, [[values.get((r, c), float("nan")) for c in columns] for r in rows]
+
+
+def heat_map(found: Statistics, path: str | Path | BinaryIO, number: str = "error") -> None:
+    """One panel for each kind of tensor, layers down, linears across.
+
+    Raises:
+        ValueError: nothing to draw.
+    """
+    from matplotlib.figure import Figure
+
+    if number not in PERCENT:
+        raise ValueError(f"a heat map shows one of {', '.join(PERCENT)}, got {number!r}")
+    panels = [(site, *grid(found, site, number)) for site in SITES if found.of(site, number)]
+    if not panels:
+        raise ValueError(f"nothing was measured that has {number}")
+    height = max(3.0, 1.8 + 0.26 * max(len(rows) for _, rows, _, _ in panels))
+    figure = Figure(figsize=(1.2 + 3.6 * len(panels), height), layout="constrained")
+    for axes, (site, rows, columns, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        image = axes.imshow([[100 * v for v in row] for row in values], aspect="auto", cmap="viridis", interpolation="nearest")
+        figure.colorbar(image, ax=axes, format="%.3g").ax.tick_params(labelsize=8)
+        axes.set_xticks(range(len(columns)), [c.removesuffix("_proj") for c in columns], rotation=45, ha="right", fontsize=8)
+        step, first = -(-len(rows) // 40), site == panels[0][0]
+        shown = _layer_labels(rows)[::step] if first or rows != panels[0][1] else []
+        axes.set_yticks(range(0, len(rows), step) if shown else [], shown, fontsize=8)
+        axes.set_title(f"{TITLES[site]}: {number}, %", fontsize=10)
+        axes.set_ylabel("layer" if first else "")
+    figure.savefig(path, dpi=130)
+
+
+def _layer_labels(rows: list[str]) -> list[str]:
+    """Numbers, where all layers are of one tower."""
+    towers = {row.rpartition(".")[0] for row in rows}
+    return [row.rpartition(".")[2] if len(towers) == 1 else short(row) for row in rows]
