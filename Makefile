@@ -1,13 +1,14 @@
 # make demo: fine-tune a real model on real data (CPU or GPU).  make test: the test-suite.  Both make their own virtual environment.
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST ?= .venv-oldest
 TORCH ?= torch==2.13.0
 CUTLASS = nvidia-cutlass==4.2.0.0
 BIN = $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PEFT_NVFP4_BUILD ?= 0# the CUDA extension takes minutes: make build-ext
 
-.PHONY: demo test peer-tests build-ext lint clean
+.PHONY: demo test test-oldest peer-tests mutants audit build-ext lint clean
 
 # PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
 $(VENV)/.base: pyproject.toml
@@ -38,6 +39,24 @@ peer-tests: $(VENV)/.test
 	$(BIN)/python -m pip install -q parameterized diffusers scipy
 	$(BIN)/python tests/peer/run.py $(PEER_ARGS)
 
+# the oldest supported PyTorch, transformers and PEFT: what depends on them most
+$(OLDEST)/.base: requirements/oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q -r requirements/oldest.txt
+	touch $@
+
+test-oldest: $(OLDEST)/.base
+	$(OLDEST)/bin/python -m pip install -q -c requirements/oldest.txt -e .
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $$(grep -v '^#' requirements/oldest_tests.txt) $(PYTEST_ARGS)
+
+# would a test notice? one change of the arithmetic at a time, an hour or more: make mutants MUTANT_ARGS="ops.py --count 20"
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutation/run.py $(MUTANT_ARGS)
+
+# known vulnerabilities in the packages that make test has installed (needs pypi.org)
+audit: $(VENV)/.test
+	.ci/audit $(VENV)
+
 # FP4 GEMMs for RTX 50xx: needs nvcc from CUDA 12.8 or later, no GPU
 build-ext: $(VENV)/.base
 	$(BIN)/python -m pip install -q --no-deps $(CUTLASS)
@@ -48,4 +67,4 @@ lint:
 	$(BIN)/ruff check src tests examples benchmarks
 
 clean:
-	rm -rf $(VENV) demo-out
+	rm -rf $(VENV) $(VENV)-audit $(OLDEST) demo-out

@@ -645,3 +645,20 @@ def test_nvfp4_restoring_after_the_centre_changed_leaves_no_stale_constant(chang
         assert layer.output_centre is None
     else:
         assert_same_bits(output_centre(layer), layer.dequantize(torch.float32) @ layer._centre, "D(W) mu")
+
+
+@pytest.mark.gpu
+def test_nf4_is_packed_alike_on_any_stream():
+    """bitsandbytes packs on the default stream. Here the weight is still being made on another one when packing is asked for."""
+    pytest.importorskip("bitsandbytes")
+    linear = nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16)
+    expected = BACKENDS["nf4"].quantize(linear).dequantize()
+    stream = torch.cuda.Stream()
+    late = nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.stream(stream), torch.no_grad():
+        late.weight.zero_()
+        torch.cuda._sleep(50_000_000)  # some 30 ms
+        late.weight.copy_(linear.weight)
+        found = BACKENDS["nf4"].quantize(late).dequantize()
+    torch.cuda.synchronize()
+    assert_same_bits(found, expected)

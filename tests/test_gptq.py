@@ -207,6 +207,12 @@ def test_dead_columns(weighted, rule):
         expected = [nearest(v, s)[0] for v, s in zip(w[:, k].tolist(), factor[:, k // 16].tolist())]
         assert codes_of(q)[:, k].tolist() == expected
     assert (factor[:, 4] > 0).all()  # of the block without input, from its own values
+    if not weighted:  # all others count alike, however small their inputs
+        zeroed = w.clone()
+        zeroed[:, dead] = 0
+        plain = reference.quantize(zeroed, NVFP4Format(rule), gscale).scales
+        some = [block for block in range(6) if block != 4]
+        assert torch.equal(q.scales[:, some], plain[:, some])
 
 
 def test_a_failed_cholesky_raises_the_damping():
@@ -235,6 +241,53 @@ def test_without_a_usable_hessian_it_rounds_to_nearest(case, rule):
     assert solution.damping is None
     for got, expected in zip(solution.q[:3], ops.quantize_weight(w, NVFP4Format(rule))[:3]):
         assert torch.equal(got, expected)
+
+
+def test_a_cholesky_that_ends_in_nan_without_a_word(monkeypatch):
+    """As on a GPU, whose solver may give no sign: the last row has met everything."""
+    real = torch.linalg.cholesky_ex
+
+    def silent(a):
+        lower, info = real(a)
+        lower[-1, -1] = float("nan")
+        return lower, torch.zeros_like(info)
+
+    h = torch.eye(4) + 0.1
+    assert factorize(h, GPTQOptions()) is not None
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", silent)
+    assert factorize(h, GPTQOptions()) is None
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+def test_factor(act_order):
+    """U^T U is the inverse of what was asked for, in solving order; columns without input do not count for the mean."""
+    x = inputs(64, 24) * (torch.arange(24) % 3 != 0)
+    h = x.T @ x / 64
+    factor = factorize(h, GPTQOptions(act_order=act_order, damping=0.05))
+    diagonal = h.diagonal()
+    mean = diagonal[diagonal > 0].mean()
+    damped = (h + mean * 0.05 * torch.eye(24))[factor.order][:, factor.order]
+    assert torch.equal(factor.u, factor.u.triu())
+    # FP32 inverse of a matrix with a condition number of some hundreds (the damping's share), 24 terms
+    assert torch.allclose(factor.u.T @ factor.u @ damped, torch.eye(24), atol=1e-3)
+    assert torch.allclose(factor.importance, diagonal / mean) and factor.damping == 0.05
+    assert sorted(factor.order.tolist()) == list(range(24))
+    expected = torch.sort(diagonal, descending=True, stable=True).indices if act_order else torch.arange(24)
+    assert torch.equal(factor.order, expected)
+
+
+def test_one_column():
+    factor = factorize(torch.tensor([[4.0]]), GPTQOptions(damping=0.25))
+    assert factor.u.item() == pytest.approx(5**-0.5) and factor.order.tolist() == [0] and factor.importance.tolist() == [1.0]
+
+
+def test_options():
+    """The defaults that the documentation gives; blocks of one column are blocks."""
+    assert GPTQOptions() == GPTQOptions("mse", True, True, False, 0.01, 128)
+    w, moments = layer(8, 64)
+    codes = [gptq([w], moments, GPTQOptions(columns=columns))[0].q for columns in (1, 16, 128)]
+    # the same sums in another order: a value may cross a threshold now and then
+    assert all((codes_of(q) != codes_of(codes[0])).float().mean() < 0.02 for q in codes[1:])
 
 
 def test_a_sound_layer_warns_of_nothing():

@@ -5,13 +5,14 @@ the difference is (roundings on the way) x (unit roundoff) x (the formula on abs
 """
 
 import copy
+import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from _assertions import assert_same_bits, unit
-from peft import LoraConfig, get_layer_status, get_model_status, get_peft_model
+from peft import LoraConfig, LoraModel, get_layer_status, get_model_status, get_peft_model
 from torch import nn
 
 from peft_nvfp4 import BACKENDS, FrozenLinear, NVFP4LoraConfig, freeze_model, ops
@@ -375,7 +376,10 @@ def test_mixed_batch_refusals(backend):
 @pytest.mark.parametrize("combination, rank", (("cat", 6), ("svd", 6), ("linear", 4)))
 def test_weighted_adapters(backend, combination, rank):
     """Combining by "cat" adds the updates exactly; so does "svd" with a rank that can hold the sum (the SVD in FP32 is backward
-    stable: errors of a modest multiple of the unit roundoff times the norm); "linear" adds A and B before multiplying."""
+    stable: errors of a modest multiple of the unit roundoff times the norm); "linear" adds A and B before multiplying. PEFT 0.20
+    multiplies with the scaling twice for "svd", on any base."""
+    source = inspect.getsource(LoraModel._svd_generalized_task_arithmetic_weighted_adapter)
+    twice = combination == "svd" and "weight * target.scaling[adapter]" in source
     model = adapt(backend, dict(r=rank - 4 if combination != "linear" else 4, lora_alpha=6))
     weights = [0.7, -0.4]
     kwargs = {"svd_rank": rank} if combination == "svd" else {}
@@ -390,7 +394,8 @@ def test_weighted_adapters(backend, combination, rank):
             b = roots[0] * layer.lora_B["default"].weight + roots[1] * layer.lora_B["a1"].weight
             want = (b @ a).detach()
         else:
-            want = weights[0] * delta(layer, "default") + weights[1] * delta(layer, "a1")
+            own = [w * (layer.scaling[n] if twice else 1.0) for w, n in zip(weights, ("default", "a1"))]
+            want = own[0] * delta(layer, "default") + own[1] * delta(layer, "a1")
         assert (delta(layer, "mix") - want).abs().max() <= 256 * unit(torch.float32) * want.norm()
         x = inputs(layer)
         assert_close(layer(x), *formula(layer, x, ["mix"]), what=name)
@@ -737,3 +742,25 @@ def test_frozen_model_takes_plain_lora(backend):
     assert_close(layer(x), *formula(layer, x, ["default"]))
     dense = model.merge_and_unload()
     assert {type(dense.up_proj), type(dense.down_proj)} == {nn.Linear}
+
+
+def test_plain_branches(backend):
+    """What modules that compute several linears at once ask a layer for."""
+    model = adapt(backend, None)
+    layer = layer_of(model, LAYERS[0])
+    (branch,) = layer.plain_branches()
+    assert branch.a is layer.lora_A["default"].weight and branch.b is layer.lora_B["default"].weight
+    model.base_model.set_adapter(["default", "a1"])
+    assert [branch.a is layer.lora_A[name].weight for name, branch in zip(("default", "a1"), layer.plain_branches())] == [
+        True
+    ] * 2
+    layer.merge_aware_adapters = frozenset({"a1"})
+    assert layer.plain_branches() is None
+    layer.merge_aware_adapters = frozenset()
+    with model.disable_adapter():
+        assert layer.plain_branches() == []
+    model.merge_adapter()
+    assert layer.plain_branches() == []
+    model.unmerge_adapter()
+    layer.set_adapter(["elsewhere"])
+    assert layer.plain_branches() == []

@@ -49,7 +49,7 @@ def opcheck_cases():
         yield f"dequantize-{dtype}", op.dequantize, (*gaussian(5, 40, ACTIVATION), dtype)
     yield "dequantize-tensor-scale", op.dequantize, (*gaussian(3, 64, WEIGHT), torch.bfloat16)
     for rule in SCALE_RULES:
-        yield f"transpose_requantize-{rule}", op.transpose_requantize, (*gaussian(7, 40, WEIGHT), rule)
+        yield f"transpose_requantize-{rule}", op.transpose_requantize, (*gaussian(40, 33, WEIGHT), rule)
     x1, x2, w = gaussian(3, 40, ACTIVATION), gaussian(3, 40, ACTIVATION, 1), gaussian(6, 40, WEIGHT)
     for xs, bias, dtype in itertools.product(([x1], [x1, x2]), (None, torch.ones(6)), (torch.float32, torch.bfloat16)):
         lists = [q.codes for q in xs], [q.scales for q in xs], [q.gscale for q in xs]
@@ -179,6 +179,31 @@ def test_formats_that_do_not_exist(arguments, message):
         NVFP4Format(*arguments)
 
 
+def test_quick_check_of_a_packed_operand():
+    """True for what is sound, at the first glance (the messages cost more); never for anything else."""
+    sound = dict(zip(("codes", "scales", "gscale"), gaussian(3, 40, ACTIVATION)))
+    assert ops._is_packed(**sound, kp=64) is True
+    assert ops._is_packed(**{**sound, "gscale": torch.ones(1)}, kp=64) is True
+    for name, wrong in {
+        "codes": [f32(3, 32), f32(3, 31).byte(), f32(3, 62).byte(), f32(2, 32).byte(), f32(3 * 32).byte()],
+        "scales": [f32(3, 4), f32(3, 3).byte(), f32(4, 4).byte(), f32(12).byte()],
+        "gscale": [torch.ones(3).double(), torch.ones(2), torch.ones(3, 1), torch.ones(())],
+    }.items():
+        for t in wrong:
+            assert not ops._is_packed(**{**sound, name: t}, kp=64), (name, t.shape, t.dtype)
+    assert not ops._is_packed(**sound, kp=32) and not ops._is_packed(**sound, kp=128)
+
+
+def test_eager_code_without_autograd_goes_past_the_dispatcher(monkeypatch):
+    monkeypatch.setitem(ops._DIRECT, ("pack", "cpu"), lambda codes: "straight")
+    codes = f32(2, 4).byte()
+    with torch.no_grad():
+        assert ops.pack(codes) == "straight" and ops.pack(torch.nn.Parameter(codes, requires_grad=False)) == "straight"
+    assert_same_bits(ops.pack(codes), f32(2, 2).byte() * 17, "through the dispatcher")
+    with FakeTensorMode() as mode, torch.no_grad():
+        assert ops.pack(mode.from_tensor(codes)).shape == (2, 2)
+
+
 # ---------------------------------------------------------------------------------------------- autograd
 
 
@@ -244,8 +269,20 @@ def test_quantize_weight_by_chunks(rule, device, monkeypatch):
         want, want_given = reference.quantize(w, fmt), reference.quantize(w, fmt, torch.ones(1))
         for chunk in (599, 1 << 22):
             monkeypatch.setattr(ops, "CHUNK", chunk)
+            monkeypatch.setattr(ops, "CHUNK_CPU", chunk)
             assert_same_matrix(ops.quantize_weight(w.to(device), fmt), want)
             assert_same_matrix(ops.quantize_weight(w.to(device), fmt, torch.ones(1, device=device)), want_given)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (3, 1), (1, 4, 2)])
+def test_shared_global_scale(sizes):
+    """The one that the weights would have as rows of one matrix; a weight may be empty, its largest value negative."""
+    weights = [sample("student_t", rows, 40) * 2.0**-i for i, rows in enumerate(sizes)]
+    weights[-1] = -weights[-1].abs() * 64
+    for given in (weights, [*weights, torch.zeros(0, 40)]):
+        found = ops.shared_gscale(given)
+        assert_same_bits(found, ops.weight_gscale(torch.cat(weights)), "scale")
+        assert found.shape == (1,)
 
 
 @by_device

@@ -231,3 +231,84 @@ def test_stochastic_rounding_depends_on_the_seed_alone():
 def test_round_to_nearest_ignores_the_seed():
     x = sample("student_t", 5, 40)
     assert_same_matrix(reference.quantize(x, ACTIVATION, seed=torch.tensor(3)), reference.quantize(x, ACTIVATION))
+
+
+# ---------------------------------------------------------------------------------------------- what only a GPU takes
+
+
+def test_tables_made_in_inference_mode_serve_outside_of_it():
+    """They are kept; an inference tensor could not enter a graph of autograd later."""
+    for table in (reference._grid, reference._pair_table):
+        table.cache_clear()
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        assert not reference._grid(device).is_inference()
+        assert not reference._pair_table(torch.bfloat16, device).is_inference()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_sums_in_bf16_are_switched_off_for_a_while(allowed):
+    switch = torch.backends.cuda.matmul
+    before = switch.allow_bf16_reduced_precision_reduction
+    try:
+        switch.allow_bf16_reduced_precision_reduction = allowed
+        with pytest.raises(KeyError), reference.full_precision_sums():
+            assert not switch.allow_bf16_reduced_precision_reduction
+            raise KeyError
+        assert switch.allow_bf16_reduced_precision_reduction == allowed
+    finally:
+        switch.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_product_of_a_gpu(monkeypatch, terms, dtype, biased, given):
+    """With a ``torch.mm`` that knows ``out_dtype`` on a CPU. Small integers: sums are exact, in BF16 up to 256."""
+    used = []
+
+    def mm(a, b, out_dtype):
+        assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+        used.append(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(torch, "mm", mm)
+    rng = np.random.default_rng(0)
+    *x, w = (rng.choice([-1.0, 0.0, 1.0], (rows, 32)).astype(np.float32) for rows in [3] * terms + [5])
+    for matrix in (*x, w):
+        matrix[:, ::16] = 6  # every block scale is 1, and the matrix its own NVFP4 form
+    *x, w = map(torch.from_numpy, (*x, w))
+    *qx, qw = (reference.quantize(matrix, NVFP4Format(), UNIT) for matrix in (*x, w))
+    bias = torch.arange(5.0) if biased else None
+    values = sum(x).to(dtype) if given else None
+    y = reference.matmul_cuda(qx, qw, bias, dtype, values)
+    expected = sum(x) @ w.T + (0 if bias is None else bias)
+    assert y.dtype == dtype and torch.equal(y.float(), expected)
+    assert not any(used) and len(used) == (terms if biased or terms == 2 or dtype != torch.bfloat16 else 0)
+
+
+def test_a_weight_on_a_gpu_is_multiplied_there(monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(reference, "matmul_cuda", lambda *given: given)
+    w = SimpleNamespace(codes=SimpleNamespace(is_cuda=True))
+    assert reference.matmul("terms", w, "bias", "dtype", "values") == ("terms", w, "bias", "dtype", "values")
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_a_cpu_with_bf16_instructions_adds_two_terms_in_fp32(monkeypatch, has_bf16):
+    """6 + 1/16 is no BF16 number; one term is, and so are its products with 1, of which one is not zero."""
+    monkeypatch.setattr(reference, "_CPU_HAS_BF16", has_bf16)
+    large, small = (torch.zeros(1, 32) for _ in range(2))
+    large[0, 0], small[0, 0] = 6.0, 0.0625
+    q = [reference.quantize(x, ACTIVATION) for x in (large, small)]
+    w = reference.quantize(torch.nn.functional.one_hot(torch.tensor([0, 1]), 32).float() * 6, NVFP4Format())
+    for dtype in (torch.float32, torch.bfloat16):
+        exact = (reference.dequantize(q[0]) + reference.dequantize(q[1])) @ reference.dequantize(w).T
+        assert_same_bits(reference.matmul(q, w, None, dtype), exact.to(dtype), "two terms")
+        y = reference.matmul(q[:1], w, torch.tensor([0.0625, 0.0]), dtype)
+        assert_same_bits(y, torch.tensor([[36.0625, 0.0]]).to(dtype), "one term and a bias")
+        assert_same_bits(reference.matmul(q[:1], w, None, dtype), torch.tensor([[36.0, 0.0]]).to(dtype), "one term")
+    assert reference.cpu_operand(torch.bfloat16) == (torch.bfloat16 if has_bf16 else torch.float32)
+    assert reference.cpu_operand(torch.float32) == reference.cpu_operand(torch.float16) == torch.float32
