@@ -16,11 +16,14 @@ from .dataflow.loss import linear_cross_entropy
 from .dataflow.loss_attach import attach_loss, detach_loss
 from .freeze import dense_share, dequantize_model, freeze_model, frozen_bytes
 from .graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .guards import StopOnNonFinite, deterministic, memory_advice
 from .hf import PactConfig, prepare_model_for_nvfp4_training
 from .inits import preprocess_eora
 from .inspection import AdapterReport, inspect_adapter
 from .merging import merge
+from .offload import disable_offload, enable_offload, offload_status
 from .retention import MergeReport
+from .statistics import NVFP4StatisticsCallback, tensor_statistics
 from .tuner import register, unregister
 from .version import __version__
 
@@ -35,7 +38,9 @@ __all__ = [
     "GPTQOptions",
     "MergeReport",
     "NVFP4LoraConfig",
+    "NVFP4StatisticsCallback",
     "PactConfig",
+    "StopOnNonFinite",
     "apply_calibration",
     "attach",
     "attach_loss",
@@ -44,9 +49,12 @@ __all__ = [
     "dequantize_model",
     "detach",
     "detach_loss",
+    "deterministic",
     "disable_cuda_graphs",
+    "disable_offload",
     "distributed",
     "enable_cuda_graphs",
+    "enable_offload",
     "export_checkpoint",
     "freeze_model",
     "frozen_bytes",
@@ -54,10 +62,13 @@ __all__ = [
     "inspect_adapter",
     "kernels",
     "linear_cross_entropy",
+    "memory_advice",
     "merge",
+    "offload_status",
     "prepare_model_for_nvfp4_training",
     "preprocess_eora",
     "register",
+    "tensor_statistics",
     "unregister",
 ]
 

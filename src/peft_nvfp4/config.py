@@ -95,7 +95,7 @@ class NVFP4LoraConfig(LoraConfig):
 
     def __post_init__(self) -> None:
         self._post_init_of_peft()
-        if self.backend not in BACKENDS:
+        if not isinstance(self.backend, str) or self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
         check_accuracy(self.accuracy)
         if self.calibration is not None and self.backend != "nvfp4":
@@ -204,9 +204,10 @@ def _read_side_car(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
         version = content.pop("format_version")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        newer = version > SIDE_CAR_VERSION
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"not a valid side-car file ({error}); delete it to load the adapter with default settings") from error
-    if version > SIDE_CAR_VERSION:
+    if newer:
         raise ValueError(f"format version {version}; this package reads up to {SIDE_CAR_VERSION}: upgrade peft_nvfp4")
     unknown = content.keys() - {*OWN_FIELDS, "loftq_iter"}
     if unknown:

@@ -130,7 +130,9 @@ def read(folder: str | Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text())
         version, _, _ = content.pop("format_version"), content["format"], content["fingerprint"]
         newer = version > BASE_VERSION
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        if not newer and not isinstance(content.get("init"), str | None):
+            raise TypeError(f"init is {content['init']!r}")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no valid record of a base ({error}); delete it to go on without") from error
     if newer:
         raise ValueError(f"{path}: format version {version}; this package reads up to {BASE_VERSION}: upgrade peft_nvfp4")

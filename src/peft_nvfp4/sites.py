@@ -38,7 +38,7 @@ ACCURACY: dict[str, dict[str, int]] = {
 
 def check_accuracy(accuracy: str) -> None:
     """Raises ValueError for a word that is no preset."""
-    if accuracy not in ACCURACY:
+    if not isinstance(accuracy, str) or accuracy not in ACCURACY:
         raise ValueError(f"accuracy must be one of {', '.join(ACCURACY)}, got {accuracy!r}")
 
 

@@ -13,6 +13,9 @@ Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,18 @@ try:
     import bitsandbytes as bnb
 except ImportError as error:
     raise ImportError("backend='nf4' needs bitsandbytes: pip install 'peft_nvfp4[nf4]' (or pip install bitsandbytes)") from error
+
+
+@contextmanager
+def _in_order(device: torch.device) -> Iterator[None]:
+    """bitsandbytes' quantising kernels take no stream and run on the default one, whatever the current stream is: within the
+    context both have done what was asked of them before, and after it the current one may read the result."""
+    aside = device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+    if aside:
+        torch.cuda.synchronize(device)
+    yield
+    if aside:
+        torch.cuda.synchronize(device)
 
 
 @register_backend("nf4")
@@ -74,7 +89,8 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
 
     def _store(self, weight: Tensor) -> None:
         parameter = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=self)
-        self.weight = parameter.to(weight.device)  # bitsandbytes quantises on this call, also where nothing moves
+        with _in_order(weight.device):
+            self.weight = parameter.to(weight.device)  # bitsandbytes quantises on this call, also where nothing moves
         self.quant_state = self.weight.quant_state
 
     @property

@@ -23,11 +23,12 @@ from torch import nn
 from ..backends import FrozenOptions
 from ..freeze import _mark_quantised, frozen_layers, plan
 from ..sites import check_accuracy
+from .check import check_layer
 from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions
 from .passes import Run
 from .report import Report
-from .store import Store, digest, install, load_layer, model_digest, read_manifest
+from .store import PARTS, Store, digest, install, load_layer, model_digest, read_manifest
 from .structure import find_stack
 
 METHODS = ("gptq", "nearest")
@@ -197,8 +198,10 @@ def apply_calibration(
     missing = [n for part in parts for n in expected if n not in manifest[part]]
     if missing:
         raise ValueError(f"the calibration in {folder} is not finished ({missing[0]} is missing); run calibrate again to go on")
-    if manifest["fingerprint"]["model"] != model_digest(model):
+    if manifest["fingerprint"].get("model") != model_digest(model):
         raise ValueError(f"the calibration in {folder} was made for other weights than this model's")
+    for name in expected:
+        check_layer(model.get_submodule(name), name, folder, manifest, PARTS)
     done = []
     for name in expected:
         entry, settings = manifest["layers"][name], manifest["settings"]

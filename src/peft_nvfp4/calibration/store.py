@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..backends import FrozenOptions, frozen
 from ..backends.nvfp4 import NVFP4FrozenLinear
 from ..formats import QuantizedMatrix
+from .check import check_manifest
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -86,12 +87,15 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        version = manifest["format_version"]
+        newer = manifest["format_version"] > VERSION
+        if not newer:
+            check_manifest(manifest, PARTS)
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no calibration: {MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a valid manifest of a calibration ({error}); delete it") from error
-    if version > VERSION:
+    if newer:
+        version = manifest["format_version"]
         raise ValueError(f"{path}: format version {version}; this package reads up to {VERSION}: upgrade peft_nvfp4")
     return manifest
 

@@ -57,7 +57,7 @@ def check_indices(files: Sequence[str] | None, folder: str | None) -> None:
     for index in sorted(index for each in folders for index in each.glob("*.index.json")):
         try:
             names = json.loads(index.read_text())["weight_map"].values()
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             continue  # transformers reads it, and says what is wrong with it
         for name in names:
             paths = (PurePosixPath(str(name)), PureWindowsPath(str(name)))

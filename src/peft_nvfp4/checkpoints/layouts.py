@@ -86,13 +86,10 @@ class Layout:
 
 
 def reciprocal(g: Tensor) -> Tensor:
-    """FP32 numbers whose FP32 reciprocals are ``g``, where there are such, else 1 / g. (Not every number is a reciprocal: where
-    the significand is above sqrt(2), reciprocals are sparser than numbers.)"""
-    nearest = 1.0 / g
-    zero = torch.zeros_like(nearest)
-    for candidate in (torch.nextafter(nearest, zero), torch.nextafter(nearest, zero + torch.inf)):
-        nearest = torch.where((1.0 / nearest != g) & (1.0 / candidate == g), candidate, nearest)
-    return nearest
+    """FP32 numbers whose FP32 reciprocals are ``g``, where there are such. (Not every number is a reciprocal: where the
+    significand is above sqrt(2), reciprocals are sparser than numbers.) The rounded 1 / g is one wherever there is one: tests/test_mutants.py
+    goes through all significands."""
+    return 1.0 / g
 
 
 COMPRESSED_TENSORS = Layout(

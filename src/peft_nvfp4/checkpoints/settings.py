@@ -66,7 +66,7 @@ def _matches(name: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], name) is not None
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"{pattern!r} in the list of unquantised modules is not a regular expression: {error}") from None
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
@@ -104,10 +104,21 @@ def read_settings(settings: Mapping[str, Any], origin: str) -> Published:
     check = _check_compressed_tensors if layout is COMPRESSED_TENSORS else _check_modelopt
     _check_known(settings, _TOP[layout.name], "quantization_config", origin)
     check(settings, origin)
-    ignore = [*(settings.get("ignore") or ()), *(settings.get("exclude_modules") or ())]
-    if not all(isinstance(name, str) for name in ignore):
-        raise ValueError(f"{origin}: the list of unquantised modules holds something that is not a name: {ignore!r}")
-    return Published(layout, tuple(ignore), origin)
+    return Published(layout, _ignored(settings, origin), origin)
+
+
+def _ignored(settings: Mapping[str, Any], origin: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for key in ("ignore", "exclude_modules"):
+        names = settings.get(key) or []
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{origin}: {key}, the list of unquantised modules, holds something that is not a name: {names!r}")
+        found += names
+    try:
+        Published(COMPRESSED_TENSORS, tuple(found), origin).ignores("")
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
+    return tuple(found)
 
 
 def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:
@@ -116,13 +127,14 @@ def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:
         raise ValueError(f"{origin}: quantization_status is {status!r}, so the weights are not packed. {INSTEAD}")
     for key in ("transform_config", "sparsity_config", "moe_sparsity_config"):
         value = settings.get(key)
-        if value and not (key == "sparsity_config" and value.get("format", "dense") == "dense"):
+        dense = key == "sparsity_config" and isinstance(value, Mapping) and value.get("format", "dense") == "dense"
+        if value and not dense:
             what = "rotates inputs or weights while it computes" if key == "transform_config" else "stores sparse weights"
             raise ValueError(f"{origin}: {key} says that the model {what}, which a frozen NVFP4 layer cannot. {INSTEAD}")
     groups = _groups(settings, origin)
-    formats = {settings.get("format")} | {group.get("format") for group in groups.values()} - {None}
+    formats = {str(found) for found in (settings.get("format"), *(g.get("format") for g in groups.values())) if found is not None}
     if formats - {"mixed-precision"} != {FORMAT}:
-        names = ", ".join(sorted(map(str, formats - {FORMAT, "mixed-precision"}))) or "none"
+        names = ", ".join(sorted(formats - {FORMAT, "mixed-precision"})) or "none"
         raise ValueError(f"{origin}: the format is {names}; {_OURS} ({FORMAT}). {INSTEAD}")
     for name, group in groups.items():
         _check_group(name, group, origin, symmetric=True)
@@ -131,6 +143,8 @@ def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:
 def _check_modelopt(settings: Mapping[str, Any], origin: str) -> None:
     algorithm = settings.get("quant_algo")
     layers = settings.get("quantized_layers") or {}
+    if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
+        raise ValueError(f"{origin}: quantized_layers does not say of each layer how it is quantised. {INSTEAD}")
     if algorithm == "MIXED_PRECISION":
         other = {name: layer.get("quant_algo") for name, layer in layers.items() if layer.get("quant_algo") not in ALGORITHMS}
         if other or not layers:
@@ -140,7 +154,7 @@ def _check_modelopt(settings: Mapping[str, Any], origin: str) -> None:
                 f"{INSTEAD}"
             )
     elif algorithm not in ALGORITHMS:
-        reason = _NO_ALGORITHM.get(algorithm, _OURS)
+        reason = _NO_ALGORITHM.get(str(algorithm), _OURS)
         raise ValueError(f"{origin}: quant_algo {algorithm!r} cannot be represented: {reason}. {INSTEAD}")
     for owner, size in [
         ("quantization", settings.get("group_size")),

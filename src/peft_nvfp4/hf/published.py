@@ -84,7 +84,7 @@ def beside(files: Sequence[str]) -> Published | None:
         if path.is_file():
             try:
                 settings = json.loads(path.read_text())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path} is damaged: {error}. Download it again") from error
             if not isinstance(settings, dict):
                 raise ValueError(f"{path} is damaged: it holds no settings. Download it again")

@@ -129,8 +129,11 @@ def base_of_adapter(adapter: str | Path) -> str:
     path = Path(adapter) / "adapter_config.json"
     if not path.is_file():
         raise ValueError(f"{adapter} holds no adapter (no adapter_config.json)")
-    name = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not name:
+    try:
+        name = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no config of an adapter: {error}") from error
+    if not isinstance(name, str) or not name:
         raise ValueError(f"{path} does not name its base model: give it with --model")
     return name
 

@@ -142,7 +142,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except OSError:
+        raise
+    except Exception as error:  # not only YAMLError: numbers, dates and !!tags that it cannot make sense of, and text in no UTF-8
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}

@@ -74,7 +74,10 @@ def read(
         raise ValueError(f"{name} holds no rows")
     columns = dict(columns or {})
     if format == "auto":
-        format = next((f for f, need in FORMATS.items() if all(columns.get(c, c) in raw[0] for c in need)), "")
+        first = raw[0] if isinstance(raw[0], Mapping) else {}
+        format = next((f for f, need in FORMATS.items() if all(columns.get(c, c) in first for c in need)), "")
+        if not format and not first:
+            raise ValueError(f"{name}, row 1: expected an object with named values, got {raw[0]!r:.60}")
         if not format:
             wanted = "; ".join(f"{f}: {', '.join(need)}" for f, need in FORMATS.items())
             raise ValueError(
@@ -140,7 +143,7 @@ def _read_file(path: Path) -> list[Any]:
         if kind == ".jsonl":
             return _read_jsonl(path)
         if kind == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = _json(path.read_text(encoding="utf-8"), str(path))
             if not isinstance(content, list):
                 raise ValueError(f"{path}: a .json file holds a list of rows; one row a line is .jsonl")
             return content
@@ -151,8 +154,8 @@ def _read_file(path: Path) -> list[Any]:
             return [{"text": part.strip()} for part in path.read_text(encoding="utf-8").split("\n\n") if part.strip()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a table of text: {error}") from error
     raise ValueError(f"{path}: data files end in .jsonl, .json, .csv, .tsv or .txt")
 
 
@@ -160,11 +163,15 @@ def _read_jsonl(path: Path) -> list[Any]:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            rows.append(_json(line, f"{path}, line {number}"))
     return rows
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
 
 
 def _read_dataset(name: str, split: str) -> list[Any]:
