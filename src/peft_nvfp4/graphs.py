@@ -107,6 +107,23 @@ class _Entry:
     model_state: tuple
 
 
+def _baked_in(p: nn.Parameter) -> tuple:
+    """Of a parameter: the object, too, since gradients go to the one that was recorded; of frozen ones also the version, since
+    copies of them may be read."""
+    if type(p).__name__ == "DTensor":
+        raise Unsupported("the parameters are sharded (FSDP2), and each step gathers them anew")
+    return id(p), p.data_ptr(), p.dtype, p.requires_grad, 0 if p.requires_grad or p.is_inference() else p._version
+
+
+def _adapter_state(layer: nn.Module) -> tuple:
+    """Of a LoRA layer."""
+    if layer._forward_pre_hooks:
+        raise Unsupported("hooks on adapters (aLoRA) may do something else in every step")
+    dropouts = tuple(getattr(d, "p", 0.0) for d in layer.lora_dropout.values())
+    chosen = tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters)
+    return *chosen, tuple(layer.scaling.items()), dropouts
+
+
 class GraphedForward:
     """The ``forward`` of a decoder, on the instance."""
 
@@ -197,29 +214,32 @@ class GraphedForward:
         return tensors, constants
 
     def _model_state(self) -> tuple:
-        """What a recording has baked in."""
-        parameters = []
-        for p in self.decoder.parameters():
-            if type(p).__name__ == "DTensor":
-                raise Unsupported("the parameters are sharded (FSDP2), and each step gathers them anew")
-            # the object, too: gradients go to the one that was recorded. The version of frozen ones: copies of them may be read
-            version = 0 if p.requires_grad or p.is_inference() else p._version
-            parameters.append((id(p), p.data_ptr(), p.dtype, p.requires_grad, version))
-        buffers = tuple((b.data_ptr(), b.dtype) for b in self.decoder.buffers())
-        adapters: list = [getattr(self.decoder.config, "_attn_implementation", None)]
-        for module in self.decoder.modules():
-            hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-            adapters.append((type(module), module.training, vars(module).get("attention_dropout"), *map(tuple, hooks)))
-            if hasattr(module, "lora_A") and module._forward_pre_hooks:
-                raise Unsupported("hooks on adapters (aLoRA) may do something else in every step")
-            if hasattr(module, "lora_A"):
-                dropouts = tuple(getattr(d, "p", 0.0) for d in module.lora_dropout.values())
-                scaling = tuple(module.scaling.items())
-                adapters.append((tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters)))
-                adapters.append((scaling, dropouts))
+        """What a recording has baked in. Asked in every step, of thousands of modules: ``modules()``, ``parameters()`` and
+        ``buffers()`` took longer than the rest of a step's Python."""
+        state: list = [getattr(self.decoder.config, "_attn_implementation", None)]
+        seen: set[int] = set()
+        left = [self.decoder]
+        while left:
+            module = left.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            children = module._modules
+            if children:
+                left += [child for child in children.values() if child is not None]
+            state.append((type(module), module.training, module.__dict__.get("attention_dropout")))
+            if module._parameters:
+                state += [_baked_in(p) for p in module._parameters.values() if p is not None]
+            if module._buffers:
+                state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+                hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+                state.append(tuple(map(tuple, hooks)))
+            if "lora_A" in children:
+                state.append(_adapter_state(module))
             elif isinstance(module, nn.Dropout):
-                adapters.append(module.p)
-        return tuple(parameters), buffers, tuple(adapters)
+                state.append(module.p)
+        return tuple(state)
 
     # -- recording
 
