@@ -224,12 +224,25 @@ def test_names_and_numbers_are_inverse():
 
 
 def test_checkpoints_that_were_not_finished_are_passed_over(tmp_path):
-    for step, files in {2: ("trainer_state.json", "optimizer.pt"), 10: ("trainer_state.json",), 12: ("optimizer.bin",)}.items():
+    both = ("trainer_state.json", "optimizer.pt")
+    for step, files in {2: both, 10: ("trainer_state.json",), 12: ("optimizer.bin",), 14: both}.items():
         (tmp_path / f"checkpoint-{step}").mkdir()
         for name in files:
-            (tmp_path / f"checkpoint-{step}" / name).touch()
+            (tmp_path / f"checkpoint-{step}" / name).write_text("{}")
+    (tmp_path / "checkpoint-14" / "trainer_state.json").write_text('{"global_st')  # died while it wrote the last file
     (tmp_path / "checkpoint-best").mkdir()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2") and last_checkpoint(tmp_path / "none") is None
+
+
+def test_a_converted_optimizer_is_whole_or_not_there(tmp_path, monkeypatch):
+    def dies(state, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", dies)
+    with pytest.raises(KeyboardInterrupt):
+        resume._save({}, tmp_path / resume.BY_NAME)
+    assert not (tmp_path / resume.BY_NAME).exists()
 
 
 def nf4_shares(rank: int, folder: str, strategy: str):

@@ -1,16 +1,21 @@
 """Frozen experts against a loop over single frozen linears, through files, adapters, merges and published checkpoints."""
 
 import copy
+import warnings
 
 import numpy as np
 import published_checkpoints as published
 import pytest
 import torch
 import torch.nn.functional as F
+from _two_processes import both
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_moe import IDS, by_family, mixtral, qwen3_moe
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from peft_nvfp4 import (
@@ -28,8 +33,10 @@ from peft_nvfp4 import (
 )
 from peft_nvfp4.backends import BACKENDS, FrozenOptions
 from peft_nvfp4.dataflow.mlp import FusedGatedMLP, recognise
+from peft_nvfp4.expert_rows import SortedRows, TokenRows, by_expert
 from peft_nvfp4.experts import FrozenExperts, frozen_experts, is_experts, linear_of
-from peft_nvfp4.fingerprint import base_record
+from peft_nvfp4.fingerprint import base_record, source_fingerprint
+from peft_nvfp4.offload_layers import computing
 
 OPTIONS = {"gate_up_proj": FrozenOptions(terms=2), "down_proj": FrozenOptions()}
 BACKEND = pytest.mark.parametrize("backend", ("nvfp4", "nf4"))
@@ -137,6 +144,36 @@ def test_casts_and_copies_leave_the_bytes(backend):
     assert not torch.equal(experts(x, index, w), expected)
 
 
+@BACKEND
+def test_a_failed_replacement_leaves_the_weights(backend):
+    """The last expert's new weight is bad: the others' are not computed with either."""
+    _, experts = frozen(mixtral, backend)
+    x, index, w = routed()
+    before, y = plain(experts.packed_tensors()), experts(x, index, w)
+    spoiled = torch.randn(4, 32, 48)
+    spoiled[3, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        experts.requantize_("down_proj", spoiled)
+    assert_equal(before, experts.packed_tensors())
+    assert torch.equal(experts(x, index, w), y)
+
+
+@BACKEND
+def test_linears_are_kept_by_the_forward_only(backend):
+    """They hold the memory that they look at: of an offloaded model, a copy on the device. NF4's code books are shared."""
+    _, experts = frozen(mixtral, backend)
+    experts.requantize_("down_proj", torch.randn(4, 32, 48))
+    experts.dequantize("down_proj")
+    assert not experts._layers
+    experts(*routed())
+    assert experts._layers.keys() == experts.projections.keys()
+    first, second = experts.layers("down_proj")[:2]
+    assert first is experts._layers["down_proj"][1][0]
+    if backend == "nf4":
+        assert first.quant_state.code is second.quant_state.code
+        assert first.quant_state.state2.code is second.quant_state.state2.code
+
+
 def test_backends_that_do_not_pack_are_refused():
     with pytest.raises(ValueError, match="nvfp4 or nf4, got 'bf16'"):
         frozen(mixtral, "bf16")
@@ -234,6 +271,60 @@ def test_no_tokens_and_experts_of_other_processes():
     assert not experts(x, torch.full_like(index, 4), w).any()
 
 
+@BACKEND
+def test_the_gradient_of_a_token_is_rounded_once(backend):
+    """In BF16, with four experts a token: the parts of the gradient, each by itself, summed in FP32 (which is exact to 2^-24, in
+    whatever order) and rounded. Added up in memory, they would be rounded three times."""
+    _, experts = frozen(mixtral, backend, torch.bfloat16)
+    index = torch.stack([torch.randperm(4) for _ in range(32)])
+    x, _, _ = routed(32, dtype=torch.bfloat16)
+    w, dy = torch.rand(32, 4), torch.randn(32, 32).bfloat16()
+
+    def gradient(index, w):
+        (dx,) = torch.autograd.grad(experts(x, index, w), x, dy)
+        return dx
+
+    parts = [gradient(index[:, j : j + 1], w[:, j : j + 1]).float() for j in range(4)]
+    assert torch.equal(gradient(index, w), sum(parts).bfloat16())
+
+
+def test_rows_to_experts_and_back():
+    """An expert twice for one token, experts without rows, and indices of other processes."""
+    index = torch.tensor([[2, 2], [0, 5], [7, 2]])
+    order, counts = by_expert(index, 4)
+    assert order.tolist() == [2, 0, 1, 5] and counts == [1, 0, 3, 0]
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+    rows = SortedRows.apply(x, order, 2)
+    assert torch.equal(rows, x[[1, 0, 0, 2]])
+    back = TokenRows.apply(rows, order, 6)
+    assert torch.equal(back.view(3, 2, 2), torch.stack([x[[0, 0]], torch.stack([x[1], 0 * x[1]]), torch.stack([0 * x[2], x[2]])]))
+    (dx,) = torch.autograd.grad(back, x, torch.ones_like(back))
+    assert dx.tolist() == [[2, 2], [1, 1], [1, 1]]
+    assert by_expert(index.int(), 4)[1] == counts
+    assert by_expert(torch.full((3, 2), 4), 4)[1] == [0, 0, 0, 0]
+
+
+class Operations(TorchDispatchMode):
+    """Names of what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_counting_rows_waits_for_the_device_once():
+    """On a GPU the host waits for ``tolist``, and for the operations named here, each of which asks for a value."""
+    _, index, _ = routed()
+    with Operations() as operations:
+        by_expert(index, 4)
+    assert "sort" in operations.names
+    assert not operations.names & {"bincount", "nonzero", "_local_scalar_dense", "unique", "repeat_interleave"}
+
+
 @by_family
 def test_the_whole_model_with_checkpointing(make):
     """Checkpointing computes experts again; losses and gradients do not change by a bit. The router stays as it was."""
@@ -292,7 +383,9 @@ def test_freezing_packs_experts_and_dequantising_gives_them_back():
     assert torch.equal(experts_of(model).gate_up_proj, weights)
     skipped = freeze_model(mixtral(), skip_modules=["experts"], progress=False)
     assert not frozen_experts(skipped)
-    assert not frozen_experts(freeze_model(mixtral(), "bf16", progress=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # dense by choice: nothing to warn of
+        assert not frozen_experts(freeze_model(mixtral(), "bf16", progress=False))
 
 
 def test_freezing_twice_and_otherwise():
@@ -304,12 +397,59 @@ def test_freezing_twice_and_otherwise():
         freeze_model(model, "nf4", progress=False)
 
 
+def test_hooks_stay_and_shared_experts_stay_shared():
+    """As of linears: the user's hooks are called (and can be removed); two layers with the same experts share packed ones."""
+    model, calls = mixtral(), []
+    model.model.layers[1].mlp.experts = experts_of(model)
+    handle = experts_of(model).register_forward_hook(lambda module, args, y: calls.append(type(module)))
+    freeze_model(model, progress=False)
+    assert experts_of(model) is experts_of(model, 1)
+    model(IDS)
+    assert calls == [FrozenExperts] * 2
+    handle.remove()
+    model(IDS)
+    assert len(calls) == 2
+    dequantize_model(model)
+    assert experts_of(model) is experts_of(model, 1) and experts_of(model).down_proj.is_floating_point()
+
+
 def test_a_bad_weight_leaves_the_model_as_it_was():
     model = mixtral()
     experts_of(model, 1).down_proj.data[3, 0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj holds NaN"):
         freeze_model(model, progress=False)
     assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear and not frozen_experts(model)
+
+
+ATTENTION_DENSE = {"skip_modules": ["self_attn"]}
+
+
+def test_a_model_of_which_only_experts_are_frozen():
+    """As published models often are. It is a frozen base like any other: for records, further adapters and merges."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record = base_record(freeze_model(mixtral(), **ATTENTION_DENSE, progress=False))
+    assert record["format"] == "nvfp4" and record["linears"] == 2 * 2 * 4
+    model = adapted(mixtral, **ATTENTION_DENSE)
+    targets = dict(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    with pytest.raises(ValueError, match=r"frozen already: model\.layers\.0\.mlp\.experts\.gate_up_proj is 'nvfp4'"):
+        model.add_adapter("other", NVFP4LoraConfig(accuracy="paper", **targets, **ATTENTION_DENSE))
+    merged, report = merge(model, "nvfp4", probe=IDS)
+    assert len(frozen_experts(merged)) == 2 and report.probe.retained > 0.5
+    # an adapter on a base that is there takes it as it is: attention stays dense
+    base = adapted(mixtral, dense=freeze_model(mixtral(), **ATTENTION_DENSE, progress=False))
+    assert type(base.base_model.model.model.layers[0].self_attn.k_proj) is torch.nn.Linear
+
+
+def test_records_of_dense_mixtures_know_their_experts():
+    """Dense, in bf16 and under an adapter: the same weights; other experts are another base."""
+    dense, frozen_bf16 = base_record(make_same(mixtral)), base_record(freeze_model(make_same(mixtral), "bf16", progress=False))
+    assert dense["source"] == frozen_bf16["source"] and dense["linears"] == frozen_bf16["linears"] == 2 * (4 + 2 * 4)
+    assert base_record(adapted(mixtral, "bf16").get_base_model())["source"] == dense["source"]
+    other = make_same(mixtral)
+    with torch.no_grad():
+        experts_of(other).down_proj[1] += 1
+    assert base_record(other)["source"] != dense["source"] == source_fingerprint(make_same(mixtral))
 
 
 def test_experts_of_other_kinds_stay_dense_and_are_named():
@@ -389,9 +529,15 @@ def test_what_adapters_on_experts_cannot_do():
         ({"lora_dropout": 0.1}, "lora_dropout"),
         ({"target_parameters": ["experts.gate_up_proj_scales"]}, "no projection"),
         ({"target_modules": ["experts"], "target_parameters": None}, "name their projections in target_parameters"),
+        ({"merge_aware": True}, "merge_aware=True is not supported on packed experts"),
     ):
         with pytest.raises(ValueError, match=message):
             adapted(mixtral, **settings)
+    targets = dict(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    with pytest.raises(ValueError, match="merge_aware=True is not supported on packed experts"):
+        adapted(mixtral).add_adapter("second", NVFP4LoraConfig(merge_aware=True, **targets))
+    with pytest.raises(ValueError, match="mixed adapter batches"):
+        adapted(mixtral).eval()(input_ids=IDS, adapter_names=["default", "__base__"])
 
 
 @BACKEND
@@ -455,6 +601,18 @@ def test_merge_with_a_report(make, to):
     assert not [n for n, _ in merged.named_parameters() if "lora" in n]
 
 
+def test_a_report_measures_where_offloaded_experts_compute(monkeypatch):
+    found = []
+    monkeypatch.setattr("peft_nvfp4.merging.computing", lambda layer: found.append(layer) or computing(layer))
+    model = adapted(mixtral, offload="cpu")
+    experts = [m for _, m in frozen_experts(model)]
+    plain_report = merge(adapted(mixtral), "nvfp4")[1]
+    found.clear()
+    report = merge(model, "nvfp4")[1]
+    assert all(sum(m is layer for layer in found) == 2 for m in experts)
+    assert report.as_dict() == plain_report.as_dict()
+
+
 def test_experts_without_an_adapter_become_dense_in_a_merge():
     model = adapted(mixtral, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=None)
     assert frozen_experts(model)
@@ -516,6 +674,24 @@ def test_streaming_load_save_and_reload(make, layouts, tmp_path):
     assert torch.equal(logits(loaded(tmp_path / "back")), logits(dense))
 
 
+def test_only_experts_packed_through_files(tmp_path):
+    mixtral().to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    model = loaded(tmp_path / "dense", quantization_config=PactConfig(**ATTENTION_DENSE))
+    assert len(frozen_experts(model)) == 2 and type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    model.save_pretrained(tmp_path / "packed")
+    assert_equal(model.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "packed").state_dict())
+
+
+@pytest.mark.parametrize("layout", ("compressed-tensors", "modelopt"))
+def test_published_files_of_which_only_experts_are_packed(layout, tmp_path):
+    reference, packed, _ = write_published(tmp_path / "published", qwen3_moe, layout, attention=False)
+    assert all(".experts." in name for name in packed)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "published", quantization_config=PactConfig(), dtype="bfloat16")
+    assert torch.equal(experts_of(model).dequantize("down_proj"), experts_of(reference).down_proj)
+    model.save_pretrained(tmp_path / "own")
+    assert_equal(model.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "own").state_dict())
+
+
 def test_skipped_experts_stay_dense_through_files(tmp_path):
     mixtral().to(torch.bfloat16).save_pretrained(tmp_path / "dense")
     model = loaded(tmp_path / "dense", quantization_config=PactConfig(skip_modules=["experts"]))
@@ -559,12 +735,12 @@ def test_a_bad_weight_in_a_dense_checkpoint(tmp_path):
 FILE_NAMES = {"MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2"), None: ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
-def write_published(folder, make, layout, g=2.0**-13, up_g=None):
+def write_published(folder, make, layout, g=2.0**-13, up_g=None, attention=True):
     """A checkpoint with single packed experts, written in NumPy; the dense model that it stands for."""
     torch.manual_seed(0)
     model, rng = make().to(torch.bfloat16), np.random.default_rng(0)
     block, *names = FILE_NAMES.get(type(model).__name__, FILE_NAMES[None])
-    packed = published.quantised(model)
+    packed = published.quantised(model) if attention else {}
     for name, linear in model.named_modules():
         if name in packed:
             linear.weight.data = packed[name].values().to(torch.bfloat16)
@@ -656,3 +832,46 @@ def test_a_scale_that_is_no_power_of_two(tmp_path):
     experts = experts_of(model)
     assert torch.equal(experts.dequantize("down_proj"), experts_of(reference).down_proj)
     assert float(experts.layers("down_proj")[0].forward_layout.gscale) == float(np.float32(0.1 / 2688))
+
+
+# ---------------------------------------------------------------------------------------------- two processes
+
+
+def one_step(model, ids):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    grads = {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in grads.items()}
+
+
+def distributed_step(rank: int, backend: str, way: str):
+    """Both processes have the same batch: the mean of their gradients is that of one process. A second step meets the weights
+    that were gathered anew. Largest difference, and what merging says."""
+    model = adapted(mixtral, backend).train()
+    wanted = one_step(model, IDS)
+    model.zero_grad()
+    if way == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    apart = 0.0
+    for _ in range(2):
+        found = one_step(model, IDS)
+        model.zero_grad()
+        apart = max(apart, *((found[n] - g).abs().max().item() / g.abs().max().item() for n, g in wanted.items()))
+    if way == "ddp":
+        return apart, ""
+    try:
+        experts_of(model.base_model.model).merge()
+    except ValueError as error:
+        return apart, str(error)
+
+
+@BACKEND
+@pytest.mark.parametrize("way", ("ddp", "fsdp2"))
+def test_two_processes(backend, way):
+    """The same rows through the same products; PyTorch's mean of two equal numbers is exact."""
+    for apart, message in both(distributed_step, backend, way):
+        assert apart == 0 and ("sharded" in message) == (way == "fsdp2")

@@ -185,6 +185,7 @@ def scaled():
         (lambda: llama(vocab_size=200), tokenizer, "260 tokens, the model 200"),
         (scaled, tokenizer, "'llama3'.*convert_hf_to_gguf"),
         (lambda: MistralForCausalLM(MistralConfig(**SIZES, vocab_size=262, sliding_window=8)), tokenizer, "sliding window"),
+        (lambda: llama(hidden_act="gelu"), tokenizer, "hidden_act='gelu'.*convert_hf_to_gguf"),
         (lambda: freeze_model(llama(), progress=False), tokenizer, "is packed: merge to 'bf16'"),
         (lambda: get_peft_model(llama(), NVFP4LoraConfig(target_modules=["q_proj"])).base_model.model, tokenizer, "adapter"),
         (lambda: llama().model, tokenizer, "LlamaModel.*convert_hf_to_gguf"),
@@ -194,6 +195,42 @@ def test_what_cannot_be_written_is_refused(model, own, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         export_gguf(model(), own(), tmp_path / "model.gguf")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_weight_that_fp16_cannot_hold(tmp_path):
+    """It would be infinite in the file; BF16 holds it."""
+    model = llama()
+    model.model.layers[1].mlp.up_proj.weight.data[2, 3] = 1e5
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight holds 1e\+05, more than FP16 can"):
+        export_gguf(model, tokenizer(), tmp_path / "model.gguf", "f16")
+    assert not list(tmp_path.iterdir())
+    export_gguf(model, tokenizer(), tmp_path / "model.gguf", "bf16")
+
+
+def test_a_head_of_its_own_in_a_model_that_ties(tmp_path):
+    """Trained in full beside the embedding (modules_to_save), it is written; llama.cpp takes the embedding only where there is
+    none."""
+    model = MODELS["llama-tied"]()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    export_gguf(model, tokenizer(), tmp_path / "own.gguf", "f32")
+    export_gguf(MODELS["llama-tied"](), tokenizer(), tmp_path / "tied.gguf", "f32")
+    own, shared = ({t.name: t.data for t in gguf.GGUFReader(tmp_path / f"{word}.gguf").tensors} for word in ("own", "tied"))
+    assert torch.equal(torch.tensor(own["output.weight"]), model.lm_head.weight.detach())
+    assert "output.weight" not in shared
+
+
+def test_a_write_that_fails_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    export_gguf(llama(), tokenizer(), tmp_path / "model.gguf")
+    before = (tmp_path / "model.gguf").read_bytes()
+
+    def full(self, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    with pytest.raises(OSError, match="No space"):
+        export_gguf(llama(), tokenizer(), tmp_path / "model.gguf", "f32")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
+    assert (tmp_path / "model.gguf").read_bytes() == before
 
 
 def test_words_for_the_matrices(tmp_path):

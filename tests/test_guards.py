@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,74 @@ def test_the_last_checkpoint_resumes(tmp_path):
     assert again.state.global_step == 6 and all(p.isfinite().all() for p in state(again.model).values())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_labels_is_told_as_such(tmp_path, accumulate):
+    """Its loss is 0/0, which no module's output shows, and no learning rate helps."""
+    trainer = trainer_of(tmp_path, accumulate=accumulate)
+    for row in trainer.train_dataset:
+        row["labels"] = torch.full_like(row["labels"], guards.IGNORED)
+    with pytest.raises(NonFiniteError, match=r"step 1 .* no label that counts \(all are -100\)") as caught:
+        trainer.train()
+    assert "learning rate" not in str(caught.value) and caught.value.module is None
+
+
+def test_one_micro_batch_without_labels_is_no_trouble(tmp_path):
+    """Trainer divides by the labels of all micro-batches of a step. What is wrong with another one is looked for."""
+    trainer = trainer_of(tmp_path, accumulate=8, max_steps=2)
+    for row in trainer.train_dataset[:4]:
+        row["labels"] = torch.full_like(row["labels"], guards.IGNORED)
+    break_at(trainer, 2, "model.layers.0.mlp.down_proj")
+    with pytest.raises(NonFiniteError, match="step 2 .* first in the output of .*layers.0.mlp.down_proj"):
+        trainer.train()
+    labels = torch.full((2, 4), guards.IGNORED)
+    assert guards.unsupervised([((), {"labels": labels}), ((), {"labels": labels + 101})])  # each with a mean of its own
+    assert not guards.unsupervised([((), {"labels": labels + i * 101, "num_items_in_batch": 8}) for i in range(2)])
+    assert not guards.unsupervised([((), {"input_ids": labels})])
+
+
+def test_gradients_are_left_to_a_loss_scaler(tmp_path):
+    """Also to one that accelerate's configuration asked for, which Trainer's arguments do not show."""
+    trainer = trainer_of(tmp_path)
+    (name, p), (_, q), *_ = ((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad)
+    p.grad, q.grad = torch.full_like(p, float("inf")), torch.zeros_like(q)
+    guard = StopOnNonFinite()
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    call = lambda: guard.on_pre_optimizer_step(trainer.args, trainer.state, None, model=trainer.model, optimizer=optimizer)
+    optimizer.scaler = object()
+    call()
+    optimizer.scaler = None  # what accelerate's optimizer has without one
+    with pytest.raises(NonFiniteError, match="the gradient of step 1") as caught:
+        call()
+    assert caught.value.module == name
+
+
+def test_an_interrupted_run_leaves_no_hooks_to_the_next(tmp_path):
+    trainer = trainer_of(tmp_path)
+    module = trainer.model.get_base_model().lm_head
+    hook = module.register_forward_hook(lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    hook.remove()
+    assert trainer.model._forward_hooks
+    again = Trainer(model=trainer.model, args=trainer.args, train_dataset=trainer.train_dataset, callbacks=[StopOnNonFinite()])
+    again.train()
+    assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks
+
+
+def test_looking_again_may_fail(tmp_path):
+    """A model that objects to NaN by itself does not hide what was found."""
+    trainer = trainer_of(tmp_path)
+    break_at(trainer, 2, "model.layers.0.mlp.down_proj")
+
+    def objects(module, args):
+        if not torch.is_grad_enabled():
+            raise ValueError("NaN")
+
+    trainer.model.get_base_model().lm_head.register_forward_pre_hook(objects)
+    with pytest.raises(NonFiniteError, match="first in the output of base_model.model.model.layers.0.mlp.down_proj"):
+        trainer.train()
+
+
 # ---------------------------------------------------------------------------------------------- memory
 
 
@@ -163,12 +232,18 @@ def test_the_message_has_figures():
     assert "does not know this model" in text and "offload='cpu'" in text
 
 
-def test_trainer_explains_itself(tmp_path):
+def test_trainer_explains_itself(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, per_device_train_batch_size=4)
     trainer.model.get_base_model().model.layers[1].register_forward_pre_hook(out_of_memory)
     with pytest.raises(OutOfMemory, match=r"4 x 16 tokens with backend nvfp4.*batch 2") as caught, memory_advice(trainer):
         trainer.train()
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    asked = []
+    monkeypatch.setattr(guards, "explain", lambda model, settings, memory: asked.append(settings) or "")
+    trainer.args.set_optimizer("paged_adamw_8bit")
+    with pytest.raises(OutOfMemory), memory_advice(trainer):
+        trainer.train()
+    assert asked[0].optimizer == "paged_adamw_8bit" and asked[0].batch == 4
     assert not any("note" in str(hook) for hook in trainer.model._forward_pre_hooks.values())
     with pytest.raises(KeyError), memory_advice(trainer):
         raise KeyError("something else")
@@ -189,6 +264,26 @@ def test_a_gpu_that_is_too_small(tmp_path):
     )
     with pytest.raises(OutOfMemory, match="the GPU has"), memory_advice(trainer):
         trainer.train()
+
+
+# ---------------------------------------------------------------------------------------------- the page about it
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_the_script_of_the_page_runs_and_goes_on(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "long-runs.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    tiny_llama().save_pretrained("model")
+    row = torch.arange(16)
+    found = []
+    for _ in range(2):
+        names = {"MODEL": "model", "data": [{"input_ids": row, "labels": row}] * 8}
+        exec(compile(code, "long-runs.md", "exec"), names)  # noqa: S102
+        found.append(state(names["model"]))
+        assert names["trainer"].state.global_step == 4 and "GB moved" in capsys.readouterr().out
+        shutil.rmtree("run/checkpoint-4", ignore_errors=True)
+    assert all(torch.equal(found[0][name], p) for name, p in found[1].items()), "the second run went on from step 2"
 
 
 # ---------------------------------------------------------------------------------------------- peft-nvfp4 train
@@ -229,6 +324,17 @@ def test_the_command_explains_memory_and_losses(tmp_path, monkeypatch):
     result = command(tmp_path, "--output", str(tmp_path / "b"))
     assert result.exit_code == 1 and "the loss of step 1 is not finite" in result.output
     assert "first in the output of base_model.model.model.embed_tokens" in result.output
+
+
+def test_the_command_passes_over_half_a_checkpoint(tmp_path):
+    """As kill -9 leaves one."""
+    out = tmp_path / "a"
+    assert command(tmp_path, "--output", str(out), "--save-every", "1").exit_code == 0
+    wanted = (out / "adapter_model.safetensors").read_bytes()
+    (out / "checkpoint-3" / "trainer_state.json").write_text("{")
+    result = command(tmp_path, "--output", str(out), "--save-every", "1", "--resume")
+    assert result.exit_code == 0 and "going on from" in result.output and "checkpoint-2" in result.output, result.output
+    assert (out / "adapter_model.safetensors").read_bytes() == wanted
 
 
 def test_the_command_repeats_itself_and_offloads(tmp_path):

@@ -82,6 +82,28 @@ def scrambled(model):
     return model
 
 
+def late(model):
+    """A copy on a CPU is there at once, the earliest that a GPU's may be: it must destroy nothing that is needed. Here it also
+    comes as late as a GPU's may: when a layer waits for it."""
+    owner, load, wait, coming = _owner(model), _owner(model)._load, _owner(model)._wait, {}
+
+    def loaded(layer, ahead):
+        before = owner.status.copies
+        load(layer, ahead)
+        if owner.status.copies > before:
+            slot = owner._slot(layer)
+            coming[slot] = slot.data.clone()
+            slot.data.fill_(0x5A)
+
+    def waited(slot):
+        if slot in coming:
+            slot.data.copy_(coming.pop(slot))
+        wait(slot)
+
+    owner._load, owner._wait = loaded, waited
+    return model
+
+
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
@@ -89,7 +111,7 @@ def scrambled(model):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_is_bit_equal(backend, checkpointing):
     losses, adapters = steps(tuned(backend, None, lora_dropout=0.1), checkpointing=checkpointing)
-    model = scrambled(tuned(backend, "cpu", lora_dropout=0.1))
+    model = late(scrambled(tuned(backend, "cpu", lora_dropout=0.1)))
     got, trained = steps(model, checkpointing=checkpointing)
     assert got == losses and same(trained, adapters)
     assert at_rest(model) and handoff.live() == 0
@@ -267,6 +289,70 @@ def test_the_field_is_saved_and_read(tmp_path):
     assert config.offload == "cpu"
 
 
+def test_what_is_written_to_the_host_is_copied_again():
+    """A buffer that holds a layer is no reason not to fetch it, once other bytes were loaded into the model."""
+    model, plain = tuned("nvfp4 cached", "cpu"), tuned("nvfp4 cached", None)
+    with torch.no_grad():
+        model(input_ids=batch())  # layers 2 and 1 are in the buffers
+    copies = offload_status(model).copies
+    values = {name: t.clone() for name, t in plain.state_dict().items()}
+    for name in (n for n in values if ".layers.1." in n and n.endswith("base_layer.weight")):
+        values[name] = values[name].flip(0)
+    model.load_state_dict(values), plain.load_state_dict(values)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=batch()).logits, plain(input_ids=batch()).logits)
+    assert offload_status(model).copies - copies == 3, "0, 1 and 2; each once"
+
+
+def test_an_interrupted_backward():
+    """Its end is never announced. A state dict is the host's all the same, and what is loaded then is kept."""
+    model, plain = tuned("nvfp4 cached", "cpu"), tuned("nvfp4 cached", None)
+    hook = model.get_base_model().model.layers[1].mlp.up_proj.lora_B["default"].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(input_ids=batch(), labels=batch()).loss.backward()
+    hook.remove()
+    model.zero_grad()
+    assert not at_rest(model)
+    values = model.state_dict()
+    assert at_rest(model) and same(values, plain.state_dict())
+    assert steps(model)[0] == steps(plain)[0] and at_rest(model)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_losses_on_what_layers_return_beside(backend):
+    """Hidden states and attention of every layer have gradients of their own: their hooks come in the order of the layers."""
+    found = []
+    for model in (tuned(backend, None), scrambled(tuned(backend, "cpu"))):
+        model.get_base_model().set_attn_implementation("eager")
+        output = model(input_ids=batch(), output_hidden_states=True, output_attentions=True)
+        assert len(output.attentions) == 3
+        loss = sum(h.float().square().mean() for h in output.hidden_states)
+        (loss + sum(a.float().square().sum() for a in output.attentions)).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert same(*found)
+
+
+def test_gradients_through_a_cache_are_refused():
+    """Keys of an earlier forward: its last layer computes in backward without any output that has a gradient."""
+    model, ids = tuned("nvfp4 cached", "cpu"), batch()
+    with torch.no_grad():
+        first = model(input_ids=ids[:, :8], use_cache=True)
+    model(input_ids=ids[:, 8:], past_key_values=first.past_key_values).logits.sum().backward()
+    first = model(input_ids=ids[:, :8], use_cache=True)
+    with pytest.raises(RuntimeError, match="cache of keys and values"):
+        model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
+    with torch.no_grad():
+        model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
+
+
+def test_moving_lets_go_of_buffers():
+    model = tuned("nvfp4 cached", "cpu")
+    steps(model, 1)
+    assert offload_status(model).device_bytes
+    model.to("meta")
+    assert offload_status(model).device_bytes == 0 and not any(layer.views for layer in _owner(model).layers)
+
+
 # ---------------------------------------------------------------------------------------------- refusals
 
 
@@ -339,6 +425,23 @@ def ddp_step(rank: int, offload: str | None):
 def test_ddp_is_bit_equal():
     for (loss, grads), (other, wanted) in zip(both(ddp_step, "cpu"), both(ddp_step, None)):
         assert loss == other and same(grads, wanted)
+
+
+def ddp_of_experts(rank: int):
+    from test_moe import mixtral
+    from torch.nn.parallel import DistributedDataParallel
+
+    config = NVFP4LoraConfig(r=2, target_modules="all-linear", offload="cpu")
+    model = get_peft_model(mixtral(), config)
+    wrapped = DistributedDataParallel(model)
+    return sum(not p.is_floating_point() for p in model.parameters()), sum(
+        not p.is_floating_point() for p in wrapped._module_parameters
+    )
+
+
+def test_ddp_leaves_packed_experts_alone():
+    """It would send them, and refuses a model on the host and on a GPU."""
+    assert all(packed > 0 and known == 0 for packed, known in both(ddp_of_experts))
 
 
 def fsdp(rank: int):

@@ -323,6 +323,7 @@ def test_what_an_adapter_folder_holds(stock, backend):
         skip_modules=None,
         calibration=None,
         merge_aware=False,
+        offload=None,
     )
 
 

@@ -8,6 +8,8 @@ import hashlib
 import io
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -28,6 +30,7 @@ from reproduce import (
     long_run,
     methods,
     prompts,
+    recording,
     runner,
     scoring,
     sources,
@@ -37,6 +40,7 @@ from reproduce import (
     worker,
 )
 
+from peft_nvfp4 import branches
 from peft_nvfp4.data import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
@@ -248,7 +252,8 @@ class Letters:
     eos_token_id, pad_token_id = 1, 1
 
     def __call__(self, text, add_special_tokens=False):
-        return SimpleNamespace(input_ids=[2 + ord(c) % 100 for c in text])
+        read = lambda text: [2 + ord(c) % 100 for c in text]
+        return SimpleNamespace(input_ids=read(text) if isinstance(text, str) else [read(t) for t in text])
 
 
 def test_encoding_marks_the_targets_tokens():
@@ -299,12 +304,17 @@ def test_candidates_are_scored_by_their_mean_likelihood(single):
 
 
 def test_batches_of_scoring_are_bounded(monkeypatch):
-    monkeypatch.setattr(scoring, "TOKENS", 40)
+    """All candidates once; batches of one of two shapes, whatever is in them."""
+    monkeypatch.setattr(scoring, "TOKENS", 96)
+    monkeypatch.setattr(scoring, "POSITIONS", 20)
     task = SimpleNamespace(kind=tasks.SCORED, length=32, answer=8, name="x")
-    items = [prompts._choice("c" * (i % 7), "?", (" a", " bcd"), 0, "") for i in range(9)]
+    items = [prompts._choice("c" * (i % 7) * 3, "?", (" a", " bcd"), 0, "") for i in range(9)]
     made = scoring.scored_set(items, task, Letters(), "cpu")
-    pairs = [(r, c) for _, _, rows, candidates in made.batches for r, c in zip(rows.tolist(), candidates.tolist())]
+    pairs = [(r, c) for b in made.batches for r, c in zip(b.rows.tolist(), b.candidates.tolist())]
     assert sorted(pairs) == [(r, c) for r in range(9) for c in range(2)] and len(made.batches) > 3
+    assert {tuple(b.ids.shape) for b in made.batches} == {(6, 16), (3, 32)} and {len(b.place) for b in made.batches} == {20}
+    assert all(len(b.owner) == (b.label != -100).sum() for b in made.batches)
+    assert [scoring.rows_of(16, n) for n in (1, 3, 5, 99)] == [1, 4, 6, 6]
 
 
 def test_metrics_of_answers():
@@ -365,6 +375,163 @@ def test_training_is_plain_adamw(data, shop):
     assert curve["loss"] == pytest.approx(seen, abs=0.03)
 
 
+def in_fp32(name="paper", **config) -> training.Trainee:
+    """A tiny FP32 model with an adapter."""
+    method = methods.METHODS[name].changed("x", "", **config) if config else methods.METHODS[name]
+    return methods.adapt(tiny_llama().requires_grad_(False), Letters(), method, Path(), graphs=True)
+
+
+def made_up_rows(rows: int = 12, length: int = 16, answer: int = 3) -> encoding.Encoded:
+    """Of random tokens, all with targets of one length."""
+    ids = torch.randint(1, 100, (rows, length), generator=torch.Generator().manual_seed(5))
+    at = torch.arange(length - answer - 1, length - 1).repeat(rows, 1)
+    return encoding.Encoded(ids, at, ids.gather(1, at + 1))
+
+
+@pytest.mark.parametrize("name", ["bf16", "paper"])
+def test_a_step_over_static_tensors_is_the_plain_step(name):
+    """Bit for bit in FP32: rows by indexing, a learning rate that is a number, a new optimizer, no buffers. Its one concession is
+    that numbers are rounded to FP32 as the optimizer's kernel does on a GPU."""
+    rows, recipe = made_up_rows(), training.Recipe(1e-2, 3, steps=5, batch=4, clip=0.5, curve=5)
+    used, plain = in_fp32(name), in_fp32(name)
+    nothing = lambda t: (yield from ()) or {}
+    training.finish(training.train(used, rows, training.Recipe(2e-2, 9, steps=3, batch=4, clip=0.5)))
+    curve = training.finish(training.train(used, rows, recipe, nothing))["curve"]
+    training.reset(plain.model.train(), 3)
+    optimizer = torch.optim.AdamW(plain.parameters, weight_decay=0.0, fused=True)
+    seen, norms = [], []
+    for step, index in enumerate(encoding.order(len(rows), 5, 4, 3)):
+        at = encoding.supervised(rows.at[index], rows.labels[index], 16)
+        base = plain.model.get_base_model()
+        hidden = base.model(input_ids=rows.ids[index], use_cache=False).last_hidden_state
+        loss = torch.nn.functional.cross_entropy(base.lm_head(hidden.flatten(0, 1)[at.place]), at.label, reduction="none")
+        (loss.sum() / len(loss)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters, 0.5).item())
+        optimizer.param_groups[0]["lr"] = torch.tensor(1e-2 * min(step + 1, (5 - step) / 4)).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.sum() / len(loss)).item())
+    assert curve["loss"] == seen and curve["gradient_norm"] == norms and len(set(seen)) == 5
+    assert max(norms) > 0.5  # clipped
+    assert all(map(torch.equal, used.parameters, plain.parameters))
+
+
+def test_positions_without_a_label_count_nothing():
+    rows = made_up_rows()
+    rows.labels[::2, 1:] = -100
+    other = encoding.Encoded(rows.ids, rows.at.clone(), rows.labels)
+    other.at[rows.labels == -100] = 0
+    curves = [losses(in_fp32("bf16"), r, seed=0)["loss"] for r in (rows, other)]
+    assert curves[0] == curves[1]
+    trainee = in_fp32("bf16")
+    training.reset(trainee.model, 0)
+    (index,) = encoding.order(len(rows), 1, 2, 0)
+    at = encoding.supervised(rows.at[index], rows.labels[index], 16)
+    mean = training.token_losses(trainee.model, rows.ids[index], at.place, at.label).mean()
+    assert curves[0][0] == pytest.approx(mean.item(), rel=1e-6)  # sums in another order
+
+
+class Rehearsal:
+    """A recording on a CPU: runs again what was recorded, with seeds from the places that the tape gave them, and finds as a
+    replay would what was made anew instead of written in place."""
+
+    def __init__(self, run):
+        run()
+        self.run, self.tapes = run, list(branches._TAPES)
+
+    def __call__(self):
+        for tape in self.tapes:
+            order = iter(range(len(tape.places)))
+            tape.draw = lambda tape=tape, order=order: tape.buffer[next(order)].clone()
+            branches._TAPES.append(tape)
+        places = [dict(tape.places) for tape in self.tapes]
+        try:
+            self.run()
+        finally:
+            for tape, before in zip(self.tapes, places):
+                branches._TAPES.pop()
+                del tape.draw
+                tape.places = before
+
+
+@pytest.fixture
+def rehearsed(monkeypatch):
+    monkeypatch.setattr(recording.Piece, "recorder", Rehearsal)
+    monkeypatch.setattr(recording, "_obstacle", lambda device: None)
+
+
+@pytest.mark.parametrize("gradients", ["nvfp4", "nvfp4_sr"])
+def test_replayed_steps_are_those_from_python(gradients, monkeypatch):
+    """With stochastic rounding from the same seeds, run after run, and the generator where it would be."""
+    rows, found = made_up_rows(), []
+    for replayed in (False, True):
+        with monkeypatch.context() as patch:
+            if replayed:
+                patch.setattr(recording.Piece, "recorder", Rehearsal)
+                patch.setattr(recording, "_obstacle", lambda device: None)
+            trainee = in_fp32("paper", gradients=gradients)
+            curves = [losses(trainee, rows, seed) for seed in (1, 0)]
+            found.append([(c["loss"], c["gradient_norm"]) for c in curves] + [torch.rand(2).tolist()])
+            assert trainee.replays() == (6 if replayed else 0)
+            assert (trainee.step.seeds is not None) == (replayed and gradients == "nvfp4_sr")
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
+def test_a_step_that_cannot_be_recorded_is_done_from_python(monkeypatch, capsys):
+    def refuses(run):
+        run()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    rows = made_up_rows()
+    expected = losses(in_fp32(), rows, seed=0)
+    monkeypatch.setattr(recording, "_obstacle", lambda device: None)
+    monkeypatch.setattr(recording.Piece, "recorder", staticmethod(refuses))
+    trainee = in_fp32()
+    assert losses(trainee, rows, seed=0) == expected
+    assert "operation not permitted" in trainee.step.piece.why_not
+    assert "not recorded: RuntimeError: operation not permitted" in capsys.readouterr().out
+
+
+def test_one_recording_serves_all_runs_and_splits_of_a_task(data, shop, rehearsed):
+    task = tasks.TASKS["asdiv"]
+    trainee = shop.trainee(methods.METHODS["bf16"], methods.SHIPPED)
+    plain = shop.trainee(methods.METHODS["bf16"], methods.SHIPPED)
+    plain.graphs = False
+    splits = task.splits()
+    rows = encoding.training_set(splits.train, task, trainee.tokenizer)
+    sets = [scoring.Evaluation.of(s[:8], task, trainee.tokenizer, "cpu") for s in (splits.validation, splits.test)]
+    steps, results = [], []
+    for t in (trainee, plain):
+        for seed in (0, 1):
+            losses(t, rows, seed)
+            steps.append(t.step)
+            results.append([training.finish(s.run(t)) for s in sets])
+    assert steps[0] is steps[1] and steps[0].piece.played == 6 and steps[2].piece.played == 0
+    assert results[:2] == results[2:] and results[0] != results[1] and "exact_match" in results[0][0]
+    assert 2 <= len(trainee.pieces) <= scoring.PIECES and all(r.piece.played > 0 for r in trainee.pieces.values())
+    trainee.forget_recordings()
+    assert trainee.step is None and not trainee.pieces
+
+
+def test_answers_are_those_of_generate():
+    """Greedy without a cache, padding on the right, as transformers writes with a cache, every row alone."""
+    trainee = in_fp32("bf16")
+    model = trainee.model.eval()
+    rows = [torch.randint(3, 100, (4 + 3 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(5)]
+    writer = scoring.Writer(trainee, (5, 32))
+    writer.ids.copy_(torch.tensor([row + [0] * (32 - len(row)) for row in rows]))
+    writer.ends.copy_(torch.tensor([len(row) for row in rows]))
+    for _ in range(12):
+        writer.piece()
+    for row, written in zip(rows, writer.ids.tolist()):
+        alone = model.generate(
+            input_ids=torch.tensor([row]), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        assert written[: len(row) + 12] == alone[0].tolist()
+    words = SimpleNamespace(eos_token_id=1, decode=lambda tokens, **_: " " + "".join("ab\n"[t - 2] for t in tokens))
+    assert scoring._text([3, 2, 4, 2, 1, 3], words) == "ba" and scoring._text([3, 1, 2], words) == "b"
+
+
 @pytest.mark.parametrize("method", {m.name: m for b in ablations.VARIANTS.values() for m in b}.values(), ids=lambda m: m.name)
 def test_every_variant_of_the_ablations_is_one_that_the_package_has(shop, method):
     if method.config["backend"] == "nf4":
@@ -375,7 +542,7 @@ def test_every_variant_of_the_ablations_is_one_that_the_package_has(shop, method
     ids = torch.randint(5, 20, (2, 12), generator=torch.Generator().manual_seed(0))
     at = encoding.supervised(torch.tensor([[3, 8]] * 2), torch.tensor([[7, 9]] * 2), 12)
     trainee.model.train()
-    training.token_losses(trainee.model, ids, at).mean().backward()
+    training.token_losses(trainee.model, ids, at.place, at.label).mean().backward()
     gradients = [p.grad for n, p in trainee.model.named_parameters() if "lora_B" in n]
     assert gradients and all(g is not None and torch.isfinite(g).all() for g in gradients)
     if "last" in method.name:
@@ -443,12 +610,52 @@ def test_claims_are_exclusive_and_come_back_once(tmp_path):
     assert board.claim(g, "w2/0") and not board.failures()
     board.record("w2", run_of(g, "final", 1e-3, 0))
     with open(tmp_path / "runs" / "w2.jsonl", "a") as file:
-        file.write('{"table": "accu')  # killed while writing
+        file.write('{"table": "accuracy", "subsets": {"a": 1}')  # killed while writing
     runs = board.runs()
     assert len(runs.rows) == 1 and runs.left(g)
     for seed in range(1, 5):
         board.record("w3", run_of(g, "final", 1e-3, seed))
     assert not board.runs().left(g) and board.runs().left(group(seeds=(0, 9)))
+
+
+def test_a_plan_is_json_and_comes_back_the_same(tmp_path):
+    plan = [*ablations.groups(tmp_path), *long_run.groups(), group(rows=8, lrs=(1e-3,))]
+    jobs.Board(tmp_path).publish(plan, [])
+    assert json.loads((tmp_path / "plan.json").read_text())[0]["task"] == plan[0].task
+    again = jobs.Board(tmp_path).plan()
+    assert again == plan and [g.name for g in again] == [g.name for g in plan]
+    assert any(isinstance(g.method.config.get("skip_modules"), tuple) for g in again)
+
+
+def test_publishing_keeps_what_the_folder_has(tmp_path, monkeypatch):
+    board, g = jobs.Board(tmp_path), group()
+    board.publish([g], [run_of(g, "final", 1e-3, 0, nll=1.0)])
+    board.record("w0", run_of(g, "final", 1e-3, 1, nll=2.0))
+    board.record("w0", run_of(g, "final", 1e-3, 0, nll=3.0))
+    with monkeypatch.context() as patch:  # killed when the new file was not there yet
+        patch.setattr(jobs, "replace_text", lambda *a: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            board.publish([g], [])
+    assert len(board.runs().by_key) == 2
+    board.publish([g], [])
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["known.jsonl"]
+    assert {r["seed"]: r["nll"] for r in board.runs().rows} == {0: 3.0, 1: 2.0}
+
+
+def test_a_lane_stays_with_its_model_among_the_next_tasks(tmp_path, model):
+    options = worker.Options(str(tmp_path), "cpu", shipped=str(model))
+    board = jobs.Board(tmp_path)
+    bf16, paper = methods.METHODS["bf16"], methods.METHODS["paper"]
+    plan = [group(task=t, method=m) for t in ("sentiment", "wic", "boolq") for m in (bf16, paper)]
+    plan.insert(0, group(method=methods.METHODS["paper_gptq"]))  # not calibrated
+    board.publish(plan, [])
+    lane, other = (worker.Lane(board, "w", i, options, worker.Shelf("cpu"), options.workshop()) for i in (0, 1))
+    lane.models["shipped", "paper"] = None
+    taken = [(g.task, g.method.name) for g in (lane.next_group(), lane.next_group(), other.next_group(), lane.next_group())]
+    # wic's is near, boolq's comes only when sentiment's other method is taken
+    assert taken == [("sentiment", "paper"), ("wic", "paper"), ("sentiment", "bf16"), ("boolq", "paper")]
+    lane.next_group(), lane.next_group()
+    assert lane.next_group() is None and [g.method.name for g in lane.free()] == ["paper_gptq"]
 
 
 def arguments(tmp_path, model, **k) -> argparse.Namespace:
@@ -515,10 +722,76 @@ def test_nothing_is_started_when_the_time_is_over(data, tmp_path, model):
     assert content["runs"] == [] and len(content["not_finished"]) == 1
 
 
+def short_plan(args) -> list[jobs.Group]:
+    return runner.adjusted([group(method=methods.METHODS[name]) for name in ("bf16", "paper")], args)
+
+
+def test_results_are_written_on_the_way(data, tmp_path, model, monkeypatch):
+    args = arguments(tmp_path, model, lanes=1)
+    monkeypatch.setattr(runner, "EVERY", 0.0)
+    seen = []
+    write = runner.write_table
+    monkeypatch.setattr(runner, "write_table", lambda *a: seen.append(len(json.loads(write(*a).read_text())["runs"])))
+    runner.Session(short_plan(args), args, {}).run()
+    assert seen == sorted(seen) and {1, 2, 3, 4} <= set(seen)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_results_are_written_when_told_to_stop(data, tmp_path, model, monkeypatch, number):
+    args = arguments(tmp_path, model, lanes=1)
+    before = signal.getsignal(number)
+    original = jobs.Board.record
+
+    def stops(self, name, row):
+        original(self, name, row)
+        if row["kind"] == "final":
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(jobs.Board, "record", stops)
+    content = json.loads(runner.Session(short_plan(args), args, {}).run()["accuracy"].read_text())
+    assert [r["kind"] for r in content["runs"]] == ["final", "zero_shot"] and len(content["not_finished"]) == 1
+    assert content["failures"] == [f"stopped by {number.name}"] and signal.getsignal(number) is before
+    monkeypatch.setattr(jobs.Board, "record", original)
+    args.work = tmp_path / "other"  # what was written is enough
+    content = json.loads(runner.Session(short_plan(args), args, {}).run()["accuracy"].read_text())
+    assert len(content["runs"]) == 4 and content["not_finished"] == content["failures"] == []
+
+
+def test_folders_of_killed_sessions_are_merged(data, tmp_path, model):
+    args = arguments(tmp_path, model)
+    plan = short_plan(args)
+    runner.Session(plan, args, {"note": 1}).run()
+    (args.out / "accuracy.json").unlink()
+    with open(args.work / "runs" / "here.jsonl", "a") as file:
+        file.write('{"table": "accu')
+    second = jobs.Board(tmp_path / "second")
+    second.publish([group(task="wic")], [])
+    second.record("w0", run_of(group(task="wic"), "final", 1e-3, 0))
+    script = Path(runner.__file__)
+    command = [sys.executable, str(script), "--merge", str(args.work), str(tmp_path / "second"), "--out", str(args.out)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    content = json.loads((args.out / "accuracy.json").read_text())
+    assert len(content["runs"]) == 5 and content["settings"]["note"] == 1 and content["environment"]["torch"]
+    assert content["not_finished"] == [group(task="wic").name]  # four of its seeds are missing
+    runner.merge([args.work], args.out)  # and again: nothing goes, nothing comes twice
+    assert len(json.loads((args.out / "accuracy.json").read_text())["runs"]) == 5
+
+
+def test_a_plan_says_when_what_is_done(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accuracy", "--plan", "--rate", "100", "--tasks", "wic", "boolq"])
+    accuracy.main()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # 6 methods, 3 runs of a sweep and 5 that count, 200 steps each: 9600
+    assert [line[1:3] for line in lines[:4]] == [[t, w] for t in ("wic", "boolq") for w in ("shipped", "rotated")]
+    assert [(line[7], line[9], line[-2]) for line in lines[:2]] == [("9600", "9600", "96"), ("9600", "19200", "192")]
+    assert lines[4][:2] == ["24", "groups,"]
+
+
 @pytest.mark.slow
 def test_processes(data, tmp_path, model):
     """With real worker and calibration processes."""
-    args = arguments(tmp_path, model, workers=1)
+    args = arguments(tmp_path, model, workers=1, gpus=2)
     plan = runner.adjusted([group(method=methods.METHODS[m]) for m in ("paper_gptq", "bf16")], args)
     content = json.loads(runner.Session(plan, args, {}).run()["accuracy"].read_text())
     assert content["not_finished"] == [] and content["failures"] == [] and len(content["runs"]) == 4

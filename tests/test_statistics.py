@@ -47,6 +47,16 @@ def step(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return loss.detach(), [p.grad for p in model.parameters() if p.requires_grad]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["nvfp4", "nf4", "bf16"])
+def test_offloaded_weights_are_measured_where_they_compute(backend):
+    found = []
+    for offload in (None, "cpu"):
+        model, dense = adapted(torch.bfloat16, backend=backend, offload=offload)
+        found.append(tensor_statistics(model.to("cuda"), [IDS], weights=dense).as_dict())
+    assert found[0] == found[1]
+
+
 # ---------------------------------------------------------------------------------------------- by hand
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -64,6 +65,7 @@ VARIANTS: dict[str, list[Method]] = {
         _PAPER.changed("backward", "backward layout by GPTQ on gradients", calibration="paper_backward"),
         _PAPER.changed("budget", "two terms where errors say so, a third more work", calibration="budget_third"),
         _PAPER.changed("four_over_six", "GPTQ with four-over-six scales", calibration="paper_four_over_six"),
+        replace(METHODS["w4a16_gptq"], name="paper_gptq:weights_only", label="weights only, activations and gradients exact"),
     ],
     _BALANCED.name: [
         _BALANCED.changed("paper", "one term everywhere", accuracy="paper"),

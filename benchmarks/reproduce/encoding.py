@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,19 @@ def supervised(at: Tensor, labels: Tensor, length: int) -> Supervised:
     return Supervised(owner * length + at[owner, column], labels[owner, column], owner)
 
 
+class WithTexts:
+    """A tokenizer that has read the texts of some items already, all in one call: one by one they take ten times as long."""
+
+    def __init__(self, tokenizer: Any, items: Sequence[Item]):
+        texts = (text for item in items for text in (item.context, item.question, item.target, *item.candidates))
+        self.eos_token_id = tokenizer.eos_token_id
+        unique = list(dict.fromkeys(text for text in texts if text))
+        self.ids = dict(zip(unique, tokenizer(unique, add_special_tokens=False).input_ids)) if unique else {}
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=self.ids[text])
+
+
 def tokens(text: str, tokenizer: Any) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids if text else []
 
@@ -80,8 +94,9 @@ def encode(pairs: Sequence[tuple[list[int], list[int]]], length: int, answer: in
 
 def training_set(items: Sequence[Item], task: Task, tokenizer: Any, limit: int | None = None) -> Encoded:
     """Prompt and right answer of every row whose target is not too long."""
-    pairs = []
-    for item in items[:limit]:
+    pairs, items = [], items[:limit]
+    tokenizer = WithTexts(tokenizer, items)
+    for item in items:
         target = target_ids(item.target, tokenizer, task)
         if 0 < len(target) <= task.answer:
             pairs.append((prompt_ids(item, tokenizer, task.length - len(target)), target))

@@ -1,6 +1,6 @@
 """What is to be run, in which order, by whom, and what came out: plain files that any number of processes share.
 
-    plan.pickle              the groups, most valuable first
+    plan.json                the groups, most valuable first
     claims/<group>           who works on a group; made exclusively, so that nobody else does
     runs/<worker>.jsonl      a line for every finished run, written at once: whatever ends a process, what is there counts
     failures/<group>.<n>     what went wrong, by attempt
@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,15 @@ class Group:
     curve: int = 0
     rows: int | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Group:
+        """Inverse of :meth:`to_json`: lists are tuples, here and in the method's config."""
+        method = found["method"] | {"config": _tuples(found["method"]["config"])}
+        return cls(**_tuples(found) | {"method": Method(**method)})
+
     @property
     def name(self) -> str:
         method = asdict(self.method) | {"config": sorted(self.method.config.items())}
@@ -65,6 +74,10 @@ class Group:
     def most_runs(self) -> int:
         sweep = len(self.lrs) * len(self.sweep_seeds) if len(self.lrs) > 1 else 0
         return sweep + len(self.seeds)
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
 
 
 @dataclass
@@ -117,26 +130,43 @@ def chosen_lr(group: Group, runs: Runs) -> float | None:
     return best
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
 class Board:
     """The shared folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.groups: list[Group] = []
         for part in ("claims", "runs", "failures"):
             (folder / part).mkdir(parents=True, exist_ok=True)
 
     # -- the plan
 
     def publish(self, groups: Sequence[Group], known: Sequence[dict]) -> None:
-        """Put up a new plan, with the runs that are known from elsewhere. Nobody may be at work."""
+        """Put up a new plan, with the runs that are known from elsewhere. Nobody may be at work. What the folder has of runs is
+        kept: in one file now, which is there before the others go."""
         for part in ("claims", "failures"):
             for path in (self.folder / part).iterdir():
                 path.unlink()
-        (self.folder / "plan.pickle").write_bytes(pickle.dumps(list(groups)))
-        (self.folder / "runs" / "known.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
+        known = Runs([*known, *self._lines()])
+        old = [path for path in (self.folder / "runs").glob("*.jsonl") if path.name != "known.jsonl"]
+        replace_text(self.folder / "runs" / "known.jsonl", "".join(json.dumps(row) + "\n" for row in known.by_key.values()))
+        for path in old:
+            path.unlink()
+        self.groups = list(groups)
+        replace_text(self.folder / "plan.json", json.dumps([group.to_json() for group in groups], indent=0))
 
     def plan(self) -> list[Group]:
-        return pickle.loads((self.folder / "plan.pickle").read_bytes())
+        """Read once: it does not change while anybody is at work."""
+        if not self.groups and (self.folder / "plan.json").is_file():
+            self.groups = [Group.from_json(found) for found in json.loads((self.folder / "plan.json").read_text())]
+        return self.groups
 
     # -- claims
 
@@ -184,7 +214,7 @@ class Board:
     def _lines(self) -> Iterator[dict]:
         for path in sorted((self.folder / "runs").glob("*.jsonl")):
             for line in path.read_text().split("\n"):
-                if line.endswith("}"):  # a process that was killed may have left half a line
+                with suppress(ValueError):  # a process that was killed may have left half a line
                     yield json.loads(line)
 
     def record(self, worker: str, row: dict[str, Any]) -> None:

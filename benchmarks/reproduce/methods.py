@@ -78,7 +78,8 @@ _ALL = (
     _nvfp4("w4a16_gptq", "NVFP4 weights only + GPTQ", "paper", True, weights_only=True),
 )
 METHODS = {method.name: method for method in _ALL}
-DEFAULT = tuple(METHODS)
+DEFAULT = ("bf16", "nf4", "paper", "paper_gptq", "balanced", "balanced_gptq")
+"""Of the accuracy tables; the others are among the ablations."""
 
 CALIBRATIONS: dict[str, dict[str, Any]] = {  # of CalibrationOptions
     **{accuracy: dict(accuracy=accuracy) for accuracy in ("paper", "balanced", "high")},
@@ -110,6 +111,7 @@ class Workshop:
     length: int = 512
     graphs: bool = True
     shipped: Path | None = None
+    dense: dict[str, tuple[nn.Module, Any]] = field(default_factory=dict)  # on the device, to be copied
 
     # -- weights
 
@@ -144,9 +146,14 @@ class Workshop:
         return model, tokenizer
 
     def load(self, name: str) -> tuple[nn.Module, Any]:
-        """Dense BF16 model on the device, and tokenizer."""
-        model, tokenizer = self._load(name, torch.bfloat16)
-        return model.to(self.device).requires_grad_(False), tokenizer
+        """Dense BF16 model on the device, and tokenizer; read once."""
+        if name not in self.dense:
+            model, tokenizer = self._load(name, torch.bfloat16)
+            self.dense[name] = model.to(self.device).requires_grad_(False), tokenizer
+            if self.device == "cuda":
+                torch.cuda.current_stream().synchronize()  # copied on other streams
+        model, tokenizer = self.dense[name]
+        return copy.deepcopy(model), tokenizer
 
     # -- calibrations
 
@@ -192,9 +199,6 @@ def adapt(model: nn.Module, tokenizer: Any, method: Method, calibration: Path, g
     if skipped:
         last = f"layers.{model.config.num_hidden_layers - 1}"
         own["skip_modules"] = [last if name == LAST else name for name in skipped]
-    graphs = graphs and next(model.parameters()).is_cuda
-    config = NVFP4LoraConfig(
-        r=method.rank, lora_alpha=2 * method.rank, target_modules=list(TARGETS), cuda_graphs=graphs, task_type="CAUSAL_LM", **own
-    )
-    adapted = get_peft_model(model, config)
-    return Trainee(adapted, tokenizer, str(getattr(adapted.base_model, "nvfp4_report", "")))
+    shared = dict(r=method.rank, lora_alpha=2 * method.rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, NVFP4LoraConfig(**shared, **own))
+    return Trainee(adapted, tokenizer, str(getattr(adapted.base_model, "nvfp4_report", "")), graphs)

@@ -1,8 +1,8 @@
 """One process that takes groups from the board and runs them, on several CUDA streams at once.
 
-A 135M model's kernels are too small to fill a large GPU, and a step waits for Python; so a worker keeps several *lanes*, each
-with a stream, a model and a random state of its own, and lets each do one step in turn. Lanes share nothing that a step writes
-to: recordings of CUDA graphs get a capture stream for each lane, since a capture's cuBLAS workspace belongs to its stream.
+A 135M model's kernels are too small to fill a large GPU; so a worker keeps several *lanes*, each with a stream, a model and a
+random state of its own. Each in turn replays a few recorded steps (:mod:`reproduce.recording`), and the GPU runs them side by
+side. Lanes share nothing that a step writes to, and none waits for the device: what cannot go on yields.
 
     python -m reproduce.worker BOARD NAME OPTIONS        # started by reproduce.runner
 """
@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +26,21 @@ import torch
 from . import encoding
 from .jobs import BEYOND, KEY, Board, Group, Runs, chosen_lr
 from .methods import Workshop
+from .recording import WAITING
 from .scoring import Evaluation
 from .tasks import TASKS
 from .training import Recipe, Trainee, reset, train
 
-MODELS = 2
+MODELS = 4
 """A lane keeps: making one takes seconds."""
+NEAR = 2
+"""Tasks among which a lane looks for work for a model that it has, before it makes another."""
 MARGIN = 3.0
 """Seconds before the end in which nothing is started, whatever the last run took."""
+PATIENCE = 0.5
+"""Seconds between two looks at the board."""
+HOARD = 16 * 2**30
+"""Bytes that PyTorch may hold without using them: forgotten recordings' memory is not given back by itself."""
 
 
 @dataclass
@@ -75,16 +82,16 @@ class Shelf:
             made = [Evaluation.of(s[:rows], task, tokenizer, self.device) for s in (splits.validation, splits.test)]
             self.kept[key] = (encoding.training_set(splits.train, task, tokenizer, rows), *made)
             if self.device == "cuda":
-                torch.cuda.synchronize()  # made on one lane's stream, read on others
+                torch.cuda.current_stream().synchronize()  # made on one lane's stream, read on others
         return self.kept[key]
 
 
 class Lane:
     """One model at work."""
 
-    def __init__(self, board: Board, worker: str, number: int, options: Options, shelf: Shelf):
+    def __init__(self, board: Board, worker: str, number: int, options: Options, shelf: Shelf, workshop: Workshop):
         self.board, self.worker, self.id = board, worker, f"{worker}/{number}"
-        self.options, self.shelf, self.workshop = options, shelf, options.workshop()
+        self.options, self.shelf, self.workshop = options, shelf, workshop
         self.models: OrderedDict[tuple, Trainee] = OrderedDict()
         self.random = torch.get_rng_state()
         cuda = options.device == "cuda"
@@ -114,35 +121,34 @@ class Lane:
         return until is not None and time.time() + max(MARGIN, steps * self.pace) > until
 
     def next_group(self) -> Group | None:
-        """The first that is free and ready; among those of the first task with free ones, one whose model is at hand."""
-        runs, claimed = self.board.runs(), self.board.claimed()
-        ready = [
-            g
-            for g in self.board.plan()
-            if g.name not in claimed and runs.left(g) and self.workshop.calibrated(g.weights, g.method.calibration)
-        ]
-        same = [g for g in ready if (g.table, g.task, g.weights) == (ready[0].table, ready[0].task, ready[0].weights)]
-        at_hand = [g for g in same if (g.weights, g.method.name) in self.models]
+        """The first that is free and ready; but one of the first tasks with free ones whose model is at hand comes before it."""
+        ready = self.ready()
+        near = list(dict.fromkeys((g.table, g.task) for g in ready))[:NEAR]
+        at_hand = [g for g in ready if (g.weights, g.method.name) in self.models and (g.table, g.task) in near]
         for group in (*at_hand, *ready):
             if self.board.claim(group, self.id):
                 return group
         return None
 
-    def waiting(self) -> bool:
-        """Whether groups are left that only wait for their calibration, or that another lane may still give back."""
+    def free(self) -> list[Group]:
         runs, claimed = self.board.runs(), self.board.claimed()
-        return any(g.name not in claimed and runs.left(g) for g in self.board.plan())
+        return [g for g in self.board.plan() if g.name not in claimed and runs.left(g)]
+
+    def ready(self) -> list[Group]:
+        """Those that are free, without those that wait for their calibration."""
+        return [g for g in self.free() if self.workshop.calibrated(g.weights, g.method.calibration)]
 
     # -- working
 
-    def groups(self) -> Generator[None, None, None]:
+    def groups(self) -> Generator[bool | None, None, None]:
         while not self.late():
             group = self.next_group()
             if group is None:
-                if not self.waiting():
+                if not self.free():
                     return
-                time.sleep(0.05)
-                yield
+                again = time.time() + PATIENCE  # for a calibration, or for what another lane gives back
+                while time.time() < again:
+                    yield WAITING
                 continue
             try:
                 yield from self.one_group(group)
@@ -157,7 +163,11 @@ class Lane:
     def drop_models(self) -> None:
         while self.models:
             self.models.popitem()[1].release()
-        if self.options.device == "cuda":
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Give memory back; only where it is much, since this waits for the device."""
+        if self.options.device == "cuda" and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > HOARD:
             torch.cuda.empty_cache()
 
     def trainee(self, group: Group) -> Trainee:
@@ -165,6 +175,7 @@ class Lane:
         for other, trainee in self.models.items():
             if other != key:
                 trainee.forget_recordings()
+        self.tidy()
         if key not in self.models:
             while len(self.models) >= MODELS:
                 self.models.popitem(last=False)[1].release()
@@ -172,7 +183,7 @@ class Lane:
         self.models.move_to_end(key)
         return self.models[key]
 
-    def one_group(self, group: Group) -> Generator[None, None, None]:
+    def one_group(self, group: Group) -> Generator[bool | None, None, None]:
         trainee = self.trainee(group)
         yield
         data, validation, test = self.shelf.of(group, trainee.tokenizer)
@@ -193,13 +204,13 @@ class Lane:
                     return
                 yield from self.run(group, trainee, data, test, "final", lr, seed, runs)
 
-    def zero_shot(self, group: Group, trainee: Trainee, test: Evaluation) -> Generator[None, None, None]:
+    def zero_shot(self, group: Group, trainee: Trainee, test: Evaluation) -> Generator[bool | None, None, None]:
         reset(trainee.model, 0)
         result = yield from test.run(trainee)
         self.record(group, "zero_shot", None, None, result, Runs())
 
-    def run(self, group, trainee, data, split, kind, lr, seed, runs: Runs) -> Generator[None, None, None]:
-        start, before = time.time(), trainee.replays()
+    def run(self, group, trainee, data, split, kind, lr, seed, runs: Runs) -> Generator[bool | None, None, None]:
+        start = time.time()
         recipe = Recipe(lr, seed, group.steps, group.batch, curve=group.curve)
 
         def held_out(t: Trainee):
@@ -213,7 +224,7 @@ class Lane:
             scores = {"validation_nll": scores["nll"], "validation_accuracy": scores.get("accuracy")}
         seconds = time.time() - start
         self.pace = seconds / group.steps
-        result |= scores | {"train_s": trained, "seconds": seconds, "replays": trainee.replays() - before}
+        result |= scores | {"train_s": trained, "seconds": seconds, "recorded": trainee.step.piece.why_not is None}
         self.record(group, kind, lr, seed, result, runs)
 
     def record(self, group: Group, kind: str, lr, seed, result: dict, runs: Runs) -> None:
@@ -235,18 +246,22 @@ def _fatal(error: Exception) -> bool:
     return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
 
 
-def work(board: Board, worker: str, options: Options) -> None:
-    """Until nothing is left, or the time is over."""
-    shelf = Shelf(options.device)
-    lanes = [Lane(board, worker, i, options, shelf) for i in range(options.lanes)]
+def work(board: Board, worker: str, options: Options, tick: Callable[[], None] = lambda: None) -> None:
+    """Until nothing is left, or the time is over. ``tick`` is called now and then."""
+    shelf, workshop = Shelf(options.device), options.workshop()
+    lanes = [Lane(board, worker, i, options, shelf, workshop) for i in range(options.lanes)]
     while lanes:
+        idle = True
         for lane in list(lanes):
             with lane.at_work():
                 try:
-                    next(lane.work)
+                    idle &= next(lane.work) is WAITING
                 except StopIteration:
                     lane.drop_models()
                     lanes.remove(lane)
+        if idle:
+            time.sleep(0.001)
+        tick()
 
 
 def main() -> None:

@@ -50,6 +50,11 @@ class ParamWrapper(PeftParamWrapper):
                 f"init_lora_weights={init!r} reads or rewrites the base weight, which is not supported for the packed experts of "
                 f"{self.parameter_name!r}. Use True or 'gaussian', or leave the experts dense (skip_modules=['experts'])"
             )
+        if getattr(config, "merge_aware", False):
+            raise ValueError(
+                f"merge_aware=True is not supported on packed experts ({self.parameter_name!r}): their adapters would be trained "
+                "without the rounding of the merge. Leave the experts out of target_parameters, or train without merge_aware"
+            )
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     # -- forward

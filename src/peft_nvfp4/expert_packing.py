@@ -6,6 +6,7 @@ without a copy. The inverse pair is :func:`packed_of` and :data:`FROM_PACKED`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -47,13 +48,14 @@ def _nf4(tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, opti
     import bitsandbytes as bnb
     from bitsandbytes import functional as F
 
-    layer, device = BACKENDS["nf4"](k, n, None, dtype, options), tensors["weight"].device
+    layer = BACKENDS["nf4"](k, n, None, dtype, options)
+    code, nested_code = _code_books(tensors["weight"].device)
     floats = {leaf: tensors[leaf].view(torch.float32) for leaf in ("nested_absmax", "offset")}
-    nested = F.QuantState(floats["nested_absmax"], code=F.create_dynamic_map().to(device), blocksize=256, dtype=torch.float32)
+    nested = F.QuantState(floats["nested_absmax"], code=nested_code, blocksize=256, dtype=torch.float32)
     state = F.QuantState(
         tensors["absmax"],
         shape=torch.Size((n, k)),
-        code=F.get_4bit_type("nf4", device=device),
+        code=code,
         blocksize=64,
         quant_type="nf4",
         dtype=dtype,
@@ -63,6 +65,15 @@ def _nf4(tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, opti
     settings = dict(quant_state=state, blocksize=64, quant_type="nf4", module=layer, bnb_quantized=True)
     layer.weight, layer.quant_state = bnb.nn.Params4bit(tensors["weight"], False, **settings), state
     return layer
+
+
+@functools.cache
+def _code_books(device: torch.device) -> tuple[Tensor, Tensor]:
+    """bitsandbytes' values of NF4 and of its scales' scales: the same for all experts, one copy a device."""
+    from bitsandbytes import functional as F
+
+    with torch.inference_mode(False):
+        return F.get_4bit_type("nf4", device=device), F.create_dynamic_map().to(device)
 
 
 FROM_PACKED = {"nvfp4": _nvfp4, "nf4": _nf4}

@@ -10,10 +10,13 @@ model has one target parameter.
 
     y_t = sum_j  w_tj * down_e(act(gate_e(x_t)) * up_e(x_t)),    e = index_tj,  j = 1 .. k
 
-Tokens are sorted by expert, so each expert runs once, on its rows; an expert that no token was routed to is not run at all. Rows
-are weighted and summed in their own order afterwards, in FP32 where the weights are: nothing depends on an order of additions in
-memory, so a forward that is computed again (checkpointing) gives the same bits. One synchronisation a layer tells how many rows
-each expert has, so a CUDA graph cannot be recorded.
+Tokens are sorted by expert (:mod:`.expert_rows`), so each expert runs once, on its rows; an expert that no token was routed to
+is not run at all. Rows are weighted and summed in their own order afterwards, in FP32 where the weights are: nothing depends on
+an order of additions in memory, so a forward that is computed again (checkpointing) gives the same bits. One synchronisation a
+layer tells how many rows each expert has, so a CUDA graph cannot be recorded.
+
+Kept for backward are the codes of a frozen linear's input, per row, and what the experts return (T, k, H), in full: the gradient
+of the routing weights is its product with dy.
 
 Routers, shared experts and everything else of the mixture stay what they are.
 """
@@ -29,6 +32,7 @@ from . import handoff
 from .backends import BACKENDS, FrozenLinear, FrozenOptions, frozen
 from .branches import Branch
 from .expert_packing import FROM_PACKED, LEAVES, packed_of, stack_name
+from .expert_rows import SortedRows, TokenRows, by_expert
 
 Adapters = Mapping[str, Sequence[Sequence[Branch]]]
 """Name of a projection -> for every expert, the LoRA branches of that projection."""
@@ -142,26 +146,37 @@ class FrozenExperts(nn.Module):
         """Every tensor that the frozen weights occupy, by name."""
         return dict(self.named_parameters(recurse=False))
 
-    def layers(self, name: str) -> list[FrozenLinear]:
-        """A projection's experts as frozen linears that share this module's memory."""
+    def layers(self, name: str, keep: bool = False) -> list[FrozenLinear]:
+        """A projection's experts as frozen linears that share this module's memory. ``keep`` them for the next call: by whoever
+        calls in every step, since they keep the memory, too (of a copy on another device, say)."""
         stacks = self.stacks(name)
+        if any(hasattr(t, "device_mesh") for t in stacks.values()):
+            raise ValueError(
+                "the weights are sharded (FSDP2): save the adapter, load it with its base on one process, and merge there"
+            )
         stamp = (self.compute_dtype, self.options[name], *((t.data_ptr(), t.device) for t in stacks.values()))
         if (cached := self._layers.get(name)) is None or cached[0] != stamp:  # moved, merged, or gathered by FSDP
             make, (n, k) = FROM_PACKED[self.backend], self.projections[name]
             slices = ({leaf: t.detach()[e] for leaf, t in stacks.items()} for e in range(self.experts))
             cached = stamp, [make(tensors, n, k, self.compute_dtype, self.options[name]) for tensors in slices]
-            self._layers[name] = cached
+            if keep:
+                self._layers[name] = cached
         for layer in cached[1]:
             layer.training = self.training
         return cached[1]
 
     def dequantize(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The weights (E, N, K) that a projection computes with, in ``dtype`` (default ``compute_dtype``)."""
-        return torch.stack([layer.dequantize(dtype or self.compute_dtype) for layer in self.layers(name)])
+        dtype, device = dtype or self.compute_dtype, getattr(self, name).device
+        weights = torch.empty(self.experts, *self.projections[name], dtype=dtype, device=device)
+        for w, layer in zip(weights, self.layers(name)):
+            w.copy_(layer.dequantize(dtype))
+        return weights
 
     def requantize_(self, name: str, weight: Tensor) -> None:
-        """Replace a projection's weights by (the quantised form of) dense ones (E, N, K)."""
+        """Replace a projection's weights by (the quantised form of) dense ones (E, N, K). A failure leaves them as they were."""
         layers = self.layers(name)
+        self._layers.pop(name, None)  # not to be met again if only some of them get their new weight
         for layer, w in zip(layers, weight.unbind(0), strict=True):
             layer.requantize_(w)
         self.store(name, [packed_of(layer) for layer in layers])
@@ -195,21 +210,15 @@ class FrozenExperts(nn.Module):
         if top_k_index.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the rows of every expert are counted on the host, which a CUDA graph cannot record")
         tokens, k = top_k_index.shape
-        index = top_k_index.reshape(-1)
-        order = index.argsort(stable=True)
-        counts = torch.bincount(index, minlength=self.experts)[: self.experts].tolist()
-        rows = hidden_states[order[: sum(counts)] // k]
-        first, down = ((self.layers(name), (adapters or {}).get(name, [()] * self.experts)) for name in self.projections)
+        order, counts = by_expert(top_k_index, self.experts)
+        rows = SortedRows.apply(hidden_states, order, k)
+        first, down = ((self.layers(name, True), (adapters or {}).get(name, [()] * self.experts)) for name in self.projections)
         members = zip(rows.split(counts), *first, *down)
         outputs = [self._expert(x, *member) for x, *member in members if len(x)]
         if not outputs:
             return hidden_states.new_zeros(hidden_states.shape)
-        out = torch.cat(outputs)
-        if len(out) < len(order):
-            out = torch.cat((out, out.new_zeros(len(order) - len(out), out.shape[1])))
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        y = (out[back].view(tokens, k, -1) * top_k_weights.unsqueeze(-1)).sum(1)
+        shares = TokenRows.apply(torch.cat(outputs), order, tokens * k).view(tokens, k, -1)
+        y = (shares * top_k_weights.unsqueeze(-1)).sum(1)
         return y.to(hidden_states.dtype)
 
     def _expert(

@@ -22,8 +22,9 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from .expert_packing import stack_name
-from .experts import frozen_experts
-from .freeze import _kept_dense, frozen_layers
+from .experts import frozen_experts, is_experts
+from .freeze import frozen_layers, frozen_modules
+from .freeze_plan import kept_dense
 
 BASE_FILE = "nvfp4_base.json"
 BASE_VERSION = 1
@@ -56,18 +57,22 @@ def base_record(model: nn.Module) -> dict[str, Any]:
         ``format`` ("nvfp4", "nf4", or "bf16", which stands for any dense one), ``linears`` (how many), ``fingerprint`` of what
         they store, ``inputs``: one of how they quantise their inputs, and ``source``: of the weights if they are dense.
     """
+    everything = frozen_modules(model)
+    if not everything:
+        names, experts = _dense_linears(model), _dense_experts(model)
+        weights = _digest([*((name, model.get_submodule(name).weight) for name in sorted(names)), *experts])
+        linears = len(names) + sum(p.shape[0] for _, p in experts)
+        return {"format": "bf16", "linears": linears, "fingerprint": weights, "inputs": None, "source": weights}
     frozen = {name.removesuffix(".base_layer"): layer for name, layer in frozen_layers(model)}
-    if not frozen:
-        names = _dense_linears(model)
-        weights = _digest((name, model.get_submodule(name).weight) for name in sorted(names))
-        return {"format": "bf16", "linears": len(names), "fingerprint": weights, "inputs": None, "source": weights}
-    word = next(iter(frozen.values())).backend
+    word = everything[0][1].backend
     stored = [
         (name if key == "weight" and word == "bf16" else f"{name}.{key}", t)
         for name, layer in sorted(frozen.items())
         for key, t in layer.packed_tensors().items()
         if key not in DERIVED
     ]
+    dense = _dense_experts(model) if word == "bf16" else []
+    stored += dense
     experts = [(name.replace(".base_layer", ""), m) for name, m in frozen_experts(model)]
     derived = tuple(stack_name("", leaf) for leaf in DERIVED)
     stored += [(f"{name}.{key}", t) for name, m in experts for key, t in m.packed_tensors().items() if not key.endswith(derived)]
@@ -75,8 +80,10 @@ def base_record(model: nn.Module) -> dict[str, Any]:
     for name, layer in sorted(frozen.items()):
         centre = getattr(layer, "input_centre", None)
         inputs.update(f"{name}{layer.options.terms}".encode() + (b"" if centre is None else _sample(centre)))
+    for name, m in experts:
+        inputs.update("".join(f"{name}.{projection}{options.terms}" for projection, options in m.options.items()).encode())
     weights = _digest(stored)
-    linears = len(frozen) + sum(len(m.projections) * m.experts for _, m in experts)
+    linears = len(frozen) + sum(len(m.projections) * m.experts for _, m in experts) + sum(p.shape[0] for _, p in dense)
     record = {"format": word, "linears": linears, "fingerprint": weights}
     return {
         **record,
@@ -87,15 +94,21 @@ def base_record(model: nn.Module) -> dict[str, Any]:
 
 def source_fingerprint(model: nn.Module) -> str | None:
     """Of a model's dense weights; None where they are not dense, or not loaded."""
-    weights = [model.get_submodule(name).weight for name in _dense_linears(model)]
+    weights = [*(model.get_submodule(name).weight for name in _dense_linears(model)), *(p for _, p in _dense_experts(model))]
     dense = weights and not any(w.is_meta or not w.is_floating_point() for w in weights)
-    return base_record(model)["source"] if dense and not frozen_layers(model) else None
+    return base_record(model)["source"] if dense and not frozen_modules(model) else None
 
 
 def _dense_linears(model: nn.Module) -> list[str]:
     """Names of the linears that freezing would replace."""
-    keep = _kept_dense(model)
+    keep = kept_dense(model)
     return [name for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in keep]
+
+
+def _dense_experts(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name, weights) of the experts that freezing would pack, in the order of the model."""
+    mixtures = [(name.replace(".base_layer", ""), m) for name, m in model.named_modules() if is_experts(m)]
+    return [(f"{name}.{key}", p) for name, m in mixtures for key, p in m.named_parameters()]
 
 
 def remember(config: LoraConfig, model: nn.Module, source: str | None) -> None:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from .dataflow.probe import modes_kept
+from .distributed.resume import last_checkpoint
 from .estimate import Settings, estimate, model_shape
 from .estimate.run import SACRIFICES
 from .estimate.settings import OPTIMIZERS
@@ -35,7 +35,9 @@ from .estimate.settings import OPTIMIZERS
 # ---------------------------------------------------------------------------------------------- losses
 
 KEPT = 8
-"""Micro-batches of a step whose inputs are remembered, to run them again."""
+"""Micro-batches of a step whose inputs are remembered, to run them again. (No more memory: Trainer holds all those of a step.)"""
+IGNORED = -100
+"""The label of a position that does not count."""
 
 
 class NonFiniteError(RuntimeError):
@@ -63,6 +65,9 @@ class StopOnNonFinite(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         self._remove()
+        for hook in list(model._forward_hooks.values()):  # of a run that was interrupted
+            if isinstance(owner := getattr(hook, "__self__", None), StopOnNonFinite):
+                owner._remove()
         self.handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
@@ -93,16 +98,19 @@ class StopOnNonFinite(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        grads = {} if args.fp16 else {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        scaled = args.fp16 or getattr(optimizer, "scaler", None) is not None  # accelerate's configuration may have asked for it
+        grads = {} if scaled else {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         flags = [] if self.bad is None else [self.bad]
         if grads:
             norm = torch.nn.utils.get_total_norm([_whole(g) for g in grads.values()])
             flags.append(~torch.isfinite(norm).to(flags[0].device if flags else norm.device))
         if flags and torch.stack(flags).any():
             what = "loss" if self.bad is not None and self.bad else "gradient"
-            where = first_non_finite(model, list(self.inputs), grads)
+            inputs = list(self.inputs)
+            empty = unsupervised(inputs)
+            where = None if empty else first_non_finite(model, inputs, grads)
             self._remove()
-            raise _non_finite(what, where, args, state, optimizer)
+            raise _non_finite(what, where, empty, args, state, optimizer)
         self._forget()
 
 
@@ -111,13 +119,26 @@ def _whole(grad: Tensor) -> Tensor:
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
-def _non_finite(what: str, where: tuple[str, str] | None, args: Any, state: Any, optimizer: Any) -> NonFiniteError:
-    step, checkpoint = state.global_step + 1, None
-    if os.path.isdir(args.output_dir):
-        checkpoint = get_last_checkpoint(args.output_dir)
+def unsupervised(inputs: Sequence[tuple[tuple, dict]]) -> bool:
+    """Whether a mean over labels is 0/0: none counts in a micro-batch, or, if Trainer gave the number of all, in the step."""
+    found = [kwargs for _, kwargs in inputs if isinstance(kwargs.get("labels"), Tensor)]
+    empty = [bool((kwargs["labels"] == IGNORED).all()) for kwargs in found]
+    alone = [kwargs.get("num_items_in_batch") is None for kwargs in found]
+    return any(none and own for none, own in zip(empty, alone)) or bool(empty) and all(empty)
+
+
+def _non_finite(what: str, where: tuple[str, str] | None, empty: bool, args: Any, state: Any, optimizer: Any) -> NonFiniteError:
+    step, checkpoint = state.global_step + 1, last_checkpoint(args.output_dir)
+    good = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+    if empty:
+        return NonFiniteError(
+            f"the {what} of step {step} is not finite: a micro-batch has no label that counts (all are {IGNORED}), so its mean "
+            f"is 0/0. The step was not applied; {good}. Rows that are nothing but prompt, or whose answer was cut off by the "
+            "maximum length, have no such label: leave them out, or raise that length",
+            *(step, None, checkpoint),
+        )
     rate = optimizer.param_groups[0]["lr"] if optimizer is not None else args.learning_rate
     told = f"first in {where[0]} of {where[1]}" if where else "no single module could be told"
-    good = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
     return NonFiniteError(
         f"the {what} of step {step} is not finite (learning rate {rate:.3g}); {told}. The step was not applied; {good}. Lower "
         "the learning rate or raise its warm-up, clip gradients (max_grad_norm), and look at the rows of this step for empty or "
@@ -142,7 +163,7 @@ def first_non_finite(
             with torch.no_grad(), modes_kept(model), torch.random.fork_rng(devices):
                 for args, kwargs in inputs:
                     model(*args, **kwargs)
-        except RuntimeError:  # whatever the numbers lead to
+        except Exception:  # noqa: BLE001  (whatever the numbers lead to: what was found is told in any case)
             pass
         finally:
             for handle in handles:
@@ -201,24 +222,25 @@ def explain(model: Any, settings: Settings, memory: int | None = None) -> str:
     """The message of :class:`OutOfMemory` for a step with these settings."""
     asked = f"{settings.batch} x {settings.sequence} tokens with backend {settings.backend}"
     there = "" if memory is None else f", and the GPU has {memory / 2**30:.2f} GiB for this process"
+    more = "" if settings.offload else "; offload='cpu' keeps frozen weights in the host's memory"
     try:
         now, changes = estimate(model, settings).peak, cheaper(model, settings)
     except ValueError as error:
         return (
             f"the GPU's memory is not enough for {asked}{there}. The estimator does not know this model ({error}); what takes "
-            "less: a smaller batch, checkpointing, weight_layouts='transient', recompute_mlp=True, offload='cpu'"
+            f"less: a smaller batch, checkpointing, weight_layouts='transient', recompute_mlp=True{more}"
         )
     lines = "; ".join(f"{words}: {peak / 2**30:.2f} GiB" for words, peak in changes)
     return (
         f"the GPU's memory is not enough for {asked}{there}. A step is estimated to take {now / 2**30:.2f} GiB. What would take "
-        f"less: {lines or 'none of the estimated settings'}; offload='cpu' keeps frozen weights in the host's memory"
+        f"less: {lines or 'none of the estimated settings'}{more}"
     )
 
 
 def settings_of(model: nn.Module, **known: Any) -> Settings:
     """The estimator's settings for a PEFT model with this package's config; ``known`` wins."""
     config = next(iter(getattr(model, "peft_config", {}).values()), None)
-    words = "backend accuracy weight_layouts gradients activations fused recompute_mlp recompute_attention cuda_graphs"
+    words = "backend accuracy weight_layouts gradients activations fused recompute_mlp recompute_attention cuda_graphs offload"
     found = {name: getattr(config, name) for name in words.split() if hasattr(config, name)}
     if config is not None and config.target_modules:
         found |= {"targets": "all-linear", "rank": config.r}
@@ -249,7 +271,7 @@ def memory_advice(trainer: Any) -> Iterator[None]:
             sequence=-(-max(longest[0], 1) // 8) * 8,
             accumulation=args.gradient_accumulation_steps,
             checkpointing=bool(checkpointing),
-            optimizer=str(getattr(args.optim, "value", args.optim)) if str(args.optim) in OPTIMIZERS else "adamw_torch_fused",
+            optimizer=name if (name := str(getattr(args.optim, "value", args.optim))) in OPTIMIZERS else "adamw_torch_fused",
         )
         raise OutOfMemory(explain(model.config, settings, memory_there())) from error
     finally:

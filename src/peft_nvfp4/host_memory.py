@@ -18,11 +18,12 @@ class _Pages(mmap.mmap):
     """Pages that are unlocked before they are given back. (Tensors made from them keep them alive.)"""
 
     locked_at = 0
+    reader: torch.device | None = None  # the GPU that reads them
 
     def __del__(self) -> None:
         if self.locked_at:
             try:
-                torch.cuda.synchronize()  # a copy may still read them
+                torch.cuda.synchronize(self.reader)  # a copy may still read them
                 torch.cuda.cudart().cudaHostUnregister(self.locked_at)
             except Exception:  # noqa: BLE001, S110  (the interpreter is ending, and CUDA has ended)
                 pass
@@ -42,16 +43,19 @@ class HostBuffer:
             self.data: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)[:bytes_]
         self.pinned, self._asked = False, False
 
-    def pin(self) -> bool:
-        """Lock the pages in place; False where the system refuses (it may limit locked memory): copies then take longer."""
+    def pin(self, device: torch.device) -> bool:
+        """Lock the pages in place, for copies to ``device``; False where the system refuses (it may limit locked memory): copies
+        then take longer."""
+        self._pages.reader = device
         if not self._asked and self.data.numel():
             self._asked = True
             address = self.data.data_ptr()
-            self.pinned = int(torch.cuda.cudart().cudaHostRegister(address, len(self._pages), 0)) == 0
-            self._pages.locked_at = address if self.pinned else 0
-            if not self.pinned:
-                _forget_error()
-            elif hasattr(mmap, "MADV_DONTFORK"):
+            with torch.cuda.device(device):  # the current one may be another, which would get a context
+                self.pinned = int(torch.cuda.cudart().cudaHostRegister(address, len(self._pages), 0)) == 0
+                self._pages.locked_at = address if self.pinned else 0
+                if not self.pinned:
+                    _forget_error()
+            if self.pinned and hasattr(mmap, "MADV_DONTFORK"):
                 self._pages.madvise(mmap.MADV_DONTFORK)  # a forked data loader would otherwise move them when it writes
         return self.pinned
 

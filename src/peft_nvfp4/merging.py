@@ -31,9 +31,8 @@ from . import ops
 from .backends.nvfp4 import NVFP4FrozenLinear
 from .dataflow.attach import attach, attached
 from .expert_lora import ParamWrapper
-from .experts import frozen_experts
 from .formats import QuantizedMatrix
-from .freeze import frozen_layers
+from .freeze import frozen_layers, frozen_modules
 from .lora import FrozenLoraLinear
 from .merge_aware import requantized
 from .offload_layers import computing
@@ -122,7 +121,7 @@ def _check(model: nn.Module, to: str, adapters: Sequence[str] | None) -> list[st
             bad = [n for n, p in layer.named_parameters() if f".{adapter}." in f".{n}." and not torch.isfinite(p).all()]
             if bad:
                 raise ValueError(f"{adapter} holds NaN or Inf in {name}.{bad[0]}")
-    if to == "nvfp4" and not any(isinstance(layer, NVFP4FrozenLinear) for _, layer in frozen_layers(model)):
+    if to == "nvfp4" and not any(layer.backend == "nvfp4" for _, layer in frozen_modules(model)):
         raise ValueError("to='nvfp4' merges into an NVFP4 base, and no layer of this model is frozen in it")
     return names
 
@@ -142,13 +141,11 @@ def _all_merge_aware(layers: dict[str, LoraLayer], names: Sequence[str]) -> bool
 @torch.no_grad()
 def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerRetention:
     """What merging will do to one layer; it is left as it is."""
-    base = layer.get_base_layer()
-    if isinstance(layer, ParamWrapper):
-        return _measure_experts(name, layer, names, to)
-    if not isinstance(layer, FrozenLoraLinear):
+    measure = {ParamWrapper: _measure_experts, FrozenLoraLinear: _measure_frozen}.get(type(layer))
+    if measure is None:
         return _measure_dense(name, layer, names, to)
-    with computing(base):
-        return _measure_frozen(name, layer, [n for n in names if n in layer.lora_A], to)
+    with computing(layer.get_base_layer()):
+        return measure(name, layer, [n for n in names if n in layer.lora_A], to)
 
 
 def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to: str) -> LayerRetention:
@@ -162,11 +159,11 @@ def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to:
     return measure_layer(name, to, before, dense, after, step)
 
 
-def _measure_experts(name: str, wrapper: ParamWrapper, names: Sequence[str], to: str) -> LayerRetention:
+def _measure_experts(name: str, wrapper: ParamWrapper, here: Sequence[str], to: str) -> LayerRetention:
     """One projection of frozen experts: all of them as one matrix."""
     experts, projection = wrapper.get_base_layer(), wrapper.parameter_name
     before = experts.dequantize(projection, torch.float32)
-    dense = wrapper.dense_with([n for n in names if n in wrapper.lora_A])
+    dense = wrapper.dense_with(here)
     after, step = dense.to(DTYPES.get(to, torch.float32)).float(), None
     if to == "nvfp4":
         layers = experts.layers(projection)
@@ -193,8 +190,6 @@ def _measure_dense(name: str, layer: LoraLayer, names: Sequence[str], to: str) -
 
 def _into_dense(model: PeftModel, names: list[str], dtype: torch.dtype) -> nn.Module:
     model.base_model.nvfp4_dense_dtype = dtype
-    for _, experts in frozen_experts(model):
-        experts.dense_dtype = dtype
     merged = model.merge_and_unload(adapter_names=names)
     for p in merged.parameters():  # not .to(dtype): that would round buffers, the frequencies of a rotary embedding
         if p.is_floating_point():

@@ -18,7 +18,11 @@ over. What autograd has saved of a parameter is the parameter, or a view of the 
 bytes of a layer are always at the same place.
 
 Order between streams: a copy into a buffer waits for everything that was launched before it, which includes the last use of the
-buffer; the layer's kernels wait for the copy.
+buffer; the layer's kernels wait for the copy. That last use has been launched, since autograd calls the hook on a layer's output
+when its gradient is complete, and of what is ready it takes first what ran last in forward: all products of the layer after it.
+(A cache of keys and values whose gradients lead into an earlier forward breaks this, and is refused.) The allocator knows that
+both streams use the buffers, so their memory is not reused while a copy is on its way. Bytes that were written to the host
+(``load_state_dict``) are copied again.
 
 On a CPU the same code copies at once, from one part of its memory to another.
 

@@ -86,6 +86,7 @@ class _Slot:
         with torch.inference_mode(False):
             self.data = torch.empty(bytes_, dtype=torch.uint8, device=device)
         self.holds: OffloadedLayer | None = None  # whose bytes are here, or on their way
+        self.versions: list[int] = []  # of those parameters when they were copied: somebody may write to the host's bytes
         self.user: OffloadedLayer | None = None  # whose parameters point here
         self.copied: Any = None  # times (events) of beginning and end of the copy
         self.waited = True  # some layer has waited for it
@@ -101,9 +102,12 @@ class OffloadedLayer:
         self.size = 0  # of that
         self.places: list[tuple[nn.Parameter, Tensor, int]] = []  # parameter, its bytes on the host, where in the buffer
         self.swapped: list[tuple[nn.Parameter, Tensor]] = []  # while it is in use: parameters, and what they were
+        self.views: list[Tensor] = []  # of its buffer on the device: made once, since making them takes a millisecond
         self.handles = [
-            module.register_forward_pre_hook(self.enter, prepend=True),
+            module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.leave, always_call=True),
+            module.register_state_dict_pre_hook(self.rest),  # an interrupted backward leaves parameters in a buffer
+            module.register_load_state_dict_pre_hook(self.rest),
         ]
         setattr(module, ATTRIBUTE, self)
         for layer in self.packed:
@@ -115,13 +119,17 @@ class OffloadedLayer:
     def __getstate__(self) -> dict:
         """A copy (or a pickle) makes its own buffer when it runs."""
         self.release()
-        return vars(self) | {"host": None, "places": []}
+        return vars(self) | {"host": None, "places": [], "views": []}
 
     # -- storage
 
     def parameters(self) -> list[nn.Parameter]:
         """The packed ones, as the frozen layers have them now."""
         return [p for m in self.packed for p in packed_parameters(m).values()]
+
+    def versions(self) -> list[int]:
+        """Counts of what was written into the parameters in place (``load_state_dict``)."""
+        return [0 if p.is_inference() else p._version for p, _, _ in self.places]
 
     def pack(self) -> None:
         """Bring the bytes together on the host, if they are not there yet or some were replaced (a merge). What was replaced may
@@ -137,7 +145,7 @@ class OffloadedLayer:
         for p in parameters:
             starts.append(size)
             size += -(-p.nbytes // ALIGNMENT) * ALIGNMENT
-        self.host, self.size, self.places = HostBuffer(size), size, []
+        self.host, self.size, self.places, self.views = HostBuffer(size), size, [], []
         with torch.no_grad():
             for p, start in zip(parameters, starts):
                 home = _view(self.host.data, start, p)
@@ -149,12 +157,17 @@ class OffloadedLayer:
 
     # -- hooks
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError("offload='cpu' and torch.compile exclude each other: peft_nvfp4.offload.disable_offload(model)")
         if module is not self.module:
             raise RuntimeError("offload='cpu' does not work in nn.DataParallel: start one process per GPU (torchrun) instead")
         self.owner.check()
+        if self.index == 0 and torch.is_grad_enabled() and not in_backward() and _cache_has_gradients(kwargs):
+            raise RuntimeError(
+                "offload='cpu' cannot send gradients through a cache of keys and values into an earlier forward: nothing tells "
+                "when its layers are needed. Fill the cache under torch.no_grad(), or run the whole sequence at once"
+            )
         self.owner.use(self, -1 if in_backward() else 1)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -163,6 +176,9 @@ class OffloadedLayer:
         self.release()
         if torch.is_grad_enabled():
             self.watch(output)
+
+    def rest(self, *args: Any) -> None:
+        self.owner.release()
 
     def watch(self, output: Any) -> None:
         for t in tree_leaves(output):
@@ -202,6 +218,13 @@ class Offload:
         """Copies (and pickles) begin without buffers."""
         return vars(self) | {"slots": [], "stream": None, "times": deque(maxlen=TIMED), "task": -1}
 
+    def place(self, device: torch.device) -> None:
+        """Compute on ``device`` from now on. Buffers on another one are let go."""
+        if device != self.device:
+            self.device, self.stream = device, None
+            self._drop_slots()
+            self.times.clear()
+
     def check(self) -> None:
         """Raises RuntimeError for what would compute with another layer's bytes."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -221,8 +244,10 @@ class Offload:
             slot = self._slot(layer)
             self._wait(slot)
             layer.swapped = [(p, home) for p, home, _ in layer.places]
-            for p, home, start in layer.places:
-                p.data = _view(slot.data, start, home)
+            if not layer.views:
+                layer.views = [_view(slot.data, start, home) for _, home, start in layer.places]
+            for (p, _, _), view in zip(layer.places, layer.views):
+                p.data = view
             slot.user = layer
         self._arrange_end()
         neighbour = layer.index + direction
@@ -248,14 +273,21 @@ class Offload:
     def _slot(self, layer: OffloadedLayer) -> _Slot:
         return self.slots[layer.index % len(self.slots)]
 
+    def _drop_slots(self) -> None:
+        self.slots = []
+        for layer in self.layers:
+            layer.views = []
+
     def _make_slots(self) -> None:
         size = max(layer.size for layer in self.layers)
         if self.slots and self.slots[0].data.device == self.device and self.slots[0].data.numel() >= size:
             return
-        if self.stream is not None:
-            torch.cuda.synchronize()  # a copy into the old ones may be on its way
+        self._drop_slots()
         self.slots = [_Slot(size, self.device) for _ in range(min(2, len(self.layers)))]
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self.stream is not None:
+            for slot in self.slots:  # their memory is not given to anybody while a copy into it may be on its way
+                slot.data.record_stream(self.stream)
 
     def _load(self, layer: OffloadedLayer, ahead: bool) -> None:
         """Copy a layer's bytes to its buffer, unless they are there (or, ahead of time, another layer computes there)."""
@@ -263,19 +295,20 @@ class Offload:
             layer.pack()
         self._make_slots()
         slot = self._slot(layer)
-        if slot.holds is layer or ahead and slot.user is not None:
+        versions = layer.versions()
+        if slot.holds is layer and slot.versions == versions or ahead and slot.user is not None:
             return
         size = layer.size
         self.status.copies += 1
         self.status.ahead += ahead
         self.status.moved_bytes += size
-        slot.holds = layer
+        slot.holds, slot.versions = layer, versions
         if self.stream is None:
             start = time.perf_counter()
             slot.data[:size].copy_(layer.host.data)
             slot.copied, slot.waited = (start, time.perf_counter()), False
             return
-        layer.host.pin()
+        layer.host.pin(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), torch.no_grad():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -317,6 +350,13 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
         return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
+def _cache_has_gradients(kwargs: dict[str, Any]) -> bool:
+    """Whether an argument is a cache whose keys or values come from a forward that is differentiated."""
+    lists = [layers for value in kwargs.values() if isinstance(layers := getattr(value, "layers", None), list)]
+    tensors = (getattr(part, name, None) for layers in lists for part in layers for name in ("keys", "values"))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
 def in_backward() -> bool:
     """Whether autograd calls."""
     return torch._C._current_graph_task_id() != -1
@@ -346,7 +386,7 @@ class _Apply:
         for name, stand_in in stand_ins.items():
             if kept[name].is_floating_point():
                 kept[name].data = kept[name].data.to(stand_in.dtype)
-        owner.device = next(iter(stand_ins.values())).device
+        owner.place(next(iter(stand_ins.values())).device)
         state = getattr(layer, "_state", None)
         if state is not None:  # what bitsandbytes keeps beside a parameter moves with it; this one stays
             state.to(owner.device)

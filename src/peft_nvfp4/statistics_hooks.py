@@ -24,6 +24,7 @@ from .dataflow.norm import NVFP4RMSNorm
 from .dataflow.probe import base_of, frozen_linears
 from .formats import BLOCK, E2M1_MAX, E4M3_NAN, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT, QuantizedMatrix
 from .graphs import GraphedForward
+from .offload_layers import computing
 from .reference import e4m3_decode
 
 SITES = ("weight", "input", "gradient")
@@ -190,8 +191,10 @@ class Measurement:
         """What was seen; with stored weights, what became of ``weights`` (dotted name -> dense weight) where those are given."""
         layers: dict[str, dict[str, TensorStatistics]] = {name: {} for name in self.linears}
         for name, module in self.linears.items():
-            if stored and (sums := weight_sums(base_of(module), None if weights is None else weights.get(f"{name}.weight"))):
-                layers[name]["weight"] = sums.result()
+            dense, base = None if weights is None else weights.get(f"{name}.weight"), base_of(module)
+            with computing(base):
+                if stored and (sums := weight_sums(base, dense)):
+                    layers[name]["weight"] = sums.result()
             for site in SITES[1:]:
                 if (name, site) in self.sums:
                     layers[name][site] = self.sums[name, site].result()

@@ -34,9 +34,9 @@ from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, attached, detach
 from .dataflow.probe import base_of
 from .expert_lora import ParamWrapper
-from .experts import FrozenExperts, frozen_experts
+from .experts import FrozenExperts
 from .fingerprint import remember, source_fingerprint, write
-from .freeze import dequantize_model, freeze_model, frozen_layers
+from .freeze import dequantize_model, freeze_model, frozen_layers, frozen_modules
 from .graphs import disable_cuda_graphs, enable_cuda_graphs
 from .hf import published
 from .hf.config import PactConfig, pact_config
@@ -97,12 +97,12 @@ def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig,
     source = None
     if isinstance(peft_config, NVFP4LoraConfig):
         refuse_unsupported(peft_config, peft_config.backend)  # before anything changes
-        if frozen := frozen_layers(model):
+        if frozen := frozen_modules(model):
             _check_same_base(frozen, peft_config)
         elif _has_targets(peft_config, model):  # without any, PEFT will raise: leave the model as it is
             source = source_fingerprint(model)
             _freeze(peft_config, model)
-    if isinstance(peft_config, LoraConfig) and frozen_layers(model):
+    if isinstance(peft_config, LoraConfig) and frozen_modules(model):
         remember(peft_config, model, source)
     original(self, peft_config, model)  # layer_replication: clones share the packed weights
 
@@ -135,20 +135,25 @@ def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
         )
 
 
-def _check_same_base(frozen: list[tuple[str, FrozenLinear]], config: NVFP4LoraConfig) -> None:
+def _check_same_base(frozen: list[tuple[str, FrozenLinear | FrozenExperts]], config: NVFP4LoraConfig) -> None:
     """A further adapter must ask for the base that is there: changing it would change what the others were trained on."""
-    if config.calibration is not None and not any(layer.calibrated for _, layer in frozen):
+    if config.calibration is not None and not any(getattr(layer, "calibrated", False) for _, layer in frozen):
         raise ValueError("a calibration replaces dense weights, and this base is frozen: load it without quantization_config")
     for name, layer in frozen:
-        terms = layer.options.terms if layer.calibrated else input_terms(name.removesuffix(".base_layer"), config.accuracy)
-        wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
-        differs = layer.options != wanted if layer.backend == "nvfp4" else layer.options.activations != wanted.activations
-        if layer.backend != config.backend or differs:
-            raise ValueError(
-                f"the base is frozen already: {name} is {layer.backend!r} with {layer.options}, this config asks for "
-                f"{config.backend!r} with {wanted}. Give the same settings, use a plain LoraConfig (which takes the base as it "
-                "is), or reload the base model."
-            )
+        plain = name.replace(".base_layer", "")
+        matrices = {plain: layer.options}
+        if isinstance(layer, FrozenExperts):
+            matrices = {f"{plain}.{projection}": options for projection, options in layer.options.items()}
+        for name, options in matrices.items():
+            terms = options.terms if getattr(layer, "calibrated", False) else input_terms(name, config.accuracy)
+            wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
+            differs = options != wanted if layer.backend == "nvfp4" else options.activations != wanted.activations
+            if layer.backend != config.backend or differs:
+                raise ValueError(
+                    f"the base is frozen already: {name} is {layer.backend!r} with {options}, this config asks for "
+                    f"{config.backend!r} with {wanted}. Give the same settings, use a plain LoraConfig (which takes the base as "
+                    "it is), or reload the base model."
+                )
 
 
 def _has_targets(config: LoraConfig, model: nn.Module) -> bool:
@@ -162,12 +167,12 @@ def _create_new_module(
     original: Callable, lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any
 ) -> nn.Module:
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    if getattr(lora_config, "merge_aware", False):
-        refuse_dense(base, kwargs.get("target_name") or type(base).__name__)
     if isinstance(base, FrozenExperts):
         if not kwargs.get("parameter_name"):
             raise ValueError(f"{kwargs.get('target_name')} holds frozen experts: name their projections in target_parameters")
         return ParamWrapper(target, adapter_name, config=lora_config, **kwargs)
+    if getattr(lora_config, "merge_aware", False):
+        refuse_dense(base, kwargs.get("target_name") or type(base).__name__)
     if not isinstance(base, FrozenLinear):
         return original(lora_config, adapter_name, target, **kwargs)
     if lora_config.fan_in_fan_out:
@@ -190,9 +195,9 @@ def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: boo
     if merge:
         _set_dense_dtype(self.model, getattr(self, "nvfp4_dense_dtype", None))
     model = original(self, merge=merge, **kwargs)
-    if merge and (frozen_layers(model) or frozen_experts(model)):
+    if merge and frozen_modules(model):
         dequantize_model(model)
-    if merge and not (frozen_layers(model) or frozen_experts(model)):
+    if merge and not frozen_modules(model):
         disable_offload(model)
         _forget_quantization(model)
     return model
@@ -202,7 +207,7 @@ def _set_dense_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Layers become dense in the given dtype, if there is one; adopted bitsandbytes layers otherwise in the dtype of the model
     around them, that of its embedding."""
     if dtype is not None:
-        for _, layer in [*frozen_layers(model), *frozen_experts(model)]:
+        for _, layer in frozen_modules(model):
             layer.dense_dtype = dtype
         return
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
@@ -275,7 +280,7 @@ def _is_foreign_layer(module: nn.Module) -> bool:
 def _refuse_frozen_modules_to_save(model: nn.Module, modules_to_save: Iterable[str]) -> None:
     for saved in modules_to_save:
         for name, module in model.named_modules():
-            if (name == saved or name.endswith(f".{saved}")) and (frozen := [*frozen_layers(module), *frozen_experts(module)]):
+            if (name == saved or name.endswith(f".{saved}")) and (frozen := frozen_modules(module)):
                 raise ValueError(
                     f"modules_to_save names {name}, which is frozen in {frozen[0][1].backend} and cannot be trained in full. "
                     f"Freeze the model with skip_modules=[{saved!r}] (NVFP4LoraConfig does so for its own modules_to_save)."

@@ -51,7 +51,9 @@ def export_gguf(model: nn.Module, tokenizer: Any, path: str | Path, dtype: str =
 
     Raises:
         ImportError: the ``gguf`` package is missing.
-        ValueError: a model or tokenizer that is not among those of the module's docstring. Nothing has been written then.
+        ValueError: a model or tokenizer that is not among those of the module's docstring; a weight that FP16 cannot hold.
+
+    After an error, and while the file is written (as ``<name>.part``), there is no file of that name that was not there before.
     """
     try:
         import gguf
@@ -62,25 +64,41 @@ def export_gguf(model: nn.Module, tokenizer: Any, path: str | Path, dtype: str =
     config, architecture = _check_model(model)
     vocabulary = _vocabulary(tokenizer, config.vocab_size)
     path = Path(path)
-    writer = gguf.GGUFWriter(path, architecture)
+    part = path.with_name(f"{path.name}.part")
+    writer = gguf.GGUFWriter(part, architecture)
     writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[dtype][0]))
     _write_sizes(writer, config, model)
     _write_vocabulary(writer, vocabulary, tokenizer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    _add_tensors(writer, model, config, dtype)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        part.replace(path)
+    except BaseException:  # a full disk, say
+        writer.close()
+        part.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _add_tensors(writer: Any, model: nn.Module, config: Any, dtype: str) -> None:
+    """Matrices in the wanted type, the rest (and rows that Q8_0's blocks do not divide) in FP32, under GGUF's names."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
     kind = gguf.GGMLQuantizationType[FILE_TYPES[dtype][1]]
     for name, tensor in _tensors(model, config):
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
-            raise ValueError(f"GGUF's {architecture} has no place for {name}. {CONVERTER}")
+            raise ValueError(f"GGUF's {writer.arch} has no place for {name}. {CONVERTER}")
         kept = kind if tensor.ndim > 1 and not (dtype == "q8_0" and tensor.shape[-1] % 32) else gguf.GGMLQuantizationType.F32
+        if kept == gguf.GGMLQuantizationType.F16 and tensor.abs().max() > torch.finfo(torch.float16).max:
+            raise ValueError(f"{name} holds {tensor.abs().max():.3g}, more than FP16 can: write dtype='bf16' or 'f32'")
         values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
         plain = kept == gguf.GGMLQuantizationType.F32
         writer.add_tensor(target, values if plain else gguf.quants.quantize(values, kept), raw_dtype=None if plain else kept)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 # ---------------------------------------------------------------------------------------------- the model
@@ -100,6 +118,8 @@ def _check_model(model: nn.Module) -> tuple[Any, str]:
         raise ValueError("the model carries an adapter: merge it into a dense format first (peft_nvfp4.merge)")
     if packed := [name for name, p in model.named_parameters() if not p.is_floating_point()]:
         raise ValueError(f"{packed[0]} is packed: merge to 'bf16', or make the model dense with peft_nvfp4.dequantize_model")
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):  # which llama.cpp computes, whatever the model says
+        raise ValueError(f"hidden_act={config.hidden_act!r} is not written as GGUF here. {CONVERTER}")
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if rope.get("rope_type", "default") != "default":
         raise ValueError(f"rotary embeddings of type {rope['rope_type']!r} are not written as GGUF here. {CONVERTER}")
@@ -130,9 +150,10 @@ def _write_sizes(writer: Any, config: Any, model: nn.Module) -> None:
 
 def _tensors(model: nn.Module, config: Any) -> Iterator[tuple[str, Tensor]]:
     """(name in the model, values as GGUF has them)."""
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    for name, tensor in model.state_dict().items():
-        if tied and name == "lm_head.weight":
+    tied, state = bool(getattr(config, "tie_word_embeddings", False)), model.state_dict()
+    for name, tensor in state.items():
+        # a head that was trained by itself is its own matrix, whatever the config says
+        if tied and name == "lm_head.weight" and tensor.data_ptr() == state["model.embed_tokens.weight"].data_ptr():
             continue
         if ARCHITECTURES[config.model_type] == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads

@@ -105,8 +105,7 @@ def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, 
         kind = "nothing" if module is None else type(module).__name__
         why = "transformers rearranges this weight on loading" if first.converted else f"{type(model).__name__} has {kind} there"
         raise ValueError(
-            f"{first} belongs to a packed linear, but {why}, and only the weight of a plain linear is read packed (experts that "
-            f"a model keeps in one tensor are not). {INSTEAD}"
+            f"{first} belongs to a packed linear, but {why}, and only the weight of a plain linear is read packed. {INSTEAD}"
         )
     if module.in_features % BLOCK:
         raise ValueError(f"{first}: the linear has {module.in_features} inputs, which is not a multiple of {BLOCK}")

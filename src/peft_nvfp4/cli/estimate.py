@@ -43,6 +43,8 @@ def _words(found: Estimate) -> list[str]:
         s = found.settings
         rows = "1 row" if s.batch == 1 else f"{s.batch} rows"
         lines.append(f"Each of {s.cards} GPUs takes {rows}: {s.batch * s.cards} at a time.")
+    if found.offloaded:
+        lines.append(f"{found.offloaded / GIB:.2f} GiB of frozen weights are in the host's memory, and of two layers on the GPU.")
     if found.host:
         lines.append(f"The paged optimizer may keep {found.host / GIB:.2f} GiB in the host's memory.")
     return lines + [f"Note: {note}." for note in found.shape.notes]
@@ -72,6 +74,7 @@ def estimate_command(
     card_name: Annotated[Optional[str], typer.Option("--card", help='A GPU: "RTX 5080".')] = None,  # noqa: UP045
     gpus: Annotated[int, typer.Option(help="Each with --batch rows at a time.")] = 1,
     strategy: Annotated[str, typer.Option(help="Of several GPUs: ddp or fsdp2.")] = "ddp",
+    offload: Annotated[Optional[str], typer.Option(help="cpu: frozen weights are in the host's memory.")] = None,  # noqa: UP045
     max_memory: Annotated[Optional[str], typer.Option(help="GPU memory: 16GiB.")] = None,  # noqa: UP045
     png: Annotated[Optional[Path], typer.Option(help="Draw it for several lengths.")] = None,  # noqa: UP045
     json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045
@@ -85,7 +88,7 @@ def estimate_command(
         **{"backend": backend, "batch": batch, "sequence": seq, "rank": rank, "targets": names, "accuracy": accuracy},
         **{"weight_layouts": layouts, "activations": activations, "recompute_mlp": recompute_mlp, "fused": fused},
         **{"checkpointing": checkpointing, "cuda_graphs": cuda_graphs, "optimizer": optimizer, "loss": loss},
-        **{"positions": positions, "padded": padded, "cards": gpus, "strategy": strategy},
+        **{"positions": positions, "padded": padded, "cards": gpus, "strategy": strategy, "offload": offload},
     }
     settings, memory = _settings(options, card_name)
     memory = parse_bytes(max_memory) if max_memory is not None else memory

@@ -83,10 +83,10 @@ def _frozen(model: nn.Module) -> list[tuple[str, FrozenLinear]]:
 
 
 def _init_ddp(original: Callable, self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    frozen = _frozen(module)
+    frozen = [m for m in module.modules() if hasattr(m, "packed_tensors")]  # linears and experts
     if frozen:
         check_same_base(module, kwargs.get("process_group"))
-        packed = {id(p) for _, layer in frozen for p in layer.parameters(recurse=False) if not p.requires_grad}
+        packed = {id(p) for layer in frozen for p in layer.parameters(recurse=False) if not p.requires_grad}
         names = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in packed]
         names = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *names]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(dict.fromkeys(names)))
@@ -94,7 +94,8 @@ def _init_ddp(original: Callable, self: nn.Module, module: nn.Module, *args: Any
 
 
 def _init_fsdp1(original: Callable, self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    packed = [(name, layer) for name, layer in _frozen(module) if not layer.weight.is_floating_point()]
+    holders = [(name, m) for name, m in module.named_modules() if hasattr(m, "packed_tensors")]  # linears and experts
+    packed = [(name, m) for name, m in holders if any(not t.is_floating_point() for t in m.packed_tensors().values())]
     if packed:
         name, layer = packed[0]
         raise ValueError(

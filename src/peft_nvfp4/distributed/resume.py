@@ -8,11 +8,15 @@ that is missing is written from the one that is there (without FSDP into a folde
 that holds FSDP's files). What FSDP writes with ``SHARDED_STATE_DICT`` is for FSDP, on any number of processes.
 
 So that the run goes on exactly, a step has to see the same rows: as many rows per process times processes times accumulation.
-(Dropout draws other masks on another number of processes: the states of random generators belong to a process.)
+Then what goes on is the same sum in another order: equal up to rounding, not bit for bit. States of random generators belong to a
+process, and Trainer restores them only on as many processes as wrote them: with dropout (or stochastic rounding of gradients) a
+run on another number draws other numbers, as good as the first. Every process has to see the checkpoint's folder.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,11 +31,19 @@ ALONE = "without-fsdp"
 def last_checkpoint(folder: str | Path) -> str | None:
     """The newest checkpoint of a run that was written to its end (a process may have died while it wrote one); None without."""
     found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    whole = [path for path in found if (path / STATE).is_file() and any((path / name).exists() for name in _OPTIMIZERS)]
+    whole = [path for path in found if _ended(path / STATE) and any((path / name).exists() for name in _OPTIMIZERS)]
     return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
 
 
 _OPTIMIZERS = (BY_NUMBER, BY_NAME, SHARDED)
+
+
+def _ended(state: Path) -> bool:
+    """Trainer writes this file last. Half a file is none."""
+    try:
+        return isinstance(json.loads(state.read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def make_resumable(trainer: Any, checkpoint: str | Path | None = None) -> str | None:
@@ -50,12 +62,14 @@ def make_resumable(trainer: Any, checkpoint: str | Path | None = None) -> str | 
             f"{folder} was written by FSDP with SHARDED_STATE_DICT: go on with FSDP (on any number of processes, one included), "
             "or write checkpoints with FULL_STATE_DICT"
         )
-    if trainer.args.process_index == 0:
-        if fsdp and (folder / BY_NUMBER).exists() and not any((folder / name).exists() for name in (BY_NAME, SHARDED)):
-            _check_full(trainer)
-            torch.save(by_name(_read(folder / BY_NUMBER), parameter_names(trainer)), folder / BY_NAME)
-        elif not fsdp and (folder / BY_NAME).exists():
-            _without_fsdp(folder)
+    if fsdp and (folder / BY_NUMBER).exists() and not any((folder / name).exists() for name in (BY_NAME, SHARDED)):
+        _check_full(trainer)  # on every process: one that raises alone leaves the others waiting below
+        state = by_name(_read(folder / BY_NUMBER), parameter_names(trainer))
+        trainer.accelerator.wait_for_everyone()  # before the first one writes what the others look for
+        if trainer.args.process_index == 0:
+            _save(state, folder / BY_NAME)
+    elif not fsdp and (folder / BY_NAME).exists() and trainer.args.process_index == 0:
+        _without_fsdp(folder)
     trainer.accelerator.wait_for_everyone()
     return str(folder / ALONE if not fsdp and (folder / BY_NAME).exists() else folder)
 
@@ -69,7 +83,13 @@ def _without_fsdp(folder: Path) -> None:
             shutil.copy2(path, folder / ALONE)
         elif (path / "adapter_config.json").is_file() and path.name != ALONE:  # a further adapter
             shutil.copytree(path, folder / ALONE / path.name)
-    torch.save(by_number(_read(folder / BY_NAME)), folder / ALONE / BY_NUMBER)
+    _save(by_number(_read(folder / BY_NAME)), folder / ALONE / BY_NUMBER)
+
+
+def _save(state: dict, path: Path) -> None:
+    """The whole file or none: a process may die while it writes."""
+    torch.save(state, path.with_name(path.name + ".part"))
+    os.replace(path.with_name(path.name + ".part"), path)
 
 
 def _check_full(trainer: Any) -> None:

@@ -11,9 +11,11 @@ from .cards import CONTEXT, FRAGMENTATION, NCCL, usable
 from .moments import moments
 from .settings import Settings
 from .shapes import ModelShape, model_shape
-from .sharding import BUCKETS, LAYER, ROOT, SCATTERED, per_card
+from .sharding import BUCKETS, LAYER, ROOT, SCATTERED, beside_codes, per_card
 
 GB = 10**9
+OFFLOAD_BUFFERS = 2
+"""Decoder layers whose weights are on the GPU under ``offload="cpu"``."""
 LARGEST = 1 << 16
 """Batches are not searched beyond."""
 BUSY_TOKENS = 2048
@@ -30,6 +32,7 @@ class Estimate:
         moments: moment -> part -> bytes on top of that.
         at: the moment of the peak.
         host: bytes that a paged optimizer may keep in the host's memory.
+        offloaded: bytes of frozen weights that are there.
     """
 
     shape: ModelShape
@@ -38,6 +41,7 @@ class Estimate:
     moments: dict[str, dict[str, int]]
     at: str
     host: int
+    offloaded: int = 0
 
     @property
     def peak(self) -> int:
@@ -85,6 +89,7 @@ class Estimate:
             "moments": {name: sum(self.static.values()) + sum(parts.values()) for name, parts in self.moments.items()},
             "saved_per_token_and_layer": self.saved_per_token_and_layer,
             "host_bytes": self.host,
+            "offloaded_bytes": self.offloaded,
             "notes": list(self.shape.notes),
         }
 
@@ -104,10 +109,29 @@ def estimate(model: Any, settings: Settings | None = None) -> Estimate:
     """
     shape, settings = model_shape(model), settings or Settings()
     settings.check(shape)
-    static, parts = per_card(shape, settings, weights.static(shape, settings), moments(shape, settings))
+    whole, offloaded = offload(shape, settings, weights.static(shape, settings))
+    static, parts = per_card(shape, settings, whole, moments(shape, settings))
     at = max(parts, key=lambda name: sum(parts[name].values()))
     host = weights.host_bytes(shape, settings)
-    return Estimate(shape, settings, static, parts, at, host // (settings.cards if settings.strategy == "fsdp2" else 1))
+    return Estimate(
+        shape, settings, static, parts, at, host // (settings.cards if settings.strategy == "fsdp2" else 1), offloaded
+    )
+
+
+def offload(shape: ModelShape, settings: Settings, static: dict[str, int]) -> tuple[dict[str, int], int]:
+    """(static bytes with packed weights of two layers on the GPU, bytes on the host). What bitsandbytes keeps beside NF4 codes,
+    and linears that stay dense, stay on the GPU."""
+    if settings.offload is None:
+        return static, 0
+    packed = [p for p in shape.projections if settings.is_packed(p)]
+    forward = sum(weights.forward_layout(p, settings, shape.dtype_bytes) for p in packed)
+    layer = {
+        "frozen linears, forward layout": forward - beside_codes(shape, settings) // shape.layers,
+        "frozen linears, backward layout": sum(weights.backward_layout(p, settings) for p in packed),
+    }
+    gone = max(0, shape.layers - OFFLOAD_BUFFERS)
+    there = static | {name: static[name] - gone * count for name, count in layer.items()}
+    return there, shape.layers * sum(layer.values())
 
 
 def room(settings: Settings, memory: int, context: int = CONTEXT, fragmentation: float = FRAGMENTATION) -> int:

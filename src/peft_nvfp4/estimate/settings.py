@@ -53,6 +53,7 @@ class Settings:
         skip_modules: names of linears that stay dense.
         cards: GPUs, each with ``batch`` rows at a time.
         strategy: how several share the model, see :mod:`~peft_nvfp4.estimate.sharding`: ``"ddp"`` or ``"fsdp2"``.
+        offload: ``"cpu"``: packed weights of decoder layers are on the host, those of two layers on the GPU.
     """
 
     backend: str = "nvfp4"
@@ -80,6 +81,7 @@ class Settings:
     skip_modules: tuple[str, ...] = ()
     cards: int = 1
     strategy: str = "ddp"
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -89,6 +91,9 @@ class Settings:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("loss", self.loss, LOSSES)
         _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("offload", self.offload, (None, "cpu"))
+        if self.offload and (self.cuda_graphs or self.cards > 1 and self.strategy == "fsdp2"):
+            raise ValueError("offload='cpu' excludes CUDA graphs and FSDP")
         check_accuracy(self.accuracy)
         for name in ("batch", "sequence", "rank", "accumulation", "cards"):
             value = getattr(self, name)
@@ -142,9 +147,9 @@ class Settings:
             raise ValueError(f"targets {self.targets!r} match none of {', '.join(names)}")
 
 
-def _one_of(name: str, value: str, known) -> None:
+def _one_of(name: str, value: str | None, known) -> None:
     if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

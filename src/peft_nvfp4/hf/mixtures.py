@@ -29,7 +29,8 @@ from ..checkpoints.settings import INSTEAD
 from ..expert_packing import packed_of, stack_name
 from ..experts import FrozenExperts, first_of
 from ..formats import BLOCK, E4M3_MAX_BITS, QuantizedMatrix, padded_k
-from ..freeze import expert_options
+from ..freeze import _carry_attributes
+from ..freeze_plan import expert_options
 from . import checkpoint
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def _place(quantizer: PactQuantizer, model: nn.Module, name: str) -> None:
         original.register_parameter(projection, None)
     for p in experts.parameters():
         p._is_hf_initialized = True
+    _carry_attributes(original, experts)
     put(model, name, experts)
 
 

@@ -25,15 +25,15 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantizer
 
-from .. import freeze
+from .. import freeze, freeze_plan
 from ..backends import FrozenOptions
 from ..backends.nvfp4 import NVFP4FrozenLinear
 from ..checkpoints.files import Stored, check_files, check_indices
 from ..checkpoints.layouts import PARTS
 from ..checkpoints.load import PackedLinear
 from ..checkpoints.settings import Published
-from ..experts import FrozenExperts, frozen_experts
-from ..freeze import dequantize_model, frozen_layers
+from ..experts import FrozenExperts
+from ..freeze import dequantize_model, frozen_layers, frozen_modules
 from ..ops import shared_gscale
 from ..sites import input_terms
 from . import checkpoint, mixtures, published
@@ -110,11 +110,11 @@ class PactQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **kwargs: Any) -> nn.Module:
         skip = tuple(self.quantization_config.skip_modules or ())
-        freeze._check_names(model, skip)
-        names = self._untied(model, freeze.plan(model, "nvfp4", skip, loaded=False))
-        if not names:
+        freeze_plan.check_names(model, skip)
+        names = self._untied(model, freeze_plan.plan(model, "nvfp4", skip, loaded=False))
+        self.mixtures = freeze_plan.plan_experts(model, "nvfp4", skip, loaded=False)
+        if not names and not self.mixtures:
             raise ValueError(f"no linear layer of {type(model).__name__} can be frozen in NVFP4; leave quantization_config out")
-        self.mixtures = freeze.plan_experts(model, "nvfp4", skip, loaded=False)
         self.planned = {name: tuple(freeze._siblings(model, name, set(names))) for name in names}
         self._files = list(checkpoint_files or ())
         check_indices(self._files, model.config.name_or_path)
@@ -292,7 +292,7 @@ class PactQuantizer(HfQuantizer):
 
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError("the model carries an adapter: merge or unload it, then dequantize()")
-        frozen = [name for name, _ in [*frozen_layers(model), *frozen_experts(model)]]
+        frozen = [name for name, _ in frozen_modules(model)]
         dequantize_model(model)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # the config of a saved model holds a word
         for name in frozen:

@@ -45,9 +45,15 @@ def fresh(folder: str | Path) -> Path:
     return path
 
 
+def _packed(model: nn.Module) -> int:
+    """Frozen weights: linears, and the projections of experts."""
+    from ..freeze import frozen_modules
+
+    return sum(m.experts * len(m.projections) if hasattr(m, "projections") else 1 for _, m in frozen_modules(model))
+
+
 def quantize(name: str, output: str, skip_modules: list[str], layers: int | None = None) -> Written:
     """Freeze a model's linears in NVFP4 and save it packed, to be loaded with ``from_pretrained``."""
-    from ..freeze import frozen_layers
     from ..hf.config import PactConfig
 
     path, device = fresh(output), models.default_device()
@@ -64,7 +70,7 @@ def quantize(name: str, output: str, skip_modules: list[str], layers: int | None
     model, tokenizer = models.load(name, torch.bfloat16, torch.device("cpu"), layers, **settings)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    return Written(str(path), weight_bytes(path), len(frozen_layers(model)), parameters_in_bf16(model))
+    return Written(str(path), weight_bytes(path), _packed(model), parameters_in_bf16(model))
 
 
 def calibration_texts(dataset: str, limit: int | None, columns: dict[str, str]) -> list[Any]:
@@ -103,7 +109,6 @@ def merge(
     """Merge an adapter into its base and save the model, one in NVFP4 in another tool's ``layout``; and what it kept. ``gguf``: a
     dense one as ``model.gguf``, too."""
     from ..checkpoints import export_checkpoint
-    from ..freeze import frozen_layers
     from ..merging import merge as run
 
     if gguf and to == "nvfp4":
@@ -124,18 +129,18 @@ def merge(
         from ..checkpoints.gguf import export_gguf
 
         export_gguf(merged, tokenizer, path / "model.gguf", {"fp32": "f32", "fp16": "f16"}.get(to, "bf16"))
-    return Written(str(path), weight_bytes(path), len(frozen_layers(merged)), parameters_in_bf16(merged)), report
+    return Written(str(path), weight_bytes(path), _packed(merged), parameters_in_bf16(merged)), report
 
 
 def export(name: str, output: str, layout: str, layers: int | None = None) -> tuple[Written, Any]:
     """Write a packed model (of ``quantize`` or ``merge --to nvfp4``) in the layout of another tool."""
     from ..checkpoints import export_checkpoint
-    from ..freeze import freeze_model, frozen_layers
+    from ..freeze import freeze_model, frozen_modules
 
     path = fresh(output)
     device = models.default_device()
     model, tokenizer = models.load(name, "auto", device, layers)
-    if not frozen_layers(model):
+    if not frozen_modules(model):
         freeze_model(model, "nvfp4")
     report = export_checkpoint(model, path, layout)
     tokenizer.save_pretrained(path)
@@ -145,14 +150,14 @@ def export(name: str, output: str, layout: str, layers: int | None = None) -> tu
 def inspect(adapter: str, name: str | None, probe: bool, dtype: str, layers: int | None) -> Any:
     """Check an adapter against a base model, frozen as the adapter's side-car says."""
     from ..config import NVFP4LoraConfig
-    from ..freeze import frozen_layers
+    from ..freeze import frozen_modules
     from ..inspection import inspect_adapter
 
     device = models.default_device()
     base = name or models.base_of_adapter(adapter)
     config, layers = NVFP4LoraConfig.from_pretrained(adapter), layers or models.trained_layers(adapter)
     model, _ = models.load(base, models.choose_dtype(dtype, device), device, layers, config.own_fields())
-    if not frozen_layers(model):
+    if not frozen_modules(model):
         _freeze(model, config)
     return inspect_adapter(model.to(device), adapter, probe=probe)
 

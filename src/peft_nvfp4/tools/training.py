@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
+from ..distributed.resume import last_checkpoint
 from ..estimate import Plan, Settings, fit, model_shape, parse_bytes
 from ..estimate.cards import CONTEXT
 from ..estimate.settings import OPTIMIZERS
@@ -168,6 +168,7 @@ def estimated(options: TrainOptions, longest: int) -> Settings:
         **{"backend": options.backend, "sequence": sequence, "rank": options.rank, "accuracy": options.accuracy},
         **{"weight_layouts": options.weight_layouts, "gradients": options.gradients, "activations": options.activations},
         **{"recompute_mlp": options.recompute_mlp, "cuda_graphs": options.cuda_graphs, "checkpointing": options.checkpointing},
+        offload=options.offload,
         targets=targets if isinstance(targets, str) else tuple(targets),
         optimizer=options.optimizer if options.optimizer in OPTIMIZERS else "adamw_torch_fused",
         fused=options.lora.get("fused", True),
@@ -331,8 +332,8 @@ def run(
         NonFiniteError, OutOfMemory: of :mod:`peft_nvfp4.guards`.
     """
     options, output = job.options, Path(job.options.output)
-    last = get_last_checkpoint(str(output)) if output.is_dir() else None
-    if last and not resume:
+    last = last_checkpoint(output)  # a whole one: what was killed while it wrote one goes on from the one before
+    if not resume and any(output.glob("checkpoint-*")):
         raise ValueError(f"{output} holds checkpoints of an earlier run: go on with --resume, or choose another output folder")
     options.save(output)
     collator = texts.Collator(job.tokenizer.pad_token_id)
@@ -351,15 +352,15 @@ def run(
         if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
             trainer.remove_callback(callback)
     if resume:
-        say(f"going on from {last}" if last else "no checkpoint yet: starting from the beginning")
+        say(f"going on from {last}" if last else "no whole checkpoint yet: starting from the beginning")
     start = time.perf_counter()
     with _interruptible(watch, say), _explained(job), _determinism(options):
         outcome = trainer.train(resume_from_checkpoint=last)
-    done = trainer.state.global_step
-    finished = done >= steps
-    if finished:
-        job.model.save_pretrained(output)
-        job.tokenizer.save_pretrained(output)
-    score = trainer.evaluate()["eval_loss"] if finished and job.test else None
+        done = trainer.state.global_step
+        finished = done >= steps
+        if finished:
+            job.model.save_pretrained(output)
+            job.tokenizer.save_pretrained(output)
+        score = trainer.evaluate()["eval_loss"] if finished and job.test else None
     loss = outcome.training_loss if outcome.training_loss == outcome.training_loss else None
     return Result(str(output), done, finished, time.perf_counter() - start, loss, score)
