@@ -15,7 +15,12 @@ import torch
 torch.set_num_threads(1)
 
 
+LENGTHY = ("test_peak_memory_at_a_billion_weights", "test_the_whole_way_on_the_real_model", "test_one_instance_compiles")
+"""Tests of minutes go first: with several processes (-n 2) the last one would otherwise run alone at the end."""
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.name.partition("[")[0] not in LENGTHY)
     has_cuda = torch.cuda.is_available()
     has_sm120 = has_cuda and torch.cuda.get_device_capability()[0] == 12
     for item in items:
