@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import _steps
 import pytest
 import torch
 from _two_processes import both
@@ -38,15 +39,9 @@ def steps(model, count: int = 2, checkpointing: bool | None = None) -> tuple[lis
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.enable_input_require_grads()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    ids, losses = batch(model.device), []
+    ids = batch(model.device)
     torch.manual_seed(3)
-    for _ in range(count):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = _steps.steps(model, ids, count)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 

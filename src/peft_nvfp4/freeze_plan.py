@@ -35,11 +35,7 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: 
     if isinstance(model, nn.Linear):
         raise ValueError("freeze_model replaces linears inside a module; a bare nn.Linear has no parent to be replaced in")
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, FrozenLinear) and module.backend != backend:
-            raise ValueError(
-                f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}. Reload the base "
-                "model, or make it dense with peft_nvfp4.dequantize_model"
-            )
+        _refuse_another_backend(name, module, backend)
         if isinstance(module, BaseTunerLayer):
             inside_tuner += (name + ".",)
             base = module.get_base_layer()
@@ -65,6 +61,14 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: 
     return names
 
 
+def _refuse_another_backend(name: str, module: nn.Module, backend: str) -> None:
+    if isinstance(module, FrozenLinear | FrozenExperts) and module.backend != backend:
+        raise ValueError(
+            f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}. Reload the base "
+            "model, or make it dense with peft_nvfp4.dequantize_model"
+        )
+
+
 def plan_experts(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: bool = True) -> list[str]:
     """Dotted names of the modules to replace by :class:`~peft_nvfp4.experts.FrozenExperts`, after the checks that :func:`plan`
     makes of linears. Experts that carry an adapter already stay dense, and so do all of a dense backend."""
@@ -74,11 +78,7 @@ def plan_experts(model: nn.Module, backend: str, skip_modules: tuple[str, ...], 
     fp32 = tuple(name for kept in lists for name in kept or ())
     names, inside_tuner = [], ()
     for name, module in model.named_modules(remove_duplicate=not loaded):
-        if isinstance(module, FrozenExperts) and module.backend != backend:
-            raise ValueError(
-                f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}. Reload the base "
-                "model, or make it dense with peft_nvfp4.dequantize_model"
-            )
+        _refuse_another_backend(name, module, backend)
         if isinstance(module, BaseTunerLayer):
             inside_tuner += (name + ".",)
         passed_over = backend == "bf16" or name.startswith(inside_tuner) or skipped(name, skip_modules) or skipped(name, fp32)

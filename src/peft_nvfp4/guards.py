@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -163,8 +164,8 @@ def first_non_finite(
             with torch.no_grad(), modes_kept(model), torch.random.fork_rng(devices):
                 for args, kwargs in inputs:
                     model(*args, **kwargs)
-        except Exception:  # noqa: BLE001  (whatever the numbers lead to: what was found is told in any case)
-            pass
+        except Exception as error:  # noqa: BLE001  (whatever the numbers lead to: what was found is told in any case)
+            warnings.warn(f"the second look at the step ended early ({type(error).__name__}: {error})", stacklevel=2)
         finally:
             for handle in handles:
                 handle.remove()

@@ -7,6 +7,7 @@ takes whole pages of its own, which are locked in place once a GPU is going to r
 from __future__ import annotations
 
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -21,12 +22,9 @@ class _Pages(mmap.mmap):
     reader: torch.device | None = None  # the GPU that reads them
 
     def __del__(self) -> None:
-        if self.locked_at:
-            try:
-                torch.cuda.synchronize(self.reader)  # a copy may still read them
-                torch.cuda.cudart().cudaHostUnregister(self.locked_at)
-            except Exception:  # noqa: BLE001, S110  (the interpreter is ending, and CUDA has ended)
-                pass
+        if self.locked_at and not sys.is_finalizing():  # by then CUDA has ended, and the system takes everything back
+            torch.cuda.synchronize(self.reader)  # a copy may still read them
+            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
 
 
 class HostBuffer:
