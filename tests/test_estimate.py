@@ -3,6 +3,7 @@ models, and its limits."""
 
 import csv
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,15 +57,11 @@ def test_measured_peaks(case):
     assert abs(estimate("llama-1b", settings).peak / measured - 1) < 0.02
 
 
-PEAKS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "peaks_h200.csv"
-CASES_OF_PEAKS = {  # of benchmarks/measure_peaks.py
-    "bf16-ours": Settings(backend="bf16"),
-    "qlora-ours": Settings(backend="nf4"),
-    "bf16-liger": Settings(backend="bf16-liger", adapter_bytes=2, loss="liger"),
-    "nvfp4": Settings(),
-    "nvfp4-ckpt": Settings(checkpointing=True),
-    "nvfp4-transient": Settings(weight_layouts="transient"),
-}
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import measure_peaks  # noqa: E402
+
+PEAKS = BENCHMARKS / "results" / "peaks_h200.csv"
 
 
 def test_peaks_of_three_shapes():
@@ -74,7 +71,7 @@ def test_peaks_of_three_shapes():
     assert len(rows) >= 54
     off = {}
     for row in rows:
-        settings = CASES_OF_PEAKS[row["case"]]
+        settings = measure_peaks.CASES[row["case"]]
         settings = replace(settings, loss="liger" if settings.loss == "liger" else "full", positions=33)
         settings = replace(settings, batch=int(row["batch"]), sequence=int(row["seq"]))
         ratio = estimate(f"llama-{row['shape']}", settings).peak / int(row["peak_allocated"])
