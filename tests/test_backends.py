@@ -649,16 +649,19 @@ def test_nvfp4_restoring_after_the_centre_changed_leaves_no_stale_constant(chang
 
 @pytest.mark.gpu
 def test_nf4_is_packed_alike_on_any_stream():
-    """bitsandbytes packs on the default stream. Here the weight is still being made on another one when packing is asked for."""
+    """bitsandbytes packs on the default stream. Here the weight is still being made on another one when packing is asked for,
+    and is large: what that stream does between the two kernels of double quantisation could overtake the first."""
     pytest.importorskip("bitsandbytes")
-    linear = nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16)
-    expected = BACKENDS["nf4"].quantize(linear).dequantize()
-    stream = torch.cuda.Stream()
-    late = nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16)
-    with torch.cuda.stream(stream), torch.no_grad():
+    linear = nn.Linear(16384, 8192, bias=False, device="cuda", dtype=torch.bfloat16)
+    expected = {name: t.clone() for name, t in BACKENDS["nf4"].quantize(linear).packed_tensors().items()}
+    late = nn.Linear(16384, 8192, bias=False, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
         late.weight.zero_()
         torch.cuda._sleep(50_000_000)  # some 30 ms
         late.weight.copy_(linear.weight)
-        found = BACKENDS["nf4"].quantize(late).dequantize()
+        found = BACKENDS["nf4"].quantize(late).packed_tensors()
+        assert torch.cuda.current_stream() != torch.cuda.default_stream()
     torch.cuda.synchronize()
-    assert_same_bits(found, expected)
+    for name, tensor in expected.items():
+        assert_same_bits(found[name], tensor, name)

@@ -28,15 +28,18 @@ except ImportError as error:
 
 
 @contextmanager
-def _in_order(device: torch.device) -> Iterator[None]:
-    """bitsandbytes' quantising kernels take no stream and run on the default one, whatever the current stream is: within the
-    context both have done what was asked of them before, and after it the current one may read the result."""
-    aside = device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
-    if aside:
-        torch.cuda.synchronize(device)
-    yield
-    if aside:
-        torch.cuda.synchronize(device)
+def _on_default_stream(device: torch.device) -> Iterator[None]:
+    """bitsandbytes' quantising kernels take no stream and run on the default one, whatever the current stream is; what it does
+    between them (the mean of the block scales is taken off before these are quantised again) runs on the current one. So the
+    default stream is the current one within the context. It begins after all that was asked for before, and is through with it
+    at the end."""
+    if device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        yield
+        return
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(torch.cuda.default_stream(device)):
+        yield
+    torch.cuda.synchronize(device)
 
 
 @register_backend("nf4")
@@ -89,9 +92,12 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
 
     def _store(self, weight: Tensor) -> None:
         parameter = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=self)
-        with _in_order(weight.device):
+        with _on_default_stream(weight.device):
             self.weight = parameter.to(weight.device)  # bitsandbytes quantises on this call, also where nothing moves
         self.quant_state = self.weight.quant_state
+        if weight.is_cuda:  # the default stream's allocator must not give it away while the one that uses it is still at work
+            for tensor in self.packed_tensors().values():
+                tensor.record_stream(torch.cuda.current_stream(weight.device))
 
     @property
     def _state(self) -> bnb.functional.QuantState:
