@@ -817,6 +817,40 @@ def test_long_runs_keep_a_curve(data, tmp_path, model):
     assert summaries.long_run_table({"runs": runs}).count("\n") == 3
 
 
+def test_a_run_that_is_cut_off_goes_on_as_if_it_never_stopped(data, shop, tmp_path):
+    task = tasks.TASKS["commonsense"]
+    whole, first, later = (
+        shop.trainee(methods.METHODS["paper"].changed("sr", "", gradients="nvfp4_sr"), methods.SHIPPED) for _ in "abc"
+    )
+    rows, recipe = encoding.training_set(task.splits().train, task, whole.tokenizer), training.Recipe(1e-2, 0, 5, 2, curve=2)
+    held_out = lambda t: (yield from ()) or {"first": next(iter(t.parameters)).sum().item()}
+    wanted = training.finish(training.train(whole, rows, recipe, held_out))
+    asked = iter([False, False, False, True])
+    pause = training.Pause(lambda: next(asked), tmp_path / "new" / "run.pt")
+    cut = training.finish(training.train(first, rows, recipe, held_out, pause))
+    assert cut["steps"] == 3 and cut["curve"]["loss"] == wanted["curve"]["loss"][:3]
+    assert [p["step"] for p in cut["curve"]["held_out"]] == [0, 2]
+    torch.rand(3)  # somebody else's
+    pause = training.Pause(lambda: False, pause.path)
+    assert training.finish(training.train(later, rows, recipe, held_out, pause)) == wanted
+    assert [p["step"] for p in wanted["curve"]["held_out"]] == [0, 2, 4, 5] and wanted["steps"] == 5
+    assert all(map(torch.equal, later.parameters, whole.parameters))
+
+
+def test_what_was_cut_off_is_in_the_table_until_it_is_whole(data, tmp_path, model, monkeypatch):
+    args = arguments(tmp_path, model)
+    plan = runner.adjusted(long_run.groups()[:1], args)
+    late = iter([False, True])  # before either step
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "Pause", lambda _, path: training.Pause(lambda: next(late), path))
+        content = json.loads(runner.Session(plan, args, {}).run()["long_run"].read_text())
+    assert [(r["steps"], r["planned"]) for r in content["runs"]] == [(1, 2)] and content["not_finished"] == [plan[0].name]
+    assert "1 of 2" in summaries.long_run_table(content)
+    content = json.loads(runner.Session(plan, args, {}).run()["long_run"].read_text())
+    assert [(r["steps"], "planned" in r) for r in content["runs"]] == [(2, False)] and content["not_finished"] == []
+    assert content["runs"][0]["curve"]["held_out"][0]["step"] == 0
+
+
 # ---------------------------------------------------------------------------------------------- summaries
 
 

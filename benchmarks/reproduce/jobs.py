@@ -96,7 +96,15 @@ class Runs:
         self.by_key[tuple(row[k] for k in KEY)] = row
 
     def of_table(self, table: str) -> list[dict]:
-        return [row for row in self.by_key.values() if row["table"] == table]
+        """Of runs that were cut off (``planned`` says of how many steps) only what is farthest."""
+        farthest: dict[tuple, dict] = {}
+        for row in self.by_key.values():
+            if row["table"] == table:
+                steps = row.get("planned", row["steps"])
+                key = tuple(steps if k == "steps" else row[k] for k in KEY)
+                if key not in farthest or row["steps"] > farthest[key]["steps"]:
+                    farthest[key] = row
+        return list(farthest.values())
 
     def swept(self, group: Group) -> dict[float, float]:
         """Learning rate -> mean validation nll of a sweep's runs (infinite if one did not end well)."""

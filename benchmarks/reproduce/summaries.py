@@ -248,11 +248,12 @@ def long_run_table(content: Mapping[str, Any]) -> str:
         points, tail = curve["held_out"], max(1, len(curve["loss"]) // 10)
         least = min(points, key=lambda p: p["nll"])
         norm = statistics.fmean(curve["gradient_norm"][-tail:])
+        steps = f"{run['steps']} of {run['planned']}" if "planned" in run else str(run["steps"])
         rows.append(
-            [run["label"], str(run["steps"]), f"{run['train_loss']:.4f}", f"{least['nll']:.4f} (step {least['step']})"]
-            + [f"{points[-1]['nll']:.4f}", f"{norm:.3f}"]
+            [run["label"], steps, f"{run['train_loss']:.4f}", f"{least['nll']:.4f} (step {least['step']})"]
+            + [f"{points[-1]['nll']:.4f} (step {points[-1]['step']})", f"{norm:.3f}"]
         )
-    return markdown(["method", "steps", "training loss", "least held-out", "held-out at the end", "gradient norm"], rows)
+    return markdown(["method", "steps", "training loss", "least held-out", "last held-out", "gradient norm"], rows)
 
 
 # ---------------------------------------------------------------------------------------------- plots

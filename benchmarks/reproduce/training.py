@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -237,6 +238,29 @@ class Step:
     def __call__(self) -> None:
         self.piece()
 
+    def _changing(self) -> list[Tensor]:
+        """What a step changes: put back, the run goes on as if it had never stopped."""
+        moments = [t for state in self.optimizer.state.values() for t in state.values()]
+        return [*(p.data for p in self.parameters), *moments, self.at, self.losses, self.norms]
+
+    def save(self, path: Path, done: int, points: list[dict]) -> None:
+        """What :meth:`go_on` needs after :meth:`begin` of the same run."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        values = [t.cpu() for t in self._changing()]
+        torch.save({"done": done, "points": points, "values": values, "random": torch.get_rng_state()}, part)
+        part.replace(path)
+
+    def go_on(self, path: Path) -> tuple[int, list[dict]]:
+        """(steps that were made before, what had been noted)."""
+        found = torch.load(path, weights_only=True)
+        if not self.optimizer.state:
+            self()  # makes the moments
+        for tensor, value in zip(self._changing(), found["values"], strict=True):
+            tensor.copy_(value)
+        torch.set_rng_state(found["random"])
+        return found["done"], found["points"]
+
 
 def graphed_forward(model: nn.Module) -> GraphedForward | None:
     forward = base_model(model).base_model.__dict__.get("forward")
@@ -271,30 +295,51 @@ def prepared(trainee: Trainee, data: Encoded, recipe: Recipe) -> Step:
     return trainee.step
 
 
+@dataclass(frozen=True)
+class Pause:
+    """When a run stops before its end, and the file from which it goes on."""
+
+    late: Callable[[], bool]
+    path: Path
+
+
 def train(
-    trainee: Trainee, data: Encoded, recipe: Recipe, held_out: Callable[[Trainee], Generator] | None = None
+    trainee: Trainee,
+    data: Encoded,
+    recipe: Recipe,
+    held_out: Callable[[Trainee], Generator] | None = None,
+    pause: Pause | None = None,
 ) -> Generator[bool | None, None, dict]:
     """Fine-tune from the adapter's first values; the result says what was seen on the way.
 
     Args:
         held_out: of ``recipe.curve``: a generator function of the trainee, whose result is noted.
+        pause: ``result["steps"]`` says how many there were; all of them once nothing has been left.
     """
     step = prepared(trainee, data, recipe)
     yield
     step.begin(data, recipe)
-    throttle, points = Throttle(trainee.device), []
-    for i in range(recipe.steps):
-        if recipe.curve and i % recipe.curve == 0:
-            points.append({"step": i, **(yield from held_out(trainee))})
+    throttle, points, done = Throttle(trainee.device), [], 0
+    if pause and pause.path.is_file():
+        done, points = step.go_on(pause.path)
+    while done < recipe.steps and not (pause and pause.late()):
+        if recipe.curve and done % recipe.curve == 0 and all(point["step"] != done for point in points):
+            points.append({"step": done, **(yield from held_out(trainee))})
             trainee.model.train()
         step()
+        done += 1
         yield from throttle.step()
     yield from arrived(trainee.device)
-    seen, norms = step.losses[: recipe.steps].cpu(), step.norms[: recipe.steps].cpu()
-    tail = seen[-max(1, recipe.steps // 10) :]
-    result = {"train_loss": tail.mean().item(), "first_loss": seen[0].item(), "finite": bool(torch.isfinite(seen).all())}
+    if done < recipe.steps:
+        step.save(pause.path, done, points)
+    seen, norms = step.losses[:done].cpu(), step.norms[:done].cpu()
+    tail = seen[-max(1, done // 10) :]
+    result = {"steps": done, "finite": bool(torch.isfinite(seen).all())}
+    if done:
+        result |= {"train_loss": tail.mean().item(), "first_loss": seen[0].item()}
     if recipe.curve:
-        points.append({"step": recipe.steps, **(yield from held_out(trainee))})
+        if done == recipe.steps:
+            points.append({"step": done, **(yield from held_out(trainee))})
         result["curve"] = {"loss": seen.tolist(), "gradient_norm": norms.tolist(), "held_out": points}
     return result
 

@@ -29,7 +29,7 @@ from .methods import Workshop
 from .recording import WAITING
 from .scoring import Evaluation
 from .tasks import TASKS
-from .training import Recipe, Trainee, reset, train
+from .training import Pause, Recipe, Trainee, reset, train
 
 MODELS = 4
 """A lane keeps: making one takes seconds."""
@@ -216,8 +216,15 @@ class Lane:
         def held_out(t: Trainee):
             return split.run(t, answers=False)
 
-        result = yield from train(trainee, data, recipe, held_out)
+        pause = None
+        if group.curve:  # long enough to be cut off: it goes on from here in another session, and what there is counts as it is
+            pause = Pause(self.late, Path(self.options.folder) / "paused" / f"{group.name}.{seed}.pt")
+        result = yield from train(trainee, data, recipe, held_out, pause)
         trained = time.time() - start
+        if result["steps"] < group.steps:
+            if result["steps"]:
+                self.record(group, kind, lr, seed, result | {"train_s": trained, "planned": group.steps}, runs)
+            return
         answers = kind == "final" and not group.curve
         scores = yield from split.run(trainee, answers=answers)
         if kind == "sweep":

@@ -31,15 +31,16 @@ except ImportError as error:
 def _on_default_stream(device: torch.device) -> Iterator[None]:
     """bitsandbytes' quantising kernels take no stream and run on the default one, whatever the current stream is; what it does
     between them (the mean of the block scales is taken off before these are quantised again) runs on the current one. So the
-    default stream is the current one within the context. It begins after all that was asked for before, and is through with it
-    at the end."""
-    if device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+    default stream is the current one within the context; it begins after what the other has been asked for, and that one goes on
+    after it."""
+    current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if current is None or current == (default := torch.cuda.default_stream(device)):
         yield
         return
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(torch.cuda.default_stream(device)):
+    default.wait_stream(current)
+    with torch.cuda.stream(default):
         yield
-    torch.cuda.synchronize(device)
+    current.wait_stream(default)
 
 
 @register_backend("nf4")
@@ -95,7 +96,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         with _on_default_stream(weight.device):
             self.weight = parameter.to(weight.device)  # bitsandbytes quantises on this call, also where nothing moves
         self.quant_state = self.weight.quant_state
-        if weight.is_cuda:  # the default stream's allocator must not give it away while the one that uses it is still at work
+        if weight.is_cuda:  # its memory is the default stream's, which must not have it back while another one is at work with it
             for tensor in self.packed_tensors().values():
                 tensor.record_stream(torch.cuda.current_stream(weight.device))
 
