@@ -167,6 +167,25 @@ def test_a_model_that_has_changed_is_recorded_anew(change):
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
 
+@pytest.mark.gpu
+def test_the_last_loss_may_be_held_when_a_model_that_has_changed_is_recorded_anew():
+    """It holds memory of the recording that is discarded."""
+    results = []
+    for graphed in (True, False):
+        model = tuned("cuda", graphed)
+        held = model(**batch("cuda")).loss
+        held.backward()
+        model.zero_grad()
+        CHANGES["scaling"](model)
+        results.append(losses_and_gradients(model, [batch("cuda")], 1))
+        status = graph_status(model)
+        assert (status.discarded, sum(status.graphs.values()), dict(status.reasons)) == ((1, 2, {}) if graphed else (0, 0, {}))
+        assert torch.randn(3, device="cuda").isfinite().all()  # a capture that fails leaves the generator unusable
+        del held
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_evaluation_and_generation_run_without_and_do_not_disturb():
     model = tuned()
     first = losses_and_gradients(model, [batch()], 1)

@@ -267,7 +267,9 @@ class GraphedForward:
             kinds.add(type(output))
             return output.last_hidden_state
 
-        if self.pool is None and device.type == "cuda":
+        if not self.entries and device.type == "cuda":
+            # not that of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does that),
+            # and then cannot draw random numbers on the device any more
             self.pool = torch.cuda.graph_pool_handle()
         cached = torch.is_autocast_cache_enabled()
         generators = [device] if device.type == "cuda" else []
