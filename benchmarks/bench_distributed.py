@@ -178,7 +178,7 @@ COLUMNS = {
     "tokens/s": lambda row: row["tokens_per_s"],
     "scaling": lambda row: row["scaling"],
     "at rest GB": lambda row: row["at_rest"] / common.GB,
-    "peak GB": lambda row: row["peak_allocated"] / common.GB,
+    "peak GB": lambda row: row["peak_reserved" if "graphs" in row else "peak_allocated"] / common.GB,
     "estimated GB": lambda row: row["predicted"] / common.GB,
     "peak/estimated": lambda row: row["peak_allocated"] / row["predicted"],
     "BF16/this": lambda row: row["gain"],
@@ -191,8 +191,9 @@ COLUMNS = {
 
 
 def compared(rows: list[dict]) -> list[dict]:
-    """Rows with what follows from several: tokens/s over one card's; BF16's peak (same strategy and cards) over theirs."""
-    rows = [row | ({} if "error" in row else {"predicted": predicted(row, row["world"])}) for row in rows]
+    """Rows with what follows from several: tokens/s over one card's; BF16's peak (same strategy and cards) over theirs. What a
+    CUDA graph holds does not count as allocated: such rows have the peak of reserved memory, and no comparison of it."""
+    rows = [row | ({} if {"error", "graphs"} & row.keys() else {"predicted": predicted(row, row["world"])}) for row in rows]
     good = [row for row in rows if "step_ms" in row]
     key = lambda row, *more: (row["shape"], row["batch"], row["seq"], *more)
     alone = {key(row, row["case"].partition("-")[2]): row["tokens_per_s"] for row in good if row["world"] == 1}
@@ -203,7 +204,7 @@ def compared(rows: list[dict]) -> list[dict]:
         if reference and row["world"] > 1:
             row["scaling"] = row["tokens_per_s"] / reference
         other = dense.get(key(row, "-".join([strategy, "bf16", *(options & {"ckpt"})]), row["world"]))
-        if other and other["peak_allocated"] and row["peak_allocated"]:
+        if other and other["peak_allocated"] and row["peak_allocated"] and "predicted" in row:
             row["gain"] = other["peak_allocated"] / row["peak_allocated"]
             row["predicted_gain"] = row["predicted"] and other["predicted"] / row["predicted"]
     return rows

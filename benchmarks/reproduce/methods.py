@@ -74,11 +74,12 @@ _ALL = (
     _nvfp4("paper_gptq", "NVFP4 + GPTQ (PACT)", "paper", True),
     _nvfp4("balanced", "NVFP4 balanced to nearest", "balanced"),
     _nvfp4("balanced_gptq", "NVFP4 balanced + GPTQ (ours)", "balanced", True),
+    _nvfp4("high", "NVFP4 high to nearest", "high"),
     _nvfp4("high_gptq", "NVFP4 high + GPTQ", "high", True),
     _nvfp4("w4a16_gptq", "NVFP4 weights only + GPTQ", "paper", True, weights_only=True),
 )
 METHODS = {method.name: method for method in _ALL}
-DEFAULT = ("bf16", "nf4", "paper", "paper_gptq", "balanced", "balanced_gptq")
+DEFAULT = ("bf16", "nf4", "paper", "paper_gptq", "balanced", "balanced_gptq", "high")
 """Of the accuracy tables; the others are among the ablations."""
 
 CALIBRATIONS: dict[str, dict[str, Any]] = {  # of CalibrationOptions
