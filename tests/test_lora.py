@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from _assertions import assert_same_bits, unit
 from peft import LoraConfig, LoraModel, get_layer_status, get_model_status, get_peft_model
+from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from torch import nn
 
 from peft_nvfp4 import BACKENDS, FrozenLinear, NVFP4LoraConfig, freeze_model, ops
@@ -361,6 +362,32 @@ def test_mixed_batch_equals_single_adapters(backend, dtype, leading):
     assert whole.isfinite().all() and whole.dtype == dtype
 
 
+def test_mixed_batch_over_adapters_on_different_layers(backend):
+    """A row of an adapter that a layer has not is the base's there."""
+    model = adapt(backend, dict(target_modules=["down_proj"]), target_modules=["up_proj"]).eval()
+    names = ["a1", "default", "__base__"]
+    for name, own in (("up_proj", "default"), ("down_proj", "a1")):
+        layer = layer_of(model, name)
+        x = inputs(layer, leading=(3,))
+        y = layer(x, adapter_names=names)
+        for i, adapter in enumerate(names):
+            want = formula(layer, x[i : i + 1], [adapter] if adapter == own else [])
+            assert_close(y[i : i + 1], *want, what=f"{name}, row {i}, {adapter}")
+
+
+def test_mixed_batch_with_a_variant(backend):
+    """aLoRA: every row keeps its own offset, whatever the rows between them use; without offsets it is the base."""
+    model = adapt(backend, dict(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM")).eval()
+    layer = layer_of(model)
+    x, names, offsets = inputs(layer, leading=(4, 3)), ["a1", "default", "a1", "__base__"], [2, None, 1, 3]
+    for given, active in ((offsets, [2, 3, 1, 0]), (None, [0, 3, 0, 0])):  # last tokens of a row that see its adapter
+        y = layer(x, adapter_names=names, alora_offsets=given)
+        for i, (name, n) in enumerate(zip(names, active)):
+            for t in range(3):
+                want = formula(layer, x[i, t : t + 1], [name] if t >= 3 - n else [])
+                assert_close(y[i, t : t + 1], *want, what=f"row {i}, token {t}")
+
+
 def test_mixed_batch_refusals(backend):
     model = adapt(backend, None).eval()
     x = torch.randn(3, D)
@@ -371,6 +398,52 @@ def test_mixed_batch_refusals(backend):
     model.merge_adapter()
     with pytest.raises(ValueError, match="merged adapters"):
         model(x, adapter_names=["default"] * 3)
+
+
+def test_adding_an_adapter_while_another_is_merged(backend):
+    """PEFT unmerges then. One that does not look at the base weight may come at any time."""
+    model = adapt(backend)
+    layer = layer_of(model)
+    before, x = packed(layer), inputs(layer)
+    for name, init in (("a1", True), ("a2", False), ("a3", "gaussian")):
+        model.merge_adapter(["default"])
+        with pytest.warns(UserWarning, match="Unmerging the model first"):
+            model.add_adapter(name, lora_config(backend, init_lora_weights=init))
+        assert_same_packed(packed(layer), before)
+        model.set_adapter(name)
+        assert_close(layer(x), *formula(layer, x, [name]))
+
+
+def test_a_variant_and_a_plain_adapter_together(backend):
+    """aLoRA adds to the last tokens only, the plain adapter and its bias to all."""
+    model = adapt(backend, dict(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"), lora_bias=True)
+    model.base_model.set_adapter(["default", "a1"])
+    layer = layer_of(model)
+    x = inputs(layer, leading=(1, 4))
+    y = layer(x, alora_offsets=[1])
+    assert_close(y[:, :3], *formula(layer, x[:, :3], ["default"]), what="before the invocation")
+    assert_close(y[:, 3:], *formula(layer, x[:, 3:], ["default", "a1"]), what="after it")
+
+
+def test_modes_are_those_of_any_module(backend):
+    layer = layer_of(adapt(backend))
+    assert layer.eval() is layer and not layer.training and not layer.lora_A.training
+    assert layer.train() is layer and layer.training and layer.lora_A.training
+
+
+@pytest.mark.parametrize("method", ("merge", "unmerge", "train", "delete_adapter"))
+def test_methods_are_called_as_pefts_own(method):
+    """The same arguments by the same names, with the same defaults."""
+    ours, theirs = (inspect.signature(getattr(cls, method)).parameters for cls in (FrozenLoraLinear, PeftLoraLinear))
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+def test_description_names_the_layer(backend):
+    """As PEFT's does, from which tools take the type of a layer; parts that are PEFT's keep their names."""
+    layer = layer_of(adapt(backend, use_dora=True))
+    text = repr(layer)
+    assert text.startswith("lora.frozen.FrozenLoraLinear(") and text.count("lora.frozen.") == 1
+    assert "lora.dora.DoraLinearLayer(" in text
 
 
 @pytest.mark.parametrize("combination, rank", (("cat", 6), ("svd", 6), ("linear", 4)))
@@ -588,6 +661,25 @@ def test_lora_bias_is_merged_into_the_bias(backend):
     assert_same_packed(packed(layer), before)
 
 
+@by_dtype
+@pytest.mark.parametrize("safe_merge", (False, True), ids=("unsafe", "safe"))
+def test_a_merged_bias_keeps_its_dtype(backend, dtype, safe_merge):
+    """One rounding of b + s b_B; the merged layer runs, and unmerging puts back every byte, also after a merge that failed
+    half-way. (PEFT's safe merge leaves the bias in the dtype that the weight is merged in, FP32 here.)"""
+    model = adapt(backend, dict(lora_bias=True), dtype=dtype, lora_bias=True)
+    layer = layer_of(model)
+    before, update = packed(layer), layer.lora_B["default"].bias.detach() * layer.scaling["default"]
+    model.merge_adapter(safe_merge=safe_merge)
+    assert_same_bits(layer.get_base_layer().bias.detach(), (before["bias"] + update).to(dtype), "merged bias")
+    assert layer(inputs(layer, dtype)).dtype == dtype
+    model.unmerge_adapter()
+    assert_same_packed(packed(layer), before)
+    layer.lora_A["a1"].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        layer.merge(safe_merge=safe_merge, adapter_names=["default", "a1"])
+    assert_same_packed(packed(layer), before, "after the failure")
+
+
 @pytest.mark.parametrize("safe_merge", (False, True), ids=("unsafe", "safe"))
 def test_lora_bias_without_a_bias_to_merge_into(backend, safe_merge):
     with pytest.warns(UserWarning, match="has no bias"):
@@ -622,6 +714,20 @@ def test_adapter_that_is_not_finite_is_not_merged(backend, safe_merge, where, va
     assert layer.merged_adapters == ["default"]
     layer.unmerge()
     assert_same_packed(packed(layer), clean, "after unmerging")
+
+
+def test_a_failed_merge_leaves_nothing_to_unmerge(backend):
+    """What is stored afterwards (here a new weight) is what a later merge starts from, and what unmerging puts back."""
+    model = adapt(backend, None)
+    layer = layer_of(model)
+    layer.lora_A["a1"].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        layer.merge(adapter_names=["a1"])
+    layer.get_base_layer().requantize_(torch.randn(HIDDEN, D))
+    before = packed(layer)
+    layer.merge(adapter_names=["default"])
+    layer.unmerge()
+    assert_same_packed(packed(layer), before)
 
 
 def test_disabling_adapters_unmerges(backend):
@@ -707,6 +813,20 @@ def test_merge_and_unload_of_chosen_adapters(backend):
     assert_same_bits(dense.up_proj.weight.detach(), want, "weight")
     # (b + s1 b1) + s2 b2 in FP32, in this order
     assert_same_bits(dense.up_proj.bias.detach(), bias, "bias")
+
+
+def test_a_dense_sum_is_not_quantised_on_the_way(backend, monkeypatch):
+    """Neither for a report nor for a dense model: a search for every weight, of which nothing would be used."""
+    model = adapt(backend)
+    layer = layer_of(model)
+    before, want = packed(layer), layer.get_base_layer().dequantize(torch.float32) + delta(layer, "default")
+    monkeypatch.setattr(type(layer.get_base_layer()), "requantize_", lambda *_: pytest.fail("quantised"))
+    assert_same_bits(layer.dense_with(["default"]), want, "dense_with")
+    assert_same_packed(packed(layer), before)
+    assert not layer.merged
+    base = layer.get_base_layer()
+    assert_same_bits(model.merge_and_unload().up_proj.weight.detach(), want, "merge_and_unload")
+    assert_same_packed(packed(base), before, "the frozen layer that was replaced")
 
 
 @pytest.mark.parametrize("safe_merge", (False, True), ids=("unsafe", "safe"))

@@ -9,7 +9,10 @@ import torch
 from _assertions import assert_same_bits, unit
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
-from test_lora import LAYERS, TOKENS, D, Mlp, delta, layer_of
+from test_experts import adapted as with_experts
+from test_experts import experts_of
+from test_lora import LAYERS, TOKENS, D, Mlp, assert_same_packed, delta, layer_of
+from test_moe import mixtral
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -18,8 +21,16 @@ from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.dataflow.attach import attached
 from peft_nvfp4.formats import E2M1_GRID, WEIGHT
 from peft_nvfp4.freeze import frozen_layers
-from peft_nvfp4.merging import share_scales
-from peft_nvfp4.retention import as_batches, compare_logits, measure_layer, rounding_step
+from peft_nvfp4.merging import _warnings, share_scales
+from peft_nvfp4.retention import (
+    LayerRetention,
+    MergeReport,
+    ProbeRetention,
+    as_batches,
+    compare_logits,
+    measure_layer,
+    rounding_step,
+)
 
 IDS = torch.arange(24).reshape(2, 12) * 7 % 128
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -158,6 +169,74 @@ def test_dense_targets_are_merged_and_reported():
     assert kinds == {"up_proj": ("fp32", True), "down_proj": ("nvfp4", False)}
 
 
+@pytest.mark.parametrize("to", ("fp32", "nvfp4"))
+def test_an_adapter_of_the_embedding_is_merged_and_reported(to):
+    """PEFT keeps it apart from those of linears; alone it is all that there is to report."""
+    base = freeze_model(tiny_llama(), progress=False)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False))
+    layer = model.base_model.model.model.embed_tokens
+    before = layer.get_base_layer().weight.detach().clone()
+    want = before + layer.get_delta_weight("default").detach()
+    merged, report = merge(model, to)
+    assert_same_bits(merged.model.embed_tokens.weight.detach(), want, "embedding")
+    (found,) = report.layers
+    assert (found.name, found.stored, found.retained) == ("model.embed_tokens", "fp32", 1) and not report.warnings
+    assert found.delta == pytest.approx(((want - before).norm() / before.norm()).item(), rel=1e-5)
+    assert "100.0% of the adapter retained" in str(report)
+
+
+def test_an_adapter_by_its_name_alone():
+    model = adapted()
+    model.add_adapter("second", config(r=2))
+    want = copy.deepcopy(model).merge_and_unload(adapter_names=["second"])
+    merged, report = merge(model, "fp32", adapters="second")
+    assert report.adapters == ["second"]
+    assert_same_bits(logits(merged), logits(want), "logits")
+
+
+def test_the_probe_compares_with_the_adapters_that_are_merged():
+    """Whichever was active before. Merged into a dense FP32 base they are the same function, but for the order of FP32 sums
+    (measured: an error of 5e-7 of the effect)."""
+    settings = dict(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_llama(), LoraConfig(**settings))
+    model.add_adapter("second", LoraConfig(**settings))
+    model.add_adapter("third", LoraConfig(**settings))
+    for names in (["second"], ["second", "third"]):
+        _, report = merge(copy.deepcopy(model), "fp32", adapters=names, probe=IDS)
+        assert report.probe.retained == pytest.approx(1, abs=1e-4) and report.probe.error < 1e-4 < report.probe.effect
+    _, report = merge(model, "fp32", probe=IDS)
+    assert report.adapters == ["default"] and report.probe.error < 1e-4
+
+
+def test_an_adapter_that_is_not_merged_may_be_broken():
+    model = adapted()
+    model.add_adapter("broken", config(r=2))
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    layer.lora_A["broken"].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="broken holds NaN or Inf in model.layers.0.mlp.up_proj.lora_A.broken.weight"):
+        merge(model, "fp32", adapters=["default", "broken"])
+    merged, _ = merge(model, "fp32", adapters=["default"])
+    assert logits(merged).isfinite().all()
+
+
+def test_a_merge_that_fails_half_way_is_undone(monkeypatch):
+    model = adapted()
+    before = {name: {n: p.clone() for n, p in layer.packed_tensors().items()} for name, layer in frozen_layers(model)}
+    want, last = logits(model.eval()), model.base_model.model.model.layers[1].mlp.down_proj
+
+    def fails(*_, **__):
+        assert model.base_model.model.model.layers[0].self_attn.q_proj.merged  # what came before it
+        raise MemoryError
+
+    monkeypatch.setattr(last, "merge", fails)
+    with pytest.raises(MemoryError):
+        merge(model, "nvfp4")
+    for name, layer in frozen_layers(model):
+        assert_same_packed(layer.packed_tensors(), before[name], name)
+    assert not any(m.merged for m in model.modules() if hasattr(m, "merged_adapters"))
+    assert_same_bits(logits(model), want, "logits")
+
+
 # ---------------------------------------------------------------------------------------------- the report
 
 
@@ -178,6 +257,41 @@ def test_measures_are_their_definitions():
     assert (lost.retained, lost.changed) == (0, 0) and lost.error == pytest.approx(1)
     nothing = measure_layer("x", "nvfp4", before, before, before, None)
     assert (nothing.retained, nothing.error, nothing.delta) == (1, 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:near no-op")
+@pytest.mark.parametrize("sign, retained", ((1, 0), (-1, 1)))
+def test_a_dense_layer_is_measured_with_the_sum_that_it_will_store(sign, retained):
+    """BF16 numbers are 2^-7 apart above 1 and 2^-8 below: 1 + 2^-8 is a tie and goes to the even 1, 1 - 2^-8 is one of them."""
+    model = get_peft_model(Mlp().bfloat16(), LoraConfig(r=1, lora_alpha=1, target_modules=["up_proj"]))
+    layer = layer_of(model)
+    layer.get_base_layer().weight.data.fill_(1)
+    layer.lora_A["default"].weight.data.fill_(1)
+    layer.lora_B["default"].weight.data.fill_(sign * 2.0**-8)
+    merged, report = merge(model, "bf16")
+    (found,) = report.layers
+    assert (found.retained, found.changed, found.error) == (retained, retained, 1 - retained)
+    assert (merged.up_proj.weight == (1 if sign > 0 else 1 - 2.0**-8)).all()
+
+
+@quiet
+@pytest.mark.parametrize("to", ("nvfp4", "bf16"))
+def test_experts_are_measured_all_together(to):
+    """One entry for a projection: the definitions, over all its experts, with what the merged model stores."""
+    model = with_experts(mixtral)
+    wrapper = experts_of(model.base_model.model)
+    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
+    before, dense = experts.dequantize(name, torch.float32), wrapper.dense_with(["default"])
+    steps = [rounding_step(q, values) for q, values in zip((layer.forward_layout for layer in experts.layers(name)), before)]
+    merged, report = merge(model, to)
+    now = experts_of(merged)
+    after = now.dequantize(name, torch.float32) if to == "nvfp4" else getattr(now, name).detach().float()
+    want = measure_layer(f"model.layers.0.mlp.experts.{name}", to, before, dense, after, torch.stack(steps))
+    (got,) = (layer for layer in report.layers if layer.name == want.name)
+    for figure in ("delta", "retained", "error", "changed"):
+        assert getattr(got, figure) == pytest.approx(getattr(want, figure), rel=1e-5), figure
+    assert got.stored == to and got.steps == (pytest.approx(want.steps, rel=1e-5) if to == "nvfp4" else None)
+    assert len(report.layers) == 2 * 3  # both projections and q_proj of two layers
 
 
 def test_rounding_step_is_the_distance_of_neighbours():
@@ -279,6 +393,52 @@ def test_an_adapter_that_adds_nothing():
     assert report.probe.effect == 0 and report.retained == 1
 
 
+def told(to, retained, error, on_logits=None, aware=False, stored=None):
+    """A report of one layer with these figures."""
+    steps = 0.3 if stored is None else None
+    layer = LayerRetention("x", stored or to, 0.1, retained, error, 1.0, steps, (retained, 1.0, error**2))
+    probe = None if on_logits is None else ProbeRetention(8, 0.1, on_logits, 0.0, 1.0, 0.0, None)
+    return MergeReport(to, ["default"], aware, [layer], probe)
+
+
+@pytest.mark.parametrize(
+    "to, retained, error, on_logits, words",
+    (
+        ("bf16", 1.0, 0.0, None, None),
+        ("bf16", 0.5, 0.0, None, None),
+        ("bf16", 0.49, 0.0, None, "near no-op"),
+        ("bf16", 1.0, 1.0, None, None),
+        ("bf16", 1.0, 1.5, None, "adds 1.5 times as much"),
+        ("bf16", 0.4, 1.5, None, "near no-op"),  # one of the two
+        ("bf16", 1.0, 0.0, 0.1, None),  # on logits, BF16 is not judged
+        ("nvfp4", 1.0, 0.0, None, None),
+        ("nvfp4", 1.0, 0.0, 0.5, None),
+        ("nvfp4", 1.0, 0.0, 0.49, "near no-op"),
+        ("nvfp4", 1.0, 1.5, 0.9, "adds 1.5 times as much"),
+    ),
+)
+def test_what_is_warned_of(to, retained, error, on_logits, words):
+    """Less than half kept, or more error than adapter; the limits themselves are fine. Merge-aware, the rounded sum is what was
+    trained, and nothing is lost."""
+    for aware in (False, True):
+        found = _warnings(told(to, retained, error, on_logits, aware))
+        assert len(found) == bool(words and not aware) and (not found or words in found[0])
+
+
+def test_dense_layers_of_a_model_in_nvfp4_are_warned_of_in_their_own_words():
+    """An adapter of dense layers only is merged into their dtype."""
+    for retained, error, words in ((0.4, 0.0, "smaller than bf16 can resolve"), (1.0, 1.5, "rounding to bf16 adds 1.5 times")):
+        (found,) = _warnings(told("nvfp4", retained, error, stored="bf16"))
+        assert words in found and "Merge to 'fp32'" in found
+
+
+def test_unequal_scales_are_warned_of():
+    report = told("nvfp4", 1.0, 0.0)
+    report.unequal_scales = [["a.q_proj", "a.k_proj"], ["b.q_proj", "b.k_proj"]]
+    (found,) = _warnings(report)
+    assert found.startswith("2 groups of linears of one input (the first: a.q_proj, a.k_proj) have different global scales")
+
+
 # ---------------------------------------------------------------------------------------------- shared global scales
 
 
@@ -299,6 +459,22 @@ def test_linears_of_one_input_share_their_global_scale():
     assert len({layer.weight_gscale.data_ptr() for layer in after}) == 3
     for one, other in zip(before, after):
         assert_same_bits(other.dequantize(torch.float32), one.dequantize(torch.float32), "values")
+
+
+def test_gate_and_up_share_as_well_and_others_do_not():
+    """The smaller scale follows the larger one, values stay; linears of different inputs are none of each other's business."""
+    model = freeze_model(tiny_llama(), progress=False)
+    before = {name: (layer.dequantize(torch.float32), layer.weight_gscale.clone()) for name, layer in frozen_layers(model)}
+    mlp = model.model.layers[1].mlp
+    scale = 4 * mlp.up_proj.forward_layout.gscale
+    mlp.up_proj = NVFP4FrozenLinear.quantize(nn.Linear(64, 176, bias=False), gscale=scale)
+    before["model.layers.1.mlp.up_proj"] = mlp.up_proj.dequantize(torch.float32), mlp.up_proj.weight_gscale.clone()
+    assert share_scales(model) == []
+    for name, layer in frozen_layers(model):
+        values, gscale = before[name]
+        assert_same_bits(layer.dequantize(torch.float32), values, name)
+        assert torch.equal(layer.weight_gscale, gscale) == (layer is not mlp.gate_proj), name
+    assert_same_bits(mlp.gate_proj.forward_layout.gscale, scale, "gate's scale")
 
 
 def test_scales_that_cannot_be_shared_exactly_are_left_and_reported():

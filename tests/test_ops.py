@@ -165,6 +165,21 @@ def test_messages(call, message, mode):
         call()
 
 
+def test_a_third_term_reaches_no_implementation(monkeypatch):
+    """Kernels assume one or two. It is refused before one is called, and by the operator where that is called itself."""
+    x, w = blank(3, 40), blank(6, 40)
+    reached = []
+    monkeypatch.setitem(ops._DIRECT, ("matmul", "cpu"), lambda codes, *_: reached.append(len(codes)))
+    with torch.no_grad():
+        _matmul(x)
+        _matmul(x, x)
+        with pytest.raises(RuntimeError, match="one or two terms, got 3"):
+            _matmul(x, x, x)
+    assert reached == [1, 2]
+    with pytest.raises(RuntimeError, match="one or two terms, got 3"):
+        torch.ops.peft_nvfp4.matmul([x.codes] * 3, [x.scales] * 3, [x.gscale] * 3, *w[:3], None, None, 40, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

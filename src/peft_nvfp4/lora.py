@@ -224,11 +224,13 @@ class FrozenLoraLinear(PeftLoraLinear):
         self.merged_adapters = []
         # FP32 products whatever is allowed elsewhere: merge-aware training has to have met the same bits
         with no_autocast(base.weight), exact_matmul(), base.dense_weight(requantize=requantize):
-            self._in_dense = True
+            self._in_dense, bias_dtype = True, None if base.bias is None else base.bias.dtype
             try:
                 super().merge(safe_merge=safe_merge, adapter_names=names)
             finally:
                 self._in_dense = False
+                if base.bias is not None:  # a safe merge leaves it in the weight's dtype, here FP32
+                    base.bias.data = base.bias.data.to(bias_dtype)
             weight = base.weight.data
             if not torch.isfinite(weight).all() or base.bias is not None and not torch.isfinite(base.bias).all():
                 raise ValueError(

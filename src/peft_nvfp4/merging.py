@@ -76,7 +76,7 @@ def merge(
     names = _check(model, to, adapters)
     if adapters is not None:
         model.base_model.set_adapter(names)
-    layers = {name: m for name, m in _lora_layers(model) if any(n in m.lora_A for n in names)}
+    layers = {name: m for name, m in _lora_layers(model) if _here(m, names)}
     report = MergeReport(to, names, merge_aware=_all_merge_aware(layers, names))
     batches = None if probe is None else as_batches(probe)
     if batches is not None:
@@ -131,9 +131,14 @@ def _lora_layers(model: PeftModel) -> list[tuple[str, LoraLayer]]:
     return [(name, m) for name, m in model.get_base_model().named_modules() if isinstance(m, LoraLayer)]
 
 
+def _here(layer: LoraLayer, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that the layer has an adapter of. (PEFT keeps those of an embedding apart.)"""
+    return [name for name in names if name in layer.lora_A or name in layer.lora_embedding_A]
+
+
 def _all_merge_aware(layers: dict[str, LoraLayer], names: Sequence[str]) -> bool:
     return bool(layers) and all(
-        isinstance(layer, FrozenLoraLinear) and layer.merge_aware_adapters.issuperset(n for n in names if n in layer.lora_A)
+        isinstance(layer, FrozenLoraLinear) and layer.merge_aware_adapters.issuperset(_here(layer, names))
         for layer in layers.values()
     )
 
@@ -143,9 +148,9 @@ def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> Laye
     """What merging will do to one layer; it is left as it is."""
     measure = {ParamWrapper: _measure_experts, FrozenLoraLinear: _measure_frozen}.get(type(layer))
     if measure is None:
-        return _measure_dense(name, layer, names, to)
+        return _measure_dense(name, layer, _here(layer, names), to)
     with computing(layer.get_base_layer()):
-        return measure(name, layer, [n for n in names if n in layer.lora_A], to)
+        return measure(name, layer, _here(layer, names), to)
 
 
 def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to: str) -> LayerRetention:
@@ -160,7 +165,7 @@ def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to:
 
 
 def _measure_experts(name: str, wrapper: ParamWrapper, here: Sequence[str], to: str) -> LayerRetention:
-    """One projection of frozen experts: all of them as one matrix."""
+    """One projection of frozen experts (E, N, K): all of them together."""
     experts, projection = wrapper.get_base_layer(), wrapper.parameter_name
     before = experts.dequantize(projection, torch.float32)
     dense = wrapper.dense_with(here)
@@ -168,17 +173,17 @@ def _measure_experts(name: str, wrapper: ParamWrapper, here: Sequence[str], to: 
     if to == "nvfp4":
         layers = experts.layers(projection)
         after = torch.stack([ops.dequantize(requantized(layer, w)) for layer, w in zip(layers, dense)])
-        step = torch.stack([rounding_step(layer.forward_layout, w) for layer, w in zip(layers, before)]).flatten(0, 1)
+        step = torch.stack([rounding_step(layer.forward_layout, w) for layer, w in zip(layers, before)])
     label = f"{name.removesuffix('.base_layer')}.{projection}"
-    return measure_layer(label, to, before.flatten(0, 1), dense.flatten(0, 1), after.flatten(0, 1), step)
+    return measure_layer(label, to, before, dense, after, step)
 
 
-def _measure_dense(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerRetention:
+def _measure_dense(name: str, layer: LoraLayer, here: Sequence[str], to: str) -> LayerRetention:
     """A layer of PEFT's own, over a dense weight (or parameter, or embedding)."""
     base = layer.get_base_layer()
     weight = getattr(base, getattr(layer, "parameter_name", None) or "weight")
     before = weight.detach().float()
-    delta = sum(layer.get_delta_weight(n).float() for n in names if n in layer.lora_A)
+    delta = sum(layer.get_delta_weight(n).float() for n in here)
     dtype = DTYPES.get(to, weight.dtype)
     dense = before + delta
     kind = next((word for word, known in DTYPES.items() if known == dtype), str(dtype))
@@ -256,20 +261,20 @@ def _warnings(report: MergeReport) -> list[str]:
     if not sum(layer.sums[1] for layer in report.layers):
         return ["the adapter adds nothing to any weight (B A = 0): the merged model is the base model"]
     if not report.merge_aware:
-        if report.to == "nvfp4":
-            advice = "Merge to 'bf16' or 'fp32', or train with NVFP4LoraConfig(merge_aware=True)"
+        if report.to == "nvfp4" and report.steps is not None:
+            into, advice = report.to, "Merge to 'bf16' or 'fp32', or train with NVFP4LoraConfig(merge_aware=True)"
             size = f"{report.steps:.2g} rounding steps of NVFP4, and "
-        else:
-            advice, size = "Merge to 'fp32', or keep base and adapter apart", f"smaller than {report.to} can resolve: "
+        else:  # into dense weights, of their own dtype where the rest of the model is NVFP4
+            into = "/".join(sorted({layer.stored for layer in report.layers}))
+            advice = "Merge to 'fp32', or keep base and adapter apart"
+            size = f"smaller than {into} can resolve: "
         lost = report.retained < KEPT_WELL or report.to == "nvfp4" and report.probe and report.probe.retained < KEPT_WELL
         if lost:
             found.append(
                 f"near no-op: the adapter's delta is {size}{report.retained:.0%} of it is left in the merged weights. {advice}"
             )
         elif report.error > DROWNED:
-            found.append(
-                f"rounding to {report.to} adds {report.error:.1f} times as much to the weights as the adapter does. {advice}"
-            )
+            found.append(f"rounding to {into} adds {report.error:.1f} times as much to the weights as the adapter does. {advice}")
     if report.unequal_scales:
         found.append(
             f"{len(report.unequal_scales)} groups of linears of one input (the first: {', '.join(report.unequal_scales[0])}) "

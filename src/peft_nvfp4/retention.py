@@ -154,7 +154,7 @@ def rounding_step(q: QuantizedMatrix, values: Tensor) -> Tensor:
 
 
 def measure_layer(name: str, stored: str, before: Tensor, dense: Tensor, after: Tensor, step: Tensor | None) -> LayerRetention:
-    """Compare W, W + delta and W', all (N, K) float32."""
+    """Compare W, W + delta and W', all of one shape, float32."""
     delta, survived = dense - before, after - before
     along, size = (survived * delta).sum(dtype=torch.float64).item(), delta.square().sum(dtype=torch.float64).item()
     error = (after - dense).square().sum(dtype=torch.float64).item()

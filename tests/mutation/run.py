@@ -36,11 +36,11 @@ PACKAGE = "src/peft_nvfp4"
 TESTS = {
     "reference.py": ["reference", "reference_layout", "reference_rounding", "properties", "ops_matmul", "mutants"],
     "ops.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
-    "lora.py": ["lora", "merge", "merge_aware", "residual_inits", "mutants"],
-    "merging.py": ["merge", "merge_aware", "mutants"],
+    "lora.py": ["lora", "inits", "merge", "merge_aware", "residual_inits"],
+    "merging.py": ["merge", "merge_aware", "experts", "mutants"],
     "calibration/gptq.py": ["gptq", "mutants"],
     "checkpoints/layouts.py": ["layouts", "layouts_scales", "layouts_hostile", "mutants"],
-    "checkpoints/load.py": ["layouts", "layouts_scales", "layouts_hostile", "streaming_load", "mutants"],
+    "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_scales", "layouts_hostile", "streaming_load"],
     "checkpoints/files.py": ["mutants", "layouts_hostile"],
 }
 """Module -> names of the test files that are about it."""
@@ -158,8 +158,8 @@ def run_module(name: str, tree: Path, arguments: argparse.Namespace, earlier: li
     rows = []
     for mutant in sorted(sample):
         known = before.get(identity(described(mutant)))
-        if arguments.survivors and (known is None or known["killed"]):
-            rows += [known] if known else []
+        if arguments.survivors and known and known["killed"]:
+            rows.append({**known, "of": len(everything)})
             continue
         rows.append({"module": name, "of": len(everything), **judge(mutant, module, watched, arguments.budget)})
         if not rows[-1]["killed"]:
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--budget", type=float, default=20, help="seconds of tests for a mutant")
     parser.add_argument("--tests", nargs="*", help="names of test files, in place of the module's own list")
-    parser.add_argument("--survivors", action="store_true", help="only those of the sample that survived last time")
+    parser.add_argument("--survivors", action="store_true", help="leave out what was killed last time, in the same line")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     names = [name.removeprefix(f"{PACKAGE}/") for name in arguments.modules] or list(TESTS)

@@ -17,10 +17,8 @@ class Recorder:
         self.test, self.failed = "", set()
 
     def _call(self, frame, event, argument):
-        if frame.f_code.co_filename != self.path:
-            return None
-        self.lines[self.test].add(frame.f_lineno)
-        return self._line
+        # not the line of the def: that runs on import, and what it sets (a default) concerns more tests than those that call it
+        return self._line if frame.f_code.co_filename == self.path else None
 
     def _line(self, frame, event, argument):
         self.lines[self.test].add(frame.f_lineno)

@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
         self.train(linear.training)
 
     def tensors(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.named_parameters(recurse=False) if name != "bias"}
+        return {name: p for name, p in self.named_parameters() if name != "bias"}
 
 
 # ---------------------------------------------------------------------------------------------- before loading
@@ -145,7 +145,7 @@ def check_loaded(layers: Mapping[str, PackedLinear], origin: Callable[[str], str
     """
     flags: dict[torch.device, dict[str, Tensor]] = {}
     for name, layer in layers.items():
-        for leaf, p in layer.tensors().items():
+        for leaf, p in layer.named_parameters():  # a bias among them: nothing would initialise it
             key = f"{name}.{leaf}"
             if p.is_meta or not getattr(p, "_is_hf_initialized", False):
                 raise ValueError(f"{origin(key)} was not loaded")
@@ -179,7 +179,7 @@ def frozen_layer(
 def dense_linear(packed: PackedLinear) -> nn.Linear:
     """The dense linear with a packed one's values, rounded once to the model's dtype."""
     with torch.device("meta"):
-        linear = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None)
+        linear = nn.Linear(packed.in_features, packed.out_features)
     w = packed.layout.read(packed.tensors(), packed.in_features)
     linear.weight = nn.Parameter(dequantize(w, torch.float32).to(packed.dtype))
     linear.bias = packed.bias
