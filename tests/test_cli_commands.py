@@ -120,6 +120,28 @@ def test_estimate_of_one_of_several_gpus(app, tmp_path):
     assert "strategy must be one of ddp, fsdp2" in run(app, "estimate", "llama-8b", "--strategy", "tp", code=1).stderr
 
 
+def test_estimate_keeps_the_output_of_attention_once(app):
+    """In Llama-1B's layers 2,048 values a token as codes: 1,024 + 128 + 4 bytes."""
+    twice, once = (json_of(app, "estimate", "llama-1b", *extra) for extra in ((), ("--recompute-attention",)))
+    assert twice["saved_per_token_and_layer"] - once["saved_per_token_and_layer"] == 1156
+    assert once["settings"]["recompute_attention"] and once["peak_bytes"] < twice["peak_bytes"]
+
+
+def test_estimate_of_a_mixture(app, tmp_path):
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "tie_word_embeddings": False, **sizes}))
+    found = json_of(app, "estimate", tmp_path, "--max-memory", "80GiB", "--targets", "q_proj,w1,w3,w2")
+    assert found["fits"] and found["largest_batch"] >= 4 and found["saved_besides_per_layer"] > 0
+    # rank 16: q, and of 8 experts gate and up with an adapter of rank 32, down
+    assert found["trained_parameters"] == 32 * (16 * 2 * 4096 + 8 * (32 * (4096 + 2 * 14336) + 16 * (14336 + 4096)))
+    text = plain(run(app, "estimate", tmp_path, "--recompute-mlp").stdout)
+    assert "Note: what experts keep does not depend on the routing" in text and "upper bounds." in text
+    assert "MiB a layer besides" in text and "Note: recompute_mlp does not concern experts." in text
+    words = plain(run(app, "estimate", tmp_path, "--targets", "w1", code=1).stderr)
+    assert "w1 and w3 are one parameter, gate_up_proj" in words
+
+
 # ---------------------------------------------------------------------------------------------- train, eval
 
 
@@ -167,6 +189,23 @@ def test_other_backends_and_a_yaml_file(app, world, tmp_path, backend):
     side_car = json.loads((tmp_path / "out" / "nvfp4_adapter.json").read_text())
     assert side_car["backend"] == backend
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["use_rslora"] is True
+
+
+def test_keeping_the_output_of_attention_once(app, world, tmp_path):
+    """By a flag, which leaves alone what else a file says of the adapter, or by the file."""
+    (tmp_path / "c.yaml").write_text("lora:\n  use_rslora: true\n")
+    (tmp_path / "d.yaml").write_text("lora:\n  recompute_attention: true\n")
+    args = ("train", world / "model", world / "data.jsonl", "--steps", "1", "--batch", "2")
+    for name, extra, expected in (
+        ("plain", (), False),
+        ("flag", ("--recompute-attention",), True),
+        ("file", ("--config", tmp_path / "d.yaml"), True),
+        ("both", ("--config", tmp_path / "c.yaml", "--recompute-attention"), True),
+    ):
+        run(app, *args, "-o", tmp_path / name, *extra)
+        assert json.loads((tmp_path / name / "nvfp4_adapter.json").read_text())["recompute_attention"] is expected, name
+    assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["use_rslora"] is True
+    assert "recompute_attention: true" in (tmp_path / "flag" / "train.yaml").read_text()  # what --resume reads
 
 
 def test_max_memory_chooses_what_fits(app, world, tmp_path):

@@ -321,7 +321,7 @@ def test_multimodal_counts_the_text_decoder_and_says_so():
     ("config", "words"),
     [
         ({"model_type": "gpt2", "n_embd": 64}, "no hidden_size"),
-        ({"model_type": "qwen3_moe", "num_experts": 8}, "mixtures of experts"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "mixtures of experts"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )

@@ -10,7 +10,8 @@ from ..estimate import Estimate, Settings, card, estimate, fit, largest_batch, m
 from ..estimate import draw as drawing
 from .common import command, console, write_json
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+KEPT = "Kept for backward"  # a panel: its columns have room for the longest name
 
 
 def _settings(options: dict, card_name: str | None) -> tuple[Settings, int | None]:
@@ -36,9 +37,10 @@ def _table(found: Estimate) -> Table:
 
 
 def _words(found: Estimate) -> list[str]:
-    lines = [
-        f"The peak is at: {found.at}. Kept for backward: {found.saved_per_token_and_layer:,} bytes per token and layer.",
-    ]
+    kept = f"{found.saved_per_token_and_layer:,} bytes per token and layer"
+    if besides := found.saved_besides_per_layer:
+        kept += f", and {besides / MIB:,.1f} MiB a layer besides"
+    lines = [f"The peak is at: {found.at}. Kept for backward: {kept}."]
     if found.settings.cards > 1:
         s = found.settings
         rows = "1 row" if s.batch == 1 else f"{s.batch} rows"
@@ -47,7 +49,7 @@ def _words(found: Estimate) -> list[str]:
         lines.append(f"{found.offloaded / GIB:.2f} GiB of frozen weights are in the host's memory, and of two layers on the GPU.")
     if found.host:
         lines.append(f"The paged optimizer may keep {found.host / GIB:.2f} GiB in the host's memory.")
-    return lines + [f"Note: {note}." for note in found.shape.notes]
+    return lines + [f"Note: {note}." for note in found.notes]
 
 
 @command
@@ -62,9 +64,12 @@ def estimate_command(
     targets: Annotated[str, typer.Option(help="all-linear, or names with commas between.")] = "all-linear",
     accuracy: Annotated[str, typer.Option(help="paper, balanced or high.")] = "balanced",
     layouts: Annotated[str, typer.Option(help="Backward layouts of weights: cached or transient.")] = "cached",
-    activations: Annotated[str, typer.Option(help="Kept by nf4 and bf16: bf16 or nvfp4.")] = "bf16",
-    recompute_mlp: Annotated[bool, typer.Option(help="Make the MLP's inner activation anew in backward.")] = False,
-    checkpointing: Annotated[bool, typer.Option(help="Checkpoint every decoder layer.")] = False,
+    activations: Annotated[str, typer.Option(help="By nf4 and bf16: bf16 or nvfp4.", rich_help_panel=KEPT)] = "bf16",
+    recompute_mlp: Annotated[bool, typer.Option(help="Not the MLP's inner activation.", rich_help_panel=KEPT)] = False,
+    recompute_attention: Annotated[
+        bool, typer.Option("--recompute-attention", help="Attention's output once.", rich_help_panel=KEPT)
+    ] = False,
+    checkpointing: Annotated[bool, typer.Option(help="Only the inputs of decoder layers.", rich_help_panel=KEPT)] = False,
     cuda_graphs: Annotated[bool, typer.Option(help="Steps are replayed.")] = False,
     fused: Annotated[bool, typer.Option(help="Norms and MLPs that emit NVFP4.")] = True,
     optimizer: Annotated[str, typer.Option(help="As transformers names it: paged_adamw_8bit, ...")] = "adamw_torch_fused",
@@ -86,7 +91,8 @@ def estimate_command(
     names = targets if targets == "all-linear" else tuple(name.strip() for name in targets.split(","))
     options = {
         **{"backend": backend, "batch": batch, "sequence": seq, "rank": rank, "targets": names, "accuracy": accuracy},
-        **{"weight_layouts": layouts, "activations": activations, "recompute_mlp": recompute_mlp, "fused": fused},
+        **{"weight_layouts": layouts, "activations": activations, "recompute_mlp": recompute_mlp},
+        **{"recompute_attention": recompute_attention, "fused": fused},
         **{"checkpointing": checkpointing, "cuda_graphs": cuda_graphs, "optimizer": optimizer, "loss": loss},
         **{"positions": positions, "padded": padded, "cards": gpus, "strategy": strategy, "offload": offload},
     }

@@ -15,6 +15,9 @@ Number = Optional[int]  # noqa: UP045
 Real = Optional[float]  # noqa: UP045
 Flag = Optional[bool]  # noqa: UP045
 Option = typer.Option
+KEPT = "Kept for backward"  # a panel: its columns have room for the longest name
+APART = {"config", "resume", "json_file", "columns", "recompute_attention"}
+"""Options that are no option of :class:`~peft_nvfp4.tools.options.TrainOptions` under their own name, as they are."""
 
 
 def pairs(text: str | None) -> dict[str, str] | None:
@@ -39,8 +42,11 @@ def train(
     backend: Annotated[Text, Option(help="nvfp4, nf4 or bf16.")] = None,
     accuracy: Annotated[Text, Option(help="paper, balanced or high.")] = None,
     weight_layouts: Annotated[Text, Option("--layouts", help="cached or transient.")] = None,
-    activations: Annotated[Text, Option(help="Kept by nf4 and bf16: bf16 or nvfp4.")] = None,
-    recompute_mlp: Annotated[Flag, Option(help="Keep less of the MLP.")] = None,
+    activations: Annotated[Text, Option(help="By nf4 and bf16: bf16 or nvfp4.", rich_help_panel=KEPT)] = None,
+    recompute_mlp: Annotated[Flag, Option(help="Less of the MLP.", rich_help_panel=KEPT)] = None,
+    recompute_attention: Annotated[
+        Flag, Option("--recompute-attention", help="Attention's output once.", rich_help_panel=KEPT)
+    ] = None,
     cuda_graphs: Annotated[Flag, Option(help="Replay recorded steps.")] = None,
     calibration: Annotated[Text, Option(help="Folder of peft-nvfp4 calibrate.")] = None,
     offload: Annotated[Text, Option(help="cpu: frozen weights stay in the host's memory.")] = None,
@@ -63,7 +69,7 @@ def train(
     scheduler: Annotated[Text, Option(help="linear, cosine, constant, ...")] = None,
     warmup: Annotated[Real, Option(help="Share of the steps (0.05).")] = None,
     optimizer: Annotated[Text, Option(help="adamw_torch_fused, paged_adamw_8bit, ...")] = None,
-    checkpointing: Annotated[Flag, Option(help="Checkpoint decoder layers.")] = None,
+    checkpointing: Annotated[Flag, Option(help="Only the inputs of decoder layers.", rich_help_panel=KEPT)] = None,
     deterministic: Annotated[Flag, Option(help="Two runs are equal bit for bit; slower attention.")] = None,
     max_memory: Annotated[Text, Option(help="16GiB: batch, accumulation, layouts and checkpointing are chosen to fit.")] = None,
     save_every: Annotated[Number, Option(help="Steps between checkpoints (a tenth).")] = None,
@@ -78,8 +84,10 @@ def train(
     Everything can also be said in one YAML file (--config), further fields of NVFP4LoraConfig and TrainingArguments in it under
     lora: and trainer:. Ctrl-C stops after the running step, with a checkpoint to --resume from.
     """
-    flags = {k: v for k, v in locals().items() if k not in ("config", "resume", "json_file", "columns")}
+    flags = {k: v for k, v in locals().items() if k not in APART}
     options = gathered(flags | {"columns": pairs(columns)}, config, resume)
+    if recompute_attention is not None:  # over what a file, or the run to resume, says under lora:
+        options.lora["recompute_attention"] = recompute_attention
     out = console(stderr=json_file == "-")
     with quiet_libraries():
         from ..guards import NonFiniteError, OutOfMemory

@@ -5,8 +5,8 @@
 >>> largest_batch("path/to/model", Settings(), card("RTX 5080").memory)
 
 Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.estimate.shapes` (the model), ``settings`` (how it is trained),
-``weights`` and ``activations`` (formulas), ``moments`` (where the peak is), ``sharding`` (several GPUs), ``run`` (the answers),
-``cards``, ``draw``.
+``weights`` and ``activations`` (formulas), ``moments`` (where the peak is), ``mixtures`` (experts), ``sharding`` (several GPUs),
+``run`` (the answers), ``cards``, ``draw``; ``common`` is what the formulas share.
 """
 
 from .cards import CARDS, Card, card, usable

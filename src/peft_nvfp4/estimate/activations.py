@@ -8,39 +8,35 @@ and PEFT, 76,136 with Liger's kernels.
 
 from __future__ import annotations
 
-from ..formats import packed_bytes
 from ..sites import ACCURACY
+from . import mixtures
+from .common import (
+    ATTENTION,
+    ATTENTION_OUT,
+    FP32,
+    GATE_UP,
+    HIDDEN,
+    INNER,
+    KINDS,
+    NORMS,
+    STREAM,
+    added,
+    codes,
+    read_by_adapter,
+)
 from .settings import Settings
 from .shapes import ModelShape
-
-FP32 = 4
-
-NORMS = "norm outputs"
-ATTENTION = "attention (q, k, v, out)"
-ATTENTION_OUT = "attention output for o_proj"
-GATE_UP = "gate and up"
-INNER = "MLP's inner activation"
-HIDDEN = "adapters' hidden values"
-STREAM = "residual stream"
-KINDS = (NORMS, ATTENTION, ATTENTION_OUT, GATE_UP, INNER, HIDDEN, STREAM)
-
-
-def codes(width: int, terms: int = 1) -> int:
-    """A row of NVFP4: codes, block scales, and the row's global scale."""
-    return terms * (packed_bytes(1, width) + FP32)
 
 
 def layer(shape: ModelShape, settings: Settings) -> dict[str, int]:
     """Kind -> bytes per token of one layer, without checkpointing."""
     kept = _attention(shape, settings)
-    kept[HIDDEN] = shape.dtype_bytes * settings.rank * sum(settings.is_target(p) for p in shape.projections)
+    kept[HIDDEN] = shape.dtype_bytes * sum(settings.rank_of(p) for p in shape.projections if p.is_linear)
+    if shape.mixture is not None:
+        return added(kept, mixtures.layer(shape, settings))
     if settings.backend == "nvfp4" and not settings.fused:
         return kept | _unfused(shape, settings)
     return kept | (_compressed(shape, settings) if settings.compressed and settings.fused else _dense(shape, settings))
-
-
-def _read_by_adapter(shape: ModelShape, settings: Settings, site: str) -> bool:
-    return any(settings.is_target(p) for p in shape.reads(site))
 
 
 def _attention(shape: ModelShape, settings: Settings) -> dict[str, int]:
@@ -60,7 +56,7 @@ def _other_norms(shape: ModelShape) -> int:
 def _compressed(shape: ModelShape, settings: Settings) -> dict[str, int]:
     own = settings.backend == "nvfp4"
     terms = ACCURACY[settings.accuracy] if own else {"norm": 1, "interior": 1}
-    o, down = (_read_by_adapter(shape, settings, site) for site in ("o", "down"))
+    o, down = (read_by_adapter(shape, settings, site) for site in ("o", "down"))
     return {
         NORMS: 2 * (codes(shape.hidden, terms["norm"]) + FP32) + _other_norms(shape),
         ATTENTION_OUT: codes(shape.q, terms["interior"]) if o and not (own and settings.recompute_attention) else 0,
@@ -73,12 +69,12 @@ def _dense(shape: ModelShape, settings: Settings) -> dict[str, int]:
     """transformers' modules, or Liger's: the norms' inputs (in FP32, Liger: as they are) and, where an adapter reads them, their
     outputs; gate, up and the activated gate (Liger: gate and up); the product where down's adapter reads it."""
     b, d, f = shape.dtype_bytes, shape.hidden, shape.intermediate
-    readers = sum(_read_by_adapter(shape, settings, site) for site in ("attention", "mlp"))
+    readers = sum(read_by_adapter(shape, settings, site) for site in ("attention", "mlp"))
     return {
         NORMS: 2 * ((b if settings.liger else FP32) * d + FP32) + readers * b * d + _other_norms(shape),
         ATTENTION_OUT: 0,  # attention keeps it
         GATE_UP: (2 if settings.liger else 3) * b * f,
-        INNER: b * f if _read_by_adapter(shape, settings, "down") else 0,
+        INNER: b * f if read_by_adapter(shape, settings, "down") else 0,
     }
 
 
@@ -86,8 +82,8 @@ def _unfused(shape: ModelShape, settings: Settings) -> dict[str, int]:
     """``fused=False``: transformers' norms and MLP, and the codes of what linears with adapters read."""
     terms, b = ACCURACY[settings.accuracy], shape.dtype_bytes
     norms = 2 * FP32 * (shape.hidden + 1) + _other_norms(shape)
-    norms += sum(codes(shape.hidden, terms["norm"]) for site in ("attention", "mlp") if _read_by_adapter(shape, settings, site))
-    o, down = (_read_by_adapter(shape, settings, site) for site in ("o", "down"))
+    norms += sum(codes(shape.hidden, terms["norm"]) for site in ("attention", "mlp") if read_by_adapter(shape, settings, site))
+    o, down = (read_by_adapter(shape, settings, site) for site in ("o", "down"))
     return {
         NORMS: norms,
         ATTENTION_OUT: codes(shape.q, terms["interior"]) if o else 0,

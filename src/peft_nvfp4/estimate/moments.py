@@ -9,6 +9,8 @@
     first          the same of the first layer, when all gradients of adapters are there
     optimizer      all gradients
 
+Of a mixture, where these are moments of the experts, in :mod:`~peft_nvfp4.estimate.mixtures`.
+
 Bytes, on top of the static ones. What backward has freed by then is counted as a negative entry where it matters.
 """
 
@@ -16,12 +18,10 @@ from __future__ import annotations
 
 from ..formats import packed_bytes
 from ..sites import ACCURACY
-from . import activations, weights
+from . import activations, mixtures, weights
+from .common import FP32, GATE_UP, INNER, Moment, added, codes, largest, operands
 from .settings import Settings
 from .shapes import ModelShape
-
-OPERAND_ROWS, OPERAND_BYTES = 2048, 48 << 20
-"""Of :mod:`peft_nvfp4.kernels.emulated`."""
 
 FULL_LOSS = 12
 """Bytes a logit in the backward of transformers' loss: log-probabilities, their gradient, the logits' gradient, all FP32."""
@@ -29,13 +29,13 @@ CHUNK_LOSS = 8
 """The same in a chunk of :mod:`peft_nvfp4.dataflow.loss`: logits and their gradient in BF16, probabilities in FP32."""
 CHUNK_BYTES = 128 << 20
 
-Moment = dict[str, int]
-
 
 def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     """Moment -> part -> bytes."""
     tokens = settings.tokens
     kept = {kind: n * tokens for kind, n in activations.kept(shape, settings).items()}
+    fixed = mixtures.fixed(shape, settings)
+    kept |= {} if settings.checkpointing else {part: n * shape.layers for part, n in fixed.items()}
     kept["final norm"] = activations.final_norm(shape, settings) * tokens
     always = {
         "cuBLAS workspaces": _workspaces(settings),
@@ -46,25 +46,23 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     if settings.cuda_graphs:
         always["inputs and outputs of the recording"] = 2 * shape.dtype_bytes * shape.hidden * tokens
     backward = _layer_backward(shape, settings)
-    once = {kind: n * tokens for kind, n in activations.layer(shape, settings).items()} if settings.checkpointing else {}
-    last = _sum(kept, once) | {"final norm": 0}
+    once = {}
+    if settings.checkpointing:
+        once = {kind: n * tokens for kind, n in activations.layer(shape, settings).items()} | fixed
+    last = added(kept, once) | {"final norm": 0}
     first = {kind: n // shape.layers for kind, n in kept.items() if kind != "final norm"}
     grads = {"gradients": weights.gradients(shape, settings)}
     again = _recomputation(kept, once, shape, settings) if settings.checkpointing else {}
     return {
-        "forward": always | _forward_kept(kept, shape, settings) | _layer_forward(shape, settings),
+        "forward": always | added(_forward_kept(kept, shape, settings), _layer_forward(shape, settings)),
         "loss": always | kept | _loss(shape, settings),
         "final norm": always | kept | {"gradients of activations": _norm_backward(shape, settings) * tokens},
         **({"recomputation": always | again} if again else {}),
-        **({"MLP": always | _sum(last, _mlp_backward(shape, settings))} if settings.compressed and settings.fused else {}),
-        "layer": always | _sum(last, backward),
-        "first layer": always | _sum(_sum(first, once), backward) | grads,
+        **({"MLP": always | added(last, products)} if (products := _products_backward(shape, settings)) else {}),
+        "layer": always | added(last, backward),
+        "first layer": always | added(added(first, once), backward) | grads,
         "optimizer": always | {"copies of adapters": 0} | grads,
     }
-
-
-def _sum(a: Moment, b: Moment) -> Moment:
-    return {key: a.get(key, 0) + b.get(key, 0) for key in dict.fromkeys([*a, *b])}
 
 
 def _workspaces(settings: Settings) -> int:
@@ -90,77 +88,72 @@ def _loss(shape: ModelShape, settings: Settings) -> Moment:
 
 def _norm_backward(shape: ModelShape, settings: Settings) -> int:
     """Bytes per token: in transformers' FP32 arithmetic five matrices as wide as the residual stream; Liger: two of BF16."""
-    return (2 * shape.dtype_bytes if settings.liger else 5 * activations.FP32) * shape.hidden
+    return (2 * shape.dtype_bytes if settings.liger else 5 * FP32) * shape.hidden
 
 
 # ---------------------------------------------------------------------------------------------- one layer
 
 
-def _rows(tokens: int, k: int) -> int:
-    """Rows of an emulated product's operand at a time."""
-    return tokens if tokens * k * 2 <= OPERAND_BYTES else min(tokens, OPERAND_ROWS)
-
-
-def _operands(tokens: int, k: int, n: int) -> int:
-    """BF16 operands of an emulated product of (tokens, k) and (n, k)."""
-    return 2 * k * (_rows(tokens, k) + n)
-
-
-def _largest(shape: ModelShape):
-    return max(shape.projections, key=lambda p: p.inputs * p.outputs)
-
-
 def _forward_kept(kept: Moment, shape: ModelShape, settings: Settings) -> Moment:
     """While the last MLP runs: without its own share, and without the final norm's."""
-    if settings.checkpointing:
+    if settings.checkpointing or shape.mixture:  # experts' moments say themselves what is not there
         return kept | {"final norm": 0}
     layer = activations.layer(shape, settings)
-    missing = (activations.GATE_UP, activations.INNER)
+    missing = (GATE_UP, INNER)
     return kept | {"final norm": 0} | {kind: kept[kind] - layer[kind] * settings.tokens for kind in missing}
 
 
 def _layer_forward(shape: ModelShape, settings: Settings) -> Moment:
+    if shape.mixture:
+        return mixtures.forward(shape, settings)
     b, f = shape.dtype_bytes, shape.intermediate
     dense = not settings.compressed or not settings.fused
     parts = {"gate and up in full": (4 if dense else 2) * b * f * settings.tokens}
     if settings.backend == "nvfp4" and not settings.native_fp4:
         readers = shape.reads("mlp")
         k = ACCURACY[settings.accuracy]["norm"] * readers[0].inputs
-        parts["operands"] = max(_operands(settings.tokens, k, p.outputs) for p in readers)
+        parts["operands"] = max(operands(settings.tokens, k, p.outputs) for p in readers)
     elif settings.format == "nf4":
-        parts["operands"] = b * _largest(shape).inputs * _largest(shape).outputs
+        parts["operands"] = b * largest(shape)
     return parts
 
 
 def _recomputation(kept: Moment, once: Moment, shape: ModelShape, settings: Settings) -> Moment:
     """The MLP of a checkpointed layer while it runs again: what the layer keeps up to there, and the gradient above it."""
-    before = once | {activations.GATE_UP: 0, activations.INNER: 0}
-    parts = _sum(kept, before) | {"final norm": 0} | _layer_forward(shape, settings)
+    before = once if shape.mixture else once | {GATE_UP: 0, INNER: 0}
+    parts = added(added(kept, before) | {"final norm": 0}, _layer_forward(shape, settings))
     return parts | {"gradients of activations": shape.dtype_bytes * shape.hidden * settings.tokens}
 
 
-def _mlp_backward(shape: ModelShape, settings: Settings) -> Moment:
-    """The gradient of the product comes in, those of gate and up go out; beside them the stream's."""
+def _products_backward(shape: ModelShape, settings: Settings) -> Moment | None:
+    """The gradient of the gated product comes in, those of gate and up go out; beside them the stream's. None where autograd does
+    that in smaller pieces."""
+    if shape.mixture:
+        return mixtures.sum_backward(shape, settings)
+    if not (settings.compressed and settings.fused):
+        return None
     b, d, f, tokens = shape.dtype_bytes, shape.hidden, shape.intermediate, settings.tokens
-    freed = activations.layer(shape, settings)[activations.INNER] * tokens
-    return {activations.INNER: -freed, "gradients of activations": (3 * b * f + b * d) * tokens}
+    freed = activations.layer(shape, settings)[INNER] * tokens
+    return {INNER: -freed, "gradients of activations": (3 * b * f + b * d) * tokens}
 
 
 def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:
     """While the gradients of gate and up go through their linears."""
+    if shape.mixture:
+        return mixtures.backward(shape, settings)
     b, d, f, tokens = shape.dtype_bytes, shape.hidden, shape.intermediate, settings.tokens
-    freed = activations.layer(shape, settings)[activations.INNER] * tokens
-    parts = {activations.INNER: -freed} if settings.compressed else {}
+    freed = activations.layer(shape, settings)[INNER] * tokens
+    parts = {INNER: -freed} if settings.compressed else {}
     # of gate, up and the stream above, and dx; in stock modules, the adapter's share of a gradient beside the frozen weight's
     parts["gradients of activations"] = (2 * b * f + 2 * b * d) * tokens
     if settings.backend == "nvfp4":
         p = max(shape.reads("mlp"), key=lambda p: p.outputs)
         if settings.native_fp4:
-            parts["operands"] = tokens * activations.codes(p.outputs)
+            parts["operands"] = tokens * codes(p.outputs)
         else:
-            parts["operands"] = _operands(tokens, p.outputs, p.inputs)
+            parts["operands"] = operands(tokens, p.outputs, p.inputs)
         if settings.weight_layouts == "transient" or settings.gradients == "bf16":
             parts["operands"] += packed_bytes(p.inputs, p.outputs)
     elif settings.format == "nf4":
-        parts["operands"] = b * _largest(shape).inputs * _largest(shape).outputs
+        parts["operands"] = b * largest(shape)
     return parts

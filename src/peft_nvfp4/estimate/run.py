@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import activations, weights
+from . import activations, mixtures, weights
 from .cards import CONTEXT, FRAGMENTATION, NCCL, usable
+from .common import KINDS, PER_LAYER
 from .moments import moments
 from .settings import Settings
 from .shapes import ModelShape, model_shape
@@ -59,7 +60,7 @@ class Estimate:
             **dict.fromkeys((*self.static, LAYER, ROOT), "weights"),
             **dict.fromkeys(("adapters", "optimizer", "gradients", "copies of adapters"), "adapters and optimizer"),
             **dict.fromkeys((BUCKETS, SCATTERED), "adapters and optimizer"),
-            **dict.fromkeys((*activations.KINDS, "final norm", "inputs and outputs of the recording"), "activations"),
+            **dict.fromkeys((*KINDS, *PER_LAYER, "final norm", "inputs and outputs of the recording"), "activations"),
             "logits and loss": "logits and loss",
         }
         total: dict[str, int] = {}
@@ -73,6 +74,16 @@ class Estimate:
         """Bytes that one layer keeps for backward."""
         kinds = activations.layer(self.shape, self.settings)
         return self.shape.dtype_bytes * self.shape.hidden if self.settings.checkpointing else sum(kinds.values())
+
+    @property
+    def saved_besides_per_layer(self) -> int:
+        """Bytes that a layer of a mixture keeps for backward whatever the number of tokens."""
+        return 0 if self.settings.checkpointing else sum(mixtures.fixed(self.shape, self.settings).values())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the numbers leave out, and which of them are bounds."""
+        return (*self.shape.notes, *mixtures.notes(self.shape, self.settings))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -88,14 +99,15 @@ class Estimate:
             "groups": self.groups(),
             "moments": {name: sum(self.static.values()) + sum(parts.values()) for name, parts in self.moments.items()},
             "saved_per_token_and_layer": self.saved_per_token_and_layer,
+            "saved_besides_per_layer": self.saved_besides_per_layer,
             "host_bytes": self.host,
             "offloaded_bytes": self.offloaded,
-            "notes": list(self.shape.notes),
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
         lines = [f"{name.ljust(40)}{n / GB:9.3f} GB" for name, n in self.categories().items()]
-        return "\n".join([*lines, f"{'peak, at: ' + self.at:40}{self.peak / GB:9.3f} GB", *self.shape.notes])
+        return "\n".join([*lines, f"{'peak, at: ' + self.at:40}{self.peak / GB:9.3f} GB", *self.notes])
 
 
 def estimate(model: Any, settings: Settings | None = None) -> Estimate:
@@ -109,6 +121,7 @@ def estimate(model: Any, settings: Settings | None = None) -> Estimate:
     """
     shape, settings = model_shape(model), settings or Settings()
     settings.check(shape)
+    settings = mixtures.as_run(shape, settings)
     whole, offloaded = offload(shape, settings, weights.static(shape, settings))
     static, parts = per_card(shape, settings, whole, moments(shape, settings))
     at = max(parts, key=lambda name: sum(parts[name].values()))
@@ -188,10 +201,12 @@ SACRIFICES: tuple[tuple[str, dict[str, Any]], ...] = (
 """In the order of what they cost, least first: 1 %, 5 % and a quarter to a third of a step on an H200."""
 
 
-def _candidates(settings: Settings) -> list[tuple[tuple[str, ...], Settings]]:
+def _candidates(shape: ModelShape, settings: Settings) -> list[tuple[tuple[str, ...], Settings]]:
     found, words = [((), settings)], ()
     for text, change in SACRIFICES:
-        own = "checkpointing" in change or settings.backend == "nvfp4" and ("recompute_mlp" not in change or settings.fused)
+        own = "checkpointing" in change or settings.backend == "nvfp4"
+        if "recompute_mlp" in change:  # of gated MLPs that are modules: experts keep their products
+            own = own and settings.fused and shape.mixture is None
         changed = replace(settings, **change) if own else settings
         if changed != settings:
             settings, words = changed, (*words, text)
@@ -215,7 +230,7 @@ def fit(
     """
     shape, best = model_shape(model), None
     enough = min(wanted, -(-BUSY_TOKENS // settings.sequence))
-    for words, candidate in _candidates(settings):
+    for words, candidate in _candidates(shape, settings):
         micro = largest_batch(shape, replace(candidate, accumulation=1), memory, context, fragmentation)
         if micro < wanted:  # several micro-batches: gradients are there during forward
             micro = largest_batch(shape, replace(candidate, accumulation=2), memory, context, fragmentation)

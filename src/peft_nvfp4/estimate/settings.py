@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..backends import WEIGHT_LAYOUTS
+from ..freeze_plan import skipped
 from ..linear import GRADIENTS
 from ..sites import check_accuracy
 from .shapes import ModelShape, Projection
@@ -38,7 +39,9 @@ class Settings:
         backend: a word of :data:`BACKENDS`.
         batch, sequence: rows, and tokens a row (padding counts).
         rank: of the adapters.
-        targets: names of the linears with an adapter, or ``"all-linear"``.
+        targets: names of the linears with an adapter, or ``"all-linear"``. Of a mixture: the names of its parameters (``gate``,
+            the router, ``gate_up_proj``, ``down_proj``), or those of the linears that they were before transformers 5 (``w1``,
+            ``gate_proj``, ...). PEFT turns the latter into ``target_parameters``, and so it does with ``"all-linear"``.
         accuracy, weight_layouts, gradients, activations, fused, recompute_mlp, recompute_attention, cuda_graphs: of
             ``NVFP4LoraConfig``.
         checkpointing: of every decoder layer.
@@ -126,25 +129,50 @@ class Settings:
         """Codes are kept for backward instead of values."""
         return self.backend == "nvfp4" or self.activations == "nvfp4" and not self.liger
 
-    def is_target(self, p: Projection) -> bool:
-        """Whether a linear has an adapter."""
-        if self.targets == "all-linear":
-            return True
+    def _named(self, name: str) -> bool:
         if isinstance(self.targets, str):
-            return re.fullmatch(self.targets, p.name) is not None
-        return p.name in self.targets
+            return re.fullmatch(self.targets, name) is not None
+        return any(_word(target) == name for target in self.targets)
+
+    def _named_as_of_old(self, p: Projection) -> int:
+        """How many of the linears that a parameter once was are targets."""
+        return len(p.old) if self.targets == "all-linear" else sum(map(self._named, p.old))
+
+    def rank_of(self, p: Projection) -> int:
+        """Rank of a projection's adapter; 0 without. By their old names, experts' gate and up get one of twice the rank: PEFT
+        makes one of two."""
+        linear = self.targets == "all-linear" and p.is_linear
+        return self.rank * max(self._named_as_of_old(p), linear or self._named(p.name))
+
+    def is_target(self, p: Projection) -> bool:
+        """Whether a projection has an adapter."""
+        return self.rank_of(p) > 0
 
     def is_packed(self, p: Projection) -> bool:
-        return p.name not in self.skip_modules
+        """Whether a projection is kept in :attr:`format`. Routers stay dense, and experts do with ``bf16``."""
+        if p.of_experts:
+            return self.format != "bf16" and not skipped("mlp.experts", self.skip_modules)
+        return p.is_linear and p.name not in self.skip_modules
 
     def check(self, shape: ModelShape) -> None:
-        """Raises ValueError if no linear of the model has an adapter, or a target does not exist."""
-        names = [p.name for p in shape.projections]
-        unknown = [] if isinstance(self.targets, str) else [t for t in self.targets if t not in names]
+        """Raises ValueError if no projection of the model has an adapter, a target does not exist, or the settings do not go with
+        a mixture."""
+        names = [name for p in shape.projections for name in dict.fromkeys((p.name, *p.old))]
+        unknown = [] if isinstance(self.targets, str) else [t for t in self.targets if _word(t) not in names]
         if unknown:
             raise ValueError(f"targets that the model has not: {', '.join(unknown)}; it has {', '.join(names)}")
         if not any(map(self.is_target, shape.projections)):
             raise ValueError(f"targets {self.targets!r} match none of {', '.join(names)}")
+        for p in shape.projections:
+            if 0 < self._named_as_of_old(p) < len(p.old):
+                raise ValueError(f"{' and '.join(p.old)} are one parameter, {p.name}: name all of them as targets, or none")
+        if shape.mixture and self.liger:
+            raise ValueError(f"backend {self.backend} is not estimated for mixtures of experts: choose nvfp4, nf4 or bf16")
+
+
+def _word(target: str) -> str:
+    """The last component of a target's name, that of the module if it is a module's ``weight``."""
+    return target.removesuffix(".weight").rpartition(".")[2]
 
 
 def _one_of(name: str, value: str | None, known) -> None:

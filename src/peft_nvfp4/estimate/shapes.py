@@ -1,7 +1,8 @@
 """What the estimator must know about a model: widths, counts, and the linears of a decoder layer, read from ``config.json``.
 
 No weights are read and no model is built. Decoders with attention of the usual kind and a gated MLP are understood (Llama,
-Mistral, Qwen 2 and 3, Gemma, SmolLM, Phi-3 and whoever names the sizes alike); what is not raises, with the missing name.
+Mistral, Qwen 2 and 3, Gemma, SmolLM, Phi-3 and whoever names the sizes alike), and Mixtral's and Qwen 3's mixtures of experts;
+what is not raises, with the missing name.
 """
 
 from __future__ import annotations
@@ -16,16 +17,49 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 SITES = ("attention", "o", "mlp", "down")
 """What feeds a linear: the norm before attention, attention itself, the norm before the MLP, the MLP's inner product."""
+MIXTURE_SITES = ("router", "experts", "expert")
+"""What feeds a parameter of a mixture: the norm before it, its rows in the order of the experts, an expert's inner product."""
 
 
 class Projection(NamedTuple):
-    """A linear of every decoder layer."""
+    """A linear of every decoder layer; of a mixture also its router, and one projection of all of its experts."""
 
     name: str
     inputs: int
     outputs: int
-    site: str  # a word of SITES
+    site: str  # a word of SITES or MIXTURE_SITES
     bias: bool = False
+    count: int = 1  # matrices of these sizes: one, or one for each expert
+    old: tuple[str, ...] = ()  # names of the linears that it was before transformers 5, which PEFT still knows it by
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.inputs * self.outputs
+
+    @property
+    def of_experts(self) -> bool:
+        return self.site in MIXTURE_SITES[1:]
+
+    @property
+    def is_linear(self) -> bool:
+        """Not a parameter of a mixture, which PEFT reaches through ``target_parameters``."""
+        return self.site in SITES
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a decoder layer has in the place of its MLP.
+
+    Attributes:
+        experts, chosen: how many there are, and how many of them a token goes to.
+        normalised: the weights of a token's experts are divided by their sum.
+        wide_weights: those weights stay in FP32.
+    """
+
+    experts: int
+    chosen: int
+    normalised: bool
+    wide_weights: bool
 
 
 @dataclass(frozen=True)
@@ -33,13 +67,15 @@ class ModelShape:
     """Sizes of a decoder.
 
     Attributes:
-        hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary: as in a config of transformers.
+        hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary: as in a config of transformers; ``intermediate`` is
+            that of one expert where there are experts.
         tied: the output head is the embedding.
         projections: the linears of one layer.
         norms: RMSNorms of one layer that work on the residual stream; the first two feed linears.
         head_norms: q and k are normalised per head (Qwen 3, Gemma 3).
         dtype_bytes: of what stays dense, and of activations.
         notes: what could not be read from the config, and is not counted.
+        mixture: of a model with experts.
     """
 
     hidden: int
@@ -56,6 +92,7 @@ class ModelShape:
     dtype_bytes: int = 2
     name: str = ""
     notes: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
     @property
     def q(self) -> int:
@@ -74,7 +111,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Of the whole model."""
-        layer = sum(p.inputs * p.outputs + p.outputs * p.bias for p in self.projections) + self.norms * self.hidden
+        layer = sum(p.elements + p.outputs * p.bias for p in self.projections) + self.norms * self.hidden
         return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
 
@@ -88,6 +125,33 @@ def _projections(hidden: int, intermediate: int, q: int, kv: int, fused: bool, q
         Projection("o_proj", q, hidden, "o", o_bias),
         *(Projection(name, hidden, n, "mlp") for name, n in mlp),
         Projection("down_proj", intermediate, hidden, "down"),
+    )
+
+
+class Family(NamedTuple):
+    """How a kind of mixture names its sizes, and what its router computes."""
+
+    width: str  # of one expert, in the config
+    normalised: bool | str  # or the name of a switch in the config
+    wide_weights: bool
+    old: dict[str, tuple[str, ...]]  # what PEFT turns into ``target_parameters``: new name -> names before transformers 5
+
+
+_QWEN = {"gate": ("gate",), "gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+MIXTURES = {
+    "mixtral": Family("intermediate_size", True, True, {"gate": ("gate",), "gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
+    "qwen3_moe": Family("moe_intermediate_size", "norm_topk_prob", False, _QWEN),
+    "qwen3_vl_moe_text": Family("moe_intermediate_size", True, False, {}),
+}
+"""model_type -> its kind of mixture. One that is not here may have shared experts, attention of another kind, or experts that
+cannot be packed."""
+
+
+def _mixture(hidden: int, width: int, experts: int, old: Mapping[str, tuple[str, ...]]) -> tuple[Projection, ...]:
+    return (
+        Projection("gate", hidden, experts, "router", old=old.get("gate", ())),
+        Projection("gate_up_proj", hidden, 2 * width, "experts", count=experts, old=old.get("gate_up_proj", ())),
+        Projection("down_proj", width, hidden, "expert", count=experts, old=old.get("down_proj", ())),
     )
 
 
@@ -105,7 +169,7 @@ BUILTIN = {
 
 FUSED_NAMES = {"phi3", "phi4_multimodal"}
 MORE_NORMS = {"gemma2": 4, "gemma3_text": 4, "gemma3": 4}
-HEAD_NORMS = {"qwen3", "gemma3_text", "gemma3"}
+HEAD_NORMS = {"qwen3", "gemma3_text", "gemma3", "qwen3_moe", "qwen3_vl_moe_text"}
 UNDERSTOOD = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "phi3", "qwen2_5_vl", "qwen2_vl"}
 QKV_BIAS = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl_text"}
 TIED_BY_DEFAULT = {"gemma", "gemma2", "gemma3", "gemma3_text"}
@@ -171,10 +235,6 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
     kind = str(config.get("model_type", ""))
     if config.get("is_encoder_decoder"):
         raise ValueError(f"{kind or label}: encoder-decoder models are not estimated")
-    if any(config.get(key) for key in EXPERTS):
-        raise ValueError(
-            f"{kind or label}: mixtures of experts are not estimated (their routers decide how many rows an expert has)"
-        )
 
     def size(*names: str) -> int:
         for name in names:
@@ -182,7 +242,9 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
                 return config[name]
         raise ValueError(f"{kind or label or 'this config'}: no {names[0]} in it; the estimator knows decoders with a gated MLP")
 
-    hidden, intermediate, heads = size("hidden_size"), size("intermediate_size"), size("num_attention_heads")
+    family = _family(kind or label, config)
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    intermediate = size("intermediate_size" if family is None else family.width)
     layers, vocabulary = size("num_hidden_layers"), size("vocab_size")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
@@ -190,7 +252,13 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
     projections = _projections(
         hidden, intermediate, heads * head_dim, kv_heads * head_dim, kind in FUSED_NAMES, bias or kind in QKV_BIAS, bias
     )
-    if kind not in UNDERSTOOD and not kind.startswith(tuple(UNDERSTOOD)):
+    mixture = None
+    if family is not None:
+        normalised = bool(config.get(family.normalised)) if isinstance(family.normalised, str) else family.normalised
+        mixture = Mixture(size(*EXPERTS), size("num_experts_per_tok"), normalised, family.wide_weights)
+        attention = tuple(p for p in projections if p.site in ("attention", "o"))
+        projections = attention + _mixture(hidden, intermediate, mixture.experts, family.old)
+    elif kind not in UNDERSTOOD and not kind.startswith(tuple(UNDERSTOOD)):
         notes.append(f"{kind or 'this kind of model'} is counted as if it were a Llama of these sizes")
     tied = config.get("tie_word_embeddings", outer.get("tie_word_embeddings"))
     return ModelShape(
@@ -201,4 +269,16 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
         head_norms=kind in HEAD_NORMS,
         name=label or kind,
         notes=tuple(notes),
+        mixture=mixture,
     )
+
+
+def _family(kind: str, config: Mapping[str, Any]) -> Family | None:
+    """The kind of mixture that a config describes; None without experts."""
+    if not any(config.get(key) for key in EXPERTS):
+        return None
+    if kind not in MIXTURES:
+        raise ValueError(f"{kind}: of mixtures of experts {', '.join(MIXTURES)} are estimated, and not this kind")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(f"{kind}: layers with a dense MLP among those with experts are not estimated")
+    return MIXTURES[kind]

@@ -68,14 +68,14 @@ def _gathered(name: str, parts: dict[str, int], shape: ModelShape, settings: Set
 
 def layer_bytes(shape: ModelShape, settings: Settings, static: dict[str, int]) -> int:
     """What travels for one decoder layer: packed weights in all layouts that are kept, norms, adapters."""
-    inside = ("frozen linears, forward layout", "frozen linears, backward layout", "norms and biases", "adapters")
-    return (sum(static[name] for name in inside) - beside_codes(shape, settings)) // shape.layers
+    inside = ("frozen linears, forward layout", "frozen linears, backward layout", weights.DENSE, "norms and biases", "adapters")
+    return (sum(static.get(name, 0) for name in inside) - beside_codes(shape, settings)) // shape.layers
 
 
 def beside_codes(shape: ModelShape, settings: Settings) -> int:
-    """Bytes that every GPU keeps of a packed base: what bitsandbytes has beside NF4's codes."""
+    """Bytes that every GPU keeps of a packed base: what bitsandbytes has beside NF4's codes. (All that experts have is cut.)"""
     if settings.format != "nf4":
         return 0
-    packed = [p for p in shape.projections if settings.is_packed(p)]
+    packed = [p for p in shape.projections if settings.is_packed(p) and not p.of_experts]
     codes = sum(-(-p.inputs * p.outputs // 2) for p in packed)
     return shape.layers * (sum(weights.forward_layout(p, settings, shape.dtype_bytes) for p in packed) - codes)
