@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from . import reference
 from .backends import BACKENDS, FrozenLinear, FrozenOptions, frozen
 from .formats import QuantizedMatrix
 
@@ -34,17 +35,29 @@ def packed_of(layer: FrozenLinear) -> dict[str, Tensor]:
     return {leaf: t.reshape(-1).view(torch.uint8) if t.is_floating_point() else t for leaf, t in tensors.items()}
 
 
-def _nvfp4(tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions) -> FrozenLinear:
+def significands(stacks: Mapping[str, Tensor], experts: int) -> list[float]:
+    """Of every expert's global scale (:func:`peft_nvfp4.reference.significand`), 1 where there is none. Looks once for all."""
+    scales = stacks.get("weight_gscale")
+    if scales is None or scales.is_meta:
+        return [1.0] * experts
+    return reference.split_scale(scales.detach().view(torch.float32).view(-1))[1].tolist()
+
+
+def _nvfp4(
+    tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions, significand: float
+) -> FrozenLinear:
     w = QuantizedMatrix(tensors["weight"], tensors["weight_scales"], tensors["weight_gscale"].view(torch.float32), k)
     forward_only = replace(options, weight_layouts="transient")  # the backward layout is there, or is not wanted
-    layer = BACKENDS["nvfp4"](k, n, None, dtype, forward_only, w)
+    layer = BACKENDS["nvfp4"](k, n, None, dtype, forward_only, w, significand)
     layer.options = options
     for leaf, t in tensors.items():
         setattr(layer, leaf, frozen(t))
     return layer
 
 
-def _nf4(tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions) -> FrozenLinear:
+def _nf4(
+    tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions, significand: float
+) -> FrozenLinear:
     import bitsandbytes as bnb
     from bitsandbytes import functional as F
 
@@ -77,4 +90,5 @@ def _code_books(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 FROM_PACKED = {"nvfp4": _nvfp4, "nf4": _nf4}
-"""Backend -> a frozen linear around one expert's packed tensors; the inverse of :func:`packed_of`."""
+"""Backend -> a frozen linear around one expert's packed tensors, with its :func:`significands`; the inverse of
+:func:`packed_of`."""

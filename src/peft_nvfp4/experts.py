@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from . import handoff
 from .backends import BACKENDS, FrozenLinear, FrozenOptions, frozen
 from .branches import Branch
-from .expert_packing import FROM_PACKED, LEAVES, packed_of, stack_name
+from .expert_packing import FROM_PACKED, LEAVES, packed_of, significands, stack_name
 from .expert_rows import SortedRows, TokenRows, by_expert
 
 Adapters = Mapping[str, Sequence[Sequence[Branch]]]
@@ -101,6 +101,7 @@ class FrozenExperts(nn.Module):
         self.dense_dtype: torch.dtype | None = None
         self.train(original.training)
         self._layers: dict[str, tuple[tuple, list[FrozenLinear]]] = {}
+        self._significands: dict[str, list[float]] = {}  # kept: looking waits for a GPU
         self._outside = (original,)
 
     @classmethod
@@ -136,6 +137,7 @@ class FrozenExperts(nn.Module):
         for leaf in experts[0]:
             setattr(self, stack_name(name, leaf), frozen(torch.stack([tensors[leaf] for tensors in experts])))
         self._layers.pop(name, None)
+        self._significands.pop(name, None)
 
     def stacks(self, name: str) -> dict[str, nn.Parameter]:
         """A projection's packed tensors, (E, ...) uint8, by the name that they have in a frozen linear."""
@@ -157,8 +159,11 @@ class FrozenExperts(nn.Module):
         stamp = (self.compute_dtype, self.options[name], *((t.data_ptr(), t.device) for t in stacks.values()))
         if (cached := self._layers.get(name)) is None or cached[0] != stamp:  # moved, merged, or gathered by FSDP
             make, (n, k) = FROM_PACKED[self.backend], self.projections[name]
+            if name not in self._significands:
+                self._significands[name] = significands(stacks, self.experts)
             slices = ({leaf: t.detach()[e] for leaf, t in stacks.items()} for e in range(self.experts))
-            cached = stamp, [make(tensors, n, k, self.compute_dtype, self.options[name]) for tensors in slices]
+            each = zip(slices, self._significands[name])
+            cached = stamp, [make(tensors, n, k, self.compute_dtype, self.options[name], s) for tensors, s in each]
             if keep:
                 self._layers[name] = cached
         for layer in cached[1]:
@@ -190,6 +195,12 @@ class FrozenExperts(nn.Module):
         for key, saved in snapshot.items():
             device = getattr(self, key).device
             setattr(self, key, saved if saved.device == device else frozen(saved.data.to(device)))
+        self._significands.clear()
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._layers.clear()
+        self._significands.clear()
 
     def to_experts(self, dense: Mapping[str, Tensor] | None = None) -> nn.Module:
         """The module that this one replaced, with dense weights: the given ones (E, N, K), or what is stored."""

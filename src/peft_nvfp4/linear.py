@@ -36,6 +36,7 @@ from . import branches as lora
 from . import fused_ops, linear_ops, ops
 from .branches import Branch, Needs, add_mm, draw_seed, lora_branch, mm, no_autocast
 from .formats import WEIGHT_BACKWARD, QuantizedMatrix
+from .reference import without_significand
 
 __all__ = ["Branch", "draw_seed", "lora_branch"]  # this module's users need them with it
 
@@ -64,12 +65,15 @@ class LinearSpec:
         n: outputs.
         gradients: ``"nvfp4"`` (to nearest), ``"nvfp4_sr"`` (stochastic) or ``"bf16"`` (not quantised).
         scalings, dropouts: per branch.
+        significand: of the global scale of W_f. Where it is not 1, W_f is of another tool's checkpoint, D(W_f) does not fit in
+            BF16, and products that are emulated multiply their sums by it.
     """
 
     n: int
     gradients: str
     scalings: tuple[float, ...]
     dropouts: tuple[float, ...]
+    significand: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,8 @@ class NVFP4Linears(torch.autograd.Function):
         constants = [total_constant(linear.bias, linear.constant) for linear in frozen]
         ups = [item.sb for item in adapters.items]
         a = adapters.stack if inside else None
-        ys = linear_ops.fprop(parts, values, weights, constants, hidden, ups, owner, a, x.dtype)
+        factors = [its.significand for its in spec.linears]
+        ys = linear_ops.fprop(parts, values, weights, constants, hidden, ups, owner, a, x.dtype, factors)
         if a is not None:
             *ys, made = ys
             for i, h in zip(adapters.stacked(), made.split([adapters.items[i].rank for i in adapters.stacked()], dim=1)):
@@ -277,13 +282,22 @@ def _input_gradient(dys, frozen: Sequence[Frozen], spec: SiteSpec, stack: Tensor
     for dy, linear, its in zip(dys, frozen, spec.linears):
         w = QuantizedMatrix(*linear[2:5], spec.k)
         if its.gradients == "bf16":
-            part = mm(dy, ops.dequantize(w, dy.dtype))
+            part = _dense_gradient(dy, w, its.significand)
             dense = part if dense is None else dense.add_(part)
             continue
         back = linear[5:8]
-        w_b = ops.transpose_requantize(w, WEIGHT_BACKWARD) if back[0] is None else QuantizedMatrix(*back, its.n)
+        if back[0] is None:
+            w_b = ops.transpose_requantize(w, WEIGHT_BACKWARD, its.significand)
+        else:
+            w_b = QuantizedMatrix(*back, its.n)
         rounded.append((dy, w_b, linear.sr_seed))
     if not rounded:
         return dense if g is None else add_mm(dense, g, stack)
     dx = linear_ops.dgrad(*zip(*rounded), g, stack if g is not None else None)
     return dx if dense is None else dx.add_(dense)
+
+
+def _dense_gradient(dy: Tensor, w: QuantizedMatrix, significand: float) -> Tensor:
+    """dy @ D(W_f), rounded once; exact products, whatever the global scale."""
+    wd = ops.dequantize(without_significand(w, significand), dy.dtype)
+    return mm(dy, wd) if significand == 1.0 else mm(dy, wd, torch.float32).mul_(significand).to(dy.dtype)

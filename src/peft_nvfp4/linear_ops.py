@@ -37,7 +37,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- fprop
 
 
-def check_fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype):
+def check_fprop(
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
+):
     _check(len(x_codes) in (1, 2), lambda: f"fprop: an input has one or two terms, got {len(x_codes)}")
     _check(dtype in FLOATS, lambda: f"fprop: dtype must be float32, bfloat16 or float16, got {dtype}")
     _check(len(constants) == len(w_codes), lambda: f"fprop: {len(w_codes)} linears, but {len(constants)} constants")
@@ -64,6 +66,7 @@ def check_fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, consta
         a is None and rank == 0 or a is not None and tuple(a.shape) == (rank, k) and a.dtype == dtype,
         lambda: f"fprop: a must be ({rank}, {k}) {dtype} for the branches without h",
     )
+    _check(len(factors) in (0, len(w_codes)), lambda: f"fprop: {len(w_codes)} linears, but {len(factors)} factors")
 
 
 def low_rank(terms: Sequence[QuantizedMatrix], values: Tensor | None, a: Tensor | None, hidden, ups, dtype: torch.dtype):
@@ -76,22 +79,31 @@ def low_rank(terms: Sequence[QuantizedMatrix], values: Tensor | None, a: Tensor 
     return [next(parts) if given is None else given for given in hidden], h
 
 
-def reference_fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype):
-    check_fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype)
+def reference_fprop(
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
+):
+    check_fprop(
+        x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors
+    )
     terms = _matrices(x_codes, x_scales, x_gscale, k)
     hidden, made = low_rank(terms, values, a, hidden, ups, dtype)
     ys = []
+    factors = factors or [1.0] * len(w_codes)
     for i, (w, constant) in enumerate(zip(_matrices(w_codes, w_scales, w_gscale, k), constants)):
         own = [j for j, of in enumerate(owner) if of == i]
-        y = ops.matmul(terms, w, constant, torch.float32 if own else dtype, values)
+        y = ops.matmul(terms, w, constant, torch.float32 if own else dtype, values, factors[i])
         for j in own:
             y += _product(hidden[j], ups[j].T)
         ys.append(y.to(dtype))
     return ys if made is None else [*ys, made]
 
 
-def _fake_fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype):
-    check_fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype)
+def _fake_fprop(
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
+):
+    check_fprop(
+        x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors
+    )
     widths = [c.shape[0] for c in w_codes] + ([] if a is None else [a.shape[0]])
     return [x_codes[0].new_empty(x_codes[0].shape[0], n, dtype=dtype) for n in widths]
 
@@ -99,8 +111,8 @@ def _fake_fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, consta
 _fprop = _define(
     "fprop",
     "(Tensor[] x_codes, Tensor[] x_scales, Tensor[] x_gscale, Tensor[] w_codes, Tensor[] w_scales, Tensor[] w_gscale, "
-    "Tensor?[] constants, Tensor? values, Tensor?[] hidden, Tensor[] ups, int[] owner, Tensor? a, int k, ScalarType dtype) "
-    "-> Tensor[]",
+    "Tensor?[] constants, Tensor? values, Tensor?[] hidden, Tensor[] ups, int[] owner, Tensor? a, int k, ScalarType dtype, "
+    "float[] factors=[]) -> Tensor[]",
     reference_fprop,
     _fake_fprop,
 )
@@ -116,6 +128,7 @@ def fprop(
     owner: Sequence[int],
     a: Tensor | None,
     dtype: torch.dtype,
+    factors: Sequence[float] = (),
 ) -> list[Tensor]:
     """y (M, N) of every weight (N, K) for the input x~ (M, K); after them, if a is given, h (M, sum of r) of its branches.
 
@@ -124,12 +137,14 @@ def fprop(
         constants: (N,) added to every row of a linear's y, or None.
         hidden, ups, owner: h (M, r) or None, scaled B (N, r) and the index of the linear, of every branch.
         a: (sum of r, K) in ``dtype``: A of the branches whose h is None, in their order. D(x~) is then without a centre.
+        factors: significands of the weights' global scales, or none at all; see :func:`peft_nvfp4.ops.matmul`.
     """
     for w in weights:
         if w.k != terms[0].k:
             raise RuntimeError(f"fprop: the input has K={terms[0].k}, a weight K={w.k}")
     x, w = (tuple([t[i] for t in several] for i in range(3)) for several in (terms, weights))
-    return _fprop(*x, *w, list(constants), values, list(hidden), list(ups), list(owner), a, terms[0].k, dtype)
+    rest = (list(constants), values, list(hidden), list(ups), list(owner), a, terms[0].k, dtype, list(factors))
+    return _fprop(*x, *w, *rest)
 
 
 # ---------------------------------------------------------------------------------------------- dgrad

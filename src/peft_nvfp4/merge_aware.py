@@ -34,11 +34,11 @@ from peft import LoraConfig
 from torch import Tensor
 
 from . import branches as lora
-from . import ops
+from . import ops, reference
 from .backends import FrozenLinear, autocast_input
 from .backends.nvfp4 import NVFP4FrozenLinear, product
 from .calibration.hessian import exact_matmul
-from .formats import WEIGHT, QuantizedMatrix
+from .formats import E2M1_MAX, E4M3_MAX, WEIGHT, QuantizedMatrix
 from .linear import dequantize_input, no_autocast
 
 if TYPE_CHECKING:
@@ -84,7 +84,11 @@ def requantized(base: NVFP4FrozenLinear, weight: Tensor) -> QuantizedMatrix:
     """What ``base`` stores once ``weight`` (N, K) float32 is merged into it, without waiting for the GPU: Q(weight), or what is
     stored where nothing would change. NaN gives NaN."""
     present = base.forward_layout
-    gscale = torch.maximum(ops.weight_gscale(weight), present.gscale)
+    # the scale that is there, or another tool's made a power of two: as NVFP4FrozenLinear.requantize_
+    there = present.gscale
+    if base.significand != 1.0:
+        there = reference.power_of_two_scale(there * (E2M1_MAX * E4M3_MAX))
+    gscale = torch.maximum(ops.weight_gscale(weight), there)
     new = ops.quantize_weight(weight, WEIGHT, gscale)
     same = (weight == base.dequantize(torch.float32)).all()
     return QuantizedMatrix(*(torch.where(same, old, got) for old, got in zip(present[:3], new[:3])), present.k)

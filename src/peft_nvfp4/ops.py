@@ -236,12 +236,12 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor
 # ---------------------------------------------------------------------------------------------- transpose_requantize
 
 
-def _transpose_requantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str):
+def _transpose_requantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str, significand: float = 1.0):
     _check_packed("transpose_requantize", codes, scales, gscale, k)
     return reference.transpose_requantize(QuantizedMatrix(codes, scales, gscale, k), NVFP4Format(rule))[:3]
 
 
-def _transpose_requantize_fake(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str):
+def _transpose_requantize_fake(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str, significand: float = 1.0):
     _check_packed("transpose_requantize", codes, scales, gscale, k)
     np_ = padded_k(codes.shape[0])
     return codes.new_empty(k, np_ // 2), codes.new_empty(k, np_ // BLOCK), gscale.new_empty(1)
@@ -249,27 +249,33 @@ def _transpose_requantize_fake(codes: Tensor, scales: Tensor, gscale: Tensor, k:
 
 _transpose_requantize_op = _define(
     "transpose_requantize",
-    "(Tensor codes, Tensor scales, Tensor gscale, int k, str rule) -> (Tensor, Tensor, Tensor)",
+    "(Tensor codes, Tensor scales, Tensor gscale, int k, str rule, float significand=1.) -> (Tensor, Tensor, Tensor)",
     _transpose_requantize,
     _transpose_requantize_fake,
 )
 
 
-def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
-    """Backward layout (K, N) of a forward weight (N, K): D(q) transposed, quantised along N with one global scale.
+def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format, significand: float = 1.0) -> QuantizedMatrix:
+    """Backward layout (K, N) of a forward weight (N, K): D(q) transposed, quantised along N with one global scale, which is a
+    power of two whatever q's is.
+
+    Args:
+        significand: of q's global scale. Kernels quantise BF16 values where it is 1, and FP32 values where D(q) needs them.
 
     Raises:
         ValueError: a format with row scales or stochastic rounding (a weight has neither).
     """
     if fmt.stochastic or fmt.global_scale != "tensor":
         raise ValueError(f"transpose_requantize: a weight has one global scale and is rounded to nearest, got {fmt}")
-    return QuantizedMatrix(*_transpose_requantize_op(*q, fmt.rule), q.codes.shape[0])
+    return QuantizedMatrix(*_transpose_requantize_op(*q, fmt.rule, significand), q.codes.shape[0])
 
 
 # ---------------------------------------------------------------------------------------------- matmul
 
 
-def _check_matmul(x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype) -> None:
+def _check_matmul(
+    x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype, factor=1.0
+) -> None:
     _check(len(x_codes) in (1, 2), lambda: f"matmul: an input has one or two terms, got {len(x_codes)}")
     for c, s, g in zip(x_codes, x_scales, x_gscale):
         _check_packed("matmul (input)", c, s, g, k)
@@ -288,13 +294,17 @@ def _check_matmul(x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scal
     )
 
 
-def _matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k: int, dtype: torch.dtype) -> Tensor:
+def _matmul(
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k: int, dtype: torch.dtype, factor: float = 1.0
+) -> Tensor:
     _check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype)
     terms = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(x_codes, x_scales, x_gscale)]
-    return reference.matmul(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype, values)
+    return reference.matmul(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype, values, factor)
 
 
-def _matmul_fake(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k: int, dtype: torch.dtype) -> Tensor:
+def _matmul_fake(
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k: int, dtype: torch.dtype, factor: float = 1.0
+) -> Tensor:
     _check_matmul(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype)
     return w_codes.new_empty(x_codes[0].shape[0], w_codes.shape[0], dtype=dtype)
 
@@ -302,19 +312,28 @@ def _matmul_fake(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, bias,
 _matmul_op = _define(
     "matmul",
     "(Tensor[] x_codes, Tensor[] x_scales, Tensor[] x_gscale, Tensor w_codes, Tensor w_scales, Tensor w_gscale, "
-    "Tensor? bias, Tensor? values, int k, ScalarType dtype) -> Tensor",
+    "Tensor? bias, Tensor? values, int k, ScalarType dtype, float factor=1.) -> Tensor",
     _matmul,
     _matmul_fake,
 )
 
 
 def matmul(
-    terms: Sequence[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, values: Tensor | None = None
+    terms: Sequence[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """``sum_t D(x_t) @ D(w).T + bias``: x_t (M, K), w (N, K) -> (M, N) in ``dtype``, accumulated in FP32.
 
-    ``values`` (M, K) is the sum of the dequantised terms in ``dtype``, unrounded, if the caller has it: an emulating
-    implementation then need not dequantise again; an FP4 kernel ignores it.
+    Args:
+        values: (M, K), the sum of the dequantised terms in ``dtype``, unrounded, if the caller has it: an emulating
+            implementation then need not dequantise again; an FP4 kernel ignores it.
+        factor: significand of w's global scale (:func:`peft_nvfp4.reference.significand`): an emulating implementation keeps it
+            out of the BF16 operand and multiplies the FP32 sum. Left out for a scale that is no power of two, a GPU rounds D(w)
+            to BF16.
     """
     if not 1 <= len(terms) <= 2:
         raise RuntimeError(f"matmul: an input has one or two terms, got {len(terms)}")
@@ -322,7 +341,7 @@ def matmul(
         if t.k != w.k:
             raise RuntimeError(f"matmul: the input has K={t.k}, the weight K={w.k}")
     codes, scales, gscale = [t.codes for t in terms], [t.scales for t in terms], [t.gscale for t in terms]
-    return _matmul_op(codes, scales, gscale, w.codes, w.scales, w.gscale, bias, values, w.k, dtype)
+    return _matmul_op(codes, scales, gscale, w.codes, w.scales, w.gscale, bias, values, w.k, dtype, factor)
 
 
 # ---------------------------------------------------------------------------------------------- layouts

@@ -16,6 +16,7 @@ What to know before changing a line:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -161,9 +162,32 @@ def powers_of_two(g: Tensor) -> bool:
     return not (g.view(torch.int32) & 0x7FFFFF).any()
 
 
+def significand(g: Tensor) -> float:
+    """Significand of a global scale (1,), in [1, 2): 1 for a power of two (and for what is no normal number). Waits for a GPU."""
+    value = float(g)
+    return 2 * math.frexp(value)[0] if 2.0**-126 <= value < math.inf else 1.0
+
+
+def split_scale(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Global scales as (powers of two, significands in [1, 2)), whose products they are, exactly; what is no normal number as
+    (itself, 1)."""
+    bits = g.view(torch.int32)
+    exponent = bits & 0x7F800000
+    normal = (exponent > 0) & (exponent < 0x7F800000)
+    power = torch.where(normal, exponent.view(torch.float32), g)
+    return power, torch.where(normal, (bits & 0x7FFFFF | 0x3F800000).view(torch.float32), 1.0)
+
+
+def without_significand(q: QuantizedMatrix, significand: float) -> QuantizedMatrix:
+    """q / significand, if that is the significand of its global scale: a matrix whose values are exact in BF16. The division is
+    one of tensors (by a number, a GPU multiplies with the reciprocal, which is inexact)."""
+    return q if significand == 1.0 else q._replace(gscale=q.gscale / torch.full_like(q.gscale, significand))
+
+
 def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small, and once in BF16 where a global
-    scale is no power of two (of another tool's checkpoint; on a GPU, where looking would wait, that is the kernels' business)."""
+    """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small. Where a global scale is no power
+    of two (of another tool's checkpoint): FP32's code * (block scale * global scale), and that rounded once in BF16 (on a GPU,
+    where looking would wait, that is the kernels' business)."""
     rounds = dtype == torch.bfloat16 and q.gscale.is_cpu and not powers_of_two(q.gscale)
     if dtype not in (torch.float32, torch.bfloat16) or rounds:
         return dequantize(q, torch.float32).to(dtype)
@@ -195,8 +219,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
-    """The backward layout W_b (K, N) of a forward weight W_f (N, K): D(W_f) transposed and quantised along N, so that the
-    gradient belongs to the function that the forward computed."""
+    """The backward layout W_b (K, N) of a forward weight W_f (N, K): D(W_f) in FP32, transposed and quantised along N, so that
+    the gradient belongs to the function that the forward computed."""
     return quantize(dequantize(q).T, fmt)
 
 
@@ -213,7 +237,12 @@ _CPU_HAS_BF16 = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: Fal
 
 
 def matmul(
-    terms: list[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, values: Tensor | None = None
+    terms: list[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + bias`` in ``dtype``: exact products, FP32 accumulation, one rounding.
 
@@ -221,14 +250,26 @@ def matmul(
     BF16 operands, which hold every dequantised value exactly, also for FP32 results: faster, and out of reach of the TF32 switch.
     On a CPU the two terms are added in FP32 first, which is exact but for residuals below 2**-17 of their block.
 
+    A global scale of w that is no power of two has a significand with more bits than BF16 holds. It stays out of the operand and
+    multiplies the FP32 sum, as in the epilogue of an FP4 kernel.
+
     Args:
         values: sum_t D(x_t), if the caller has it in ``dtype`` without rounding (one term, or FP32).
+        factor: significand of w's global scale (1,), if the caller knows it. A CPU looks; a GPU would wait, and believes the
+            caller.
     """
     if w.codes.is_cuda:
-        return matmul_cuda(terms, w, bias, dtype, values)
-    operand = cpu_operand(dtype) if len(terms) == 1 and bias is None else torch.float32
+        return matmul_cuda(terms, without_significand(w, factor), bias, dtype, values, factor=factor)
+    split = factor != 1.0 or w.gscale.is_cpu and not powers_of_two(w.gscale)
+    if split:
+        power, significands = split_scale(w.gscale)
+        w = w._replace(gscale=power)
+    operand = cpu_operand(dtype) if len(terms) == 1 and bias is None and not split else torch.float32
     x = values.to(operand) if values is not None else sum(dequantize(t, operand) for t in terms)
     wd = dequantize(w, operand)
+    if split:
+        y = (x @ wd.T).mul_(significands)
+        return (y if bias is None else y.add_(bias)).to(dtype)
     # the bias joins before the one rounding: addmm in BF16 would round in between
     return (x @ wd.T if bias is None else torch.addmm(bias.to(operand), x, wd.T)).to(dtype)
 
@@ -240,18 +281,22 @@ def matmul_cuda(
     dtype: torch.dtype,
     values: Tensor | None,
     dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor] = dequantize,
+    factor: float = 1.0,
 ) -> Tensor:
-    """:func:`matmul` on a GPU without FP4 tensor cores: BF16 products with FP32 results. ``dequantize`` may be a kernel."""
+    """:func:`matmul` on a GPU without FP4 tensor cores: BF16 products with FP32 results. ``dequantize`` may be a kernel. Where
+    w's global scale is no power of two, it gives D(w) / factor, and ``factor`` multiplies the sum before the bias joins."""
     wd = dequantize(w, torch.bfloat16).T
     with full_precision_sums():
         if len(terms) == 1:
             x = dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)
             if bias is None and dtype == torch.bfloat16:
-                return x @ wd
+                return x @ wd if factor == 1.0 else x.new_empty(len(x), wd.shape[1]).addmm_(x, wd, beta=0, alpha=factor)
             y = torch.mm(x, wd, out_dtype=torch.float32)
         else:
             y = torch.mm(dequantize(terms[0], torch.bfloat16), wd, out_dtype=torch.float32)
             y += torch.mm(dequantize(terms[1], torch.bfloat16), wd, out_dtype=torch.float32)
+    if factor != 1.0:
+        y *= factor
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 

@@ -62,6 +62,11 @@ def _bytes(t: Tensor) -> Tensor:
 class NVFP4FrozenLinear(FrozenLinear):
     """Frozen linear in NVFP4, W4A4.
 
+    Args:
+        w: W_f (N, K).
+        significand: of its global scale: 1 for a power of two, as this package makes them; None where it may be another tool's,
+            to be looked at, which waits for a GPU.
+
     Attributes:
         site: those linears, where a run of the model has shown which they are (:func:`peft_nvfp4.attach`): computed together.
         recompute_attention: where the input is the output of attention, which keeps it in any case, its codes are made anew in
@@ -70,6 +75,7 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     site: Site | None = None
     recompute_attention = False
+    _significand: float | None = None
 
     def __init__(
         self,
@@ -79,11 +85,12 @@ class NVFP4FrozenLinear(FrozenLinear):
         compute_dtype: torch.dtype,
         options: FrozenOptions,
         w: QuantizedMatrix,
+        significand: float | None = 1.0,
     ):
         super().__init__(in_features, out_features, bias, compute_dtype, options)
         for name in PARAMETERS:
             self.register_parameter(name, None)
-        self._store(w)
+        self._store(w, significand)
 
     @classmethod
     def quantize(
@@ -105,14 +112,29 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     # -- storage
 
-    def _store(self, w: QuantizedMatrix) -> None:
-        """Keep W_f and, where the options ask for it, W_b."""
+    def _store(self, w: QuantizedMatrix, significand: float | None = None) -> None:
+        """Keep W_f and, where the options ask for it, W_b. ``significand`` of the global scale: looked at if it is not given."""
         self._put("weight", "weight_scales", "weight_gscale", w)
+        self._significand = significand
+        values = torch.bfloat16 if self.significand == 1.0 else torch.float32  # D(W_f) is exact in it
         if self.options.weight_layouts == "cached" and self.options.gradients != "bf16":
-            w_b = ops.quantize_weight(ops.dequantize(w, torch.bfloat16).T, WEIGHT_BACKWARD)  # transpose_requantize, by chunks
+            w_b = ops.quantize_weight(ops.dequantize(w, values).T, WEIGHT_BACKWARD)  # transpose_requantize, by chunks
             self._put("backward_weight", "backward_scales", "backward_gscale", w_b)
 
+    @property
+    def significand(self) -> float:
+        """Of the global scale of W_f: 1 for a power of two, as this package's own are. Kept, since looking waits for a GPU."""
+        if self._significand is None and not self.weight_gscale.is_meta:
+            self._significand = reference.significand(self.weight_gscale.view(torch.float32))
+        return self._significand or 1.0
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._significand = None
+
     def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix) -> None:
+        if gscale == "weight_gscale":
+            self._significand = None
         for name, data in ((codes, q.codes), (scales, q.scales), (gscale, _bytes(q.gscale))):
             setattr(self, name, frozen(data))  # a new parameter: snapshots, and layers that share the old one, keep it
 
@@ -164,7 +186,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         # the scale that is there, if it is large enough: siblings share it. Another tool's may be no power of two, which kernels
         # that quantise take it for: the next one then
         there = reference.power_of_two_scale(self.weight_gscale.view(torch.float32) * (E2M1_MAX * E4M3_MAX))
-        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, there)))
+        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, there)), 1.0)
         if self.input_centre is not None:
             self.set_centre(self._centre)
 
@@ -173,6 +195,7 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     def restore(self, snapshot: Mapping[str, nn.Parameter]) -> None:
         super().restore(snapshot)
+        self._significand = None
         if self.input_centre is not None:  # the constant belongs to the weight that is stored now
             self.set_centre(self._centre)
 
@@ -220,7 +243,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         constant = total_constant(self.bias, self._constant)
         values = xd if self.input_centre is None and len(shared.parts) == 1 else None
         adapters = [(b.a, b.b, b.scaling) for b in branches]
-        return kernel.linear(shared.parts, self.forward_layout, constant, adapters, xd, values)
+        return kernel.linear(shared.parts, self.forward_layout, constant, adapters, xd, values, self.significand)
 
     def _flat(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
@@ -280,6 +303,7 @@ def product(
             layer.options.gradients,
             tuple(b.scaling for b in branches),
             tuple(b.dropout for b in branches),
+            layer.significand,
         )
         for layer, branches in members
     )

@@ -27,14 +27,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer
 
-from .. import ops
 from ..backends import FrozenOptions
 from ..backends.nvfp4 import NVFP4FrozenLinear
 from ..checkpoints.files import Stored, stored_in
 from ..checkpoints.layouts import PARTS
 from ..expert_packing import stack_name
 from ..experts import frozen_experts
-from ..formats import BLOCK, E4M3_MAX_BITS, WEIGHT_BACKWARD, QuantizedMatrix, padded_k
+from ..formats import BLOCK, E4M3_MAX_BITS, QuantizedMatrix, padded_k
 from ..freeze import frozen_layers
 
 PACKED = ("weight", "weight_scales", "weight_gscale")
@@ -155,12 +154,7 @@ def check_loaded(layers: Mapping[str, NVFP4FrozenLinear], origin: Callable[[str]
 def complete(layer: NVFP4FrozenLinear) -> None:
     """Make what the files do not hold: the backward layout."""
     w = layer.forward_layout
-    w = w._replace(gscale=w.gscale.clone())  # a copy: in a mapped file, four bytes may lie anywhere
-    layer._store(w)
-    if layer.backward_weight is not None and torch.frexp(w.gscale).mantissa != 0.5:
-        # not a power of two (another tool's): D(W_f) is not exact in BF16, from which the layer makes its backward layout
-        w_b = ops.quantize_weight(ops.dequantize(w, torch.float32).T, WEIGHT_BACKWARD)
-        layer._put("backward_weight", "backward_scales", "backward_gscale", w_b)
+    layer._store(w._replace(gscale=w.gscale.clone()))  # a copy: in a mapped file, four bytes may lie anywhere
 
 
 # ---------------------------------------------------------------------------------------------- saving

@@ -61,7 +61,7 @@ KERNELS = {
     "transpose_requantize": Kernel(
         "transpose",
         "transpose_requantize",
-        lambda codes, scales, gscale, k, rule: ops._check_packed("transpose_requantize", codes, scales, gscale, k),
+        lambda codes, scales, gscale, k, *rest: ops._check_packed("transpose_requantize", codes, scales, gscale, k),
         ops._transpose_requantize,
     ),
     "rmsnorm_quantize": _fused("norm", "rmsnorm_quantize"),

@@ -3,6 +3,9 @@
 BF16 holds every dequantised value exactly, and its tensor cores accumulate in FP32: the function is that of the FP4 instruction.
 What is summed is laid side by side along K and becomes one GEMM (:mod:`triton_operands`), the adapters' low-rank products and the
 constants included. Operands of large inputs are made for :data:`ROWS` rows at a time, which bounds the extra memory.
+
+A weight of another tool's checkpoint may have a global scale that is no power of two. Its significand f is then the GEMM's alpha,
+D(W) / f its operand, and what else is summed is divided by f, in FP32, and split into three BF16 columns each.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from .. import linear_ops, ops
 from ..formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
-from ..reference import full_precision_sums
+from ..reference import full_precision_sums, without_significand
 from . import triton_matmul
 from . import triton_operands as operands
 from .triton_tables import MAX_BLOCKS
@@ -39,21 +42,28 @@ def _aligned(columns: int) -> int:
 
 
 def _columns(constant: Tensor) -> Tensor:
-    """A constant (N,) as BF16 columns (N, c) that sum to it: 1, or for FP32 3 (24 significant bits)."""
-    if constant.dtype == torch.bfloat16:
-        return constant[:, None]
-    first = constant.to(torch.bfloat16)
-    rest = constant.float() - first.float()
+    """A constant (N,) as BF16 columns (N, c) that sum to it: 1, or for FP32 3."""
+    return constant[:, None] if constant.dtype == torch.bfloat16 else _in_three(constant[:, None])
+
+
+def _in_three(x: Tensor) -> Tensor:
+    """x (N, c) as BF16 (N, 3 c) whose thirds sum to it: 24 significant bits."""
+    first = x.to(torch.bfloat16)
+    rest = x.float() - first.float()
     second = rest.to(torch.bfloat16)
-    return torch.stack([first, second, (rest - second.float()).to(torch.bfloat16)], dim=1)
+    return torch.cat([first, second, (rest - second.float()).to(torch.bfloat16)], dim=1)
 
 
 # ---------------------------------------------------------------------------------------------- fprop
 
 
-def fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype):
+def fprop(
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
+):
     """The operator ``fprop``."""
-    arguments = (x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype)
+    factors = factors or [1.0] * len(w_codes)
+    arguments = (x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k)
+    arguments += (dtype, factors)
     linear_ops.check_fprop(*arguments)
     terms = linear_ops._matrices(x_codes, x_scales, x_gscale, k)
     weights = linear_ops._matrices(w_codes, w_scales, w_gscale, k)
@@ -62,9 +72,10 @@ def fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, v
         return linear_ops.reference_fprop(*arguments)
     plain = all(c is None for c in constants)
     if m <= SMALL_ROWS or len(terms) == 1 and not ups and plain:
-        return _separate(terms, weights, constants, values, hidden, ups, owner, a)
+        return _separate(terms, weights, constants, values, hidden, ups, owner, a, factors)
     # h is made from the operand where it is exactly D(x~), and the only extra columns
     inside = len(terms) == 1 and plain and a is not None and all(h is None for h in hidden) and list(owner) == sorted(owner)
+    inside = inside and all(f == 1.0 for f in factors)
     made = None
     if not inside:
         hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, dtype)
@@ -72,12 +83,16 @@ def fprop(x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, v
     for i, constant in enumerate(constants):
         own = [j for j, of in enumerate(owner) if of == i]
         added = [] if constant is None else [_columns(constant)]
-        extras.append(_join([ups[j] for j in own] + added))
-        columns += [hidden[j] for j in own] + [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
+        extra = _join([ups[j] for j in own] + added)
+        beside = [hidden[j] for j in own] + [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
+        if extra is not None and factors[i] != 1.0:
+            extra, beside = _in_three(extra.float() / factors[i]), 3 * beside
+        extras.append(extra)
+        columns += beside
     if inside:
         made = a.new_empty(m, a.shape[0])
-        return [*_side_by_side(terms, weights, extras, made, a), made]
-    ys = _side_by_side(terms, weights, extras, _join(columns), None)
+        return [*_side_by_side(terms, weights, extras, made, a, factors), made]
+    ys = _side_by_side(terms, weights, extras, _join(columns), None, factors)
     return ys if made is None else [*ys, made]
 
 
@@ -85,14 +100,14 @@ def _join(pieces: Sequence[Tensor]) -> Tensor | None:
     return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0] if pieces else None
 
 
-def _separate(terms, weights, constants, values, hidden, ups, owner, a) -> list[Tensor]:
+def _separate(terms, weights, constants, values, hidden, ups, owner, a, factors) -> list[Tensor]:
     """Every product by itself, with the low-rank one in its sum (:mod:`triton_matmul`) or, for many rows, added in BF16."""
     hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, torch.bfloat16)
     ys = []
     for i, (w, constant) in enumerate(zip(weights, constants)):
         own = [j for j, of in enumerate(owner) if of == i]
         h, up = (hidden[own[0]], ups[own[0]]) if own else (None, None)
-        y = triton_matmul.product(terms, w, constant, torch.bfloat16, values, h, up)
+        y = triton_matmul.product(terms, w, constant, torch.bfloat16, values, h, up, factor=factors[i])
         for j in own[1:]:
             y.addmm_(hidden[j], ups[j].T)
         ys.append(y)
@@ -105,18 +120,19 @@ def _side_by_side(
     extras: Sequence[Tensor | None],
     columns: Tensor | None,
     a: Tensor | None,
+    factors: Sequence[float],
 ) -> list[Tensor]:
-    """x = [D(term 1) | D(term 2) | columns] against [D(W) | D(W) | extra]; the extra columns of a linear stand at its place among
-    those of all, zeros elsewhere. With a, the columns are D(x~) @ a.T and are filled here."""
+    """x = [D(term 1) | D(term 2) | columns] against f [D(W) / f | D(W) / f | extra]; the extra columns of a linear stand at its
+    place among those of all, zeros elsewhere. With a, the columns are D(x~) @ a.T and are filled here."""
     m, k, copies = terms[0].codes.shape[0], weights[0].k, len(terms)
     used = 0 if columns is None else columns.shape[1]
     width = _aligned(copies * k + used) - copies * k
     chunks = list(_chunks(m, copies * k + width))
     x, ys, first = None, [], 0
-    for w, extra in zip(weights, extras):
+    for w, extra, factor in zip(weights, extras, factors):
         n, wd = w.codes.shape[0], None  # the last linear's operand goes before the next one is made
         wd = w.gscale.new_empty(n, copies * k + width, dtype=torch.bfloat16)
-        operands.write_operand(wd, w, copies, extra, first, width)
+        operands.write_operand(wd, without_significand(w, factor), copies, extra, first, width)
         first += 0 if extra is None else extra.shape[1]
         y = wd.new_empty(m, n)
         for rows in chunks:
@@ -124,7 +140,10 @@ def _side_by_side(
                 x = None  # before the next one is made
                 x = _input_operand(terms, columns, width, rows, a if not ys else None)
             with full_precision_sums():
-                torch.mm(x, wd.T, out=y[rows])
+                if factor == 1.0:
+                    torch.mm(x, wd.T, out=y[rows])
+                else:
+                    y[rows].addmm_(x, wd.T, beta=0, alpha=factor)
         ys.append(y)
     return ys
 

@@ -55,7 +55,7 @@ def rows(arguments: tuple) -> int:
 
 
 def takes_fprop(
-    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
 ) -> bool:
     """Whether a product is one that :func:`fprop` computes: BF16, not empty, weights with one global scale."""
     sizes = [k, x_codes[0].shape[0], *(c.shape[0] for c in w_codes)]
@@ -63,9 +63,10 @@ def takes_fprop(
 
 
 def fprop(gemms: Gemms, *arguments) -> list[Tensor]:
-    """The operator ``fprop``, for what :func:`takes_fprop`."""
+    """The operator ``fprop``, for what :func:`takes_fprop`. ``factors`` are for emulating: a GEMM applies the global scales to
+    its FP32 sums, whatever they are."""
     linear_ops.check_fprop(*arguments)
-    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype = arguments
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype = arguments[:14]
     terms = linear_ops._matrices(x_codes, x_scales, x_gscale, k)
     hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, dtype)
     adds = []

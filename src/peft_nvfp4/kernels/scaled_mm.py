@@ -9,8 +9,8 @@ cuBLASLt knows no global scale per row. So the product comes out in FP32, and on
 added, and rounds once. Two terms under the same global scales are one product with K doubled.
 
 Not every version of cuBLASLt need offer FP32 results: :func:`variants` lists BF16 ones second. Global scales are powers of two,
-so a product rounded to BF16 and then scaled is the correctly rounded product all the same; only what is added to it is then
-rounded twice.
+so a product rounded to BF16 and then scaled is the correctly rounded product all the same; only what is added to it, and products
+of another tool's weights whose scales are no powers of two, are then rounded twice.
 """
 
 from __future__ import annotations

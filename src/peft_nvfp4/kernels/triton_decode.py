@@ -25,8 +25,17 @@ def _scale(bits):
 
 
 @triton.jit
-def load_blocks(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB, MASKED: tl.constexpr):
-    """(codes as one int64 a block, scale s g) of the blocks ``blk`` < ``end`` of the rows ``row``; zero beyond."""
+def significand(g):
+    """Of a normal number, in [1, 2)."""
+    return (g.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_blocks(
+    codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB, MASKED: tl.constexpr, SPLIT: tl.constexpr = False
+):  # fmt: skip
+    """(codes as one int64 a block, scale s g) of the blocks ``blk`` < ``end`` of the rows ``row``; zero beyond. SPLIT: g without
+    its significand, which is for the epilogue."""
     at = row * NB + blk
     # A thread takes 2 neighbours, 16 bytes of codes: left alone it would take 16, for wide loads of scales, and the loads of
     # codes would be 128 bytes apart. In two dimensions 4: loading ahead (cp.async) wants 4 bytes of scales.
@@ -38,7 +47,10 @@ def load_blocks(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB, 
     else:
         codes = tl.load(codes_ptr + at)
         bits = tl.load(scales_ptr + at)
-    return codes, _scale(bits) * tl.load(gscale_ptr + row * g_stride)
+    g = tl.load(gscale_ptr + row * g_stride)
+    if SPLIT:
+        g = (g.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return codes, _scale(bits) * g
 
 
 # ---------------------------------------------------------------------------------------------- signed bytes
@@ -164,10 +176,11 @@ def _bf16_pairs(codes, scale):
 @triton.jit
 def operand(
     codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB,
-    R: tl.constexpr, KB: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
+    R: tl.constexpr, KB: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
-    """D of R rows by KB blocks, (R, 16 KB): in BF16, or in FP32 without PTX (the CPU interpreter multiplies BF16 wrongly)."""
-    codes, scale = load_blocks(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB, MASKED)
+    """D of R rows by KB blocks, (R, 16 KB): in BF16, or in FP32 without PTX (the CPU interpreter multiplies BF16 wrongly). The
+    global scales must be powers of two, or SPLIT (:func:`load_blocks`)."""
+    codes, scale = load_blocks(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB, MASKED, SPLIT)
     if PTX:
         half = (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF  # exact: 4 significant bits
         a0, a1, a2, a3, a4, a5, a6, a7 = _bf16_pairs(codes, half | (half << 16))

@@ -11,7 +11,8 @@ the product of the two block scales adds it to the FP32 sum (:mod:`triton_decode
 along K on the same ``BN`` rows of w: the codes of x are decoded once for BN rows, and one reduction at the end joins the threads.
 
 *More rows* (``matmul_tile_kernel``). A tile of w is decoded to BF16 in registers, also by byte permutation, and multiplied by
-tensor cores. The block scale and the powers of two are folded into the BF16 operand, which holds every D exactly. w is the first
+tensor cores. The block scale and the powers of two are folded into the BF16 operand, which holds every D exactly. (A global scale
+of another tool's that is no power of two is split: its significand multiplies the FP32 sum, in both kernels.) w is the first
 operand and y comes out transposed: the tensor core's long side is then N, and M may be small. Where N gives too few programs to
 fill the GPU, K is split over ``program_id(1)`` and ``matmul_sum_kernel`` adds the parts in order.
 
@@ -122,12 +123,14 @@ def few_rows(
     hidden: Tensor | None = None,
     up: Tensor | None = None,
     scaling: float = 1.0,
+    factor: float = 1.0,
 ) -> Tensor:
     """``sum_t D(x_t) @ D(w).T + bias + hidden @ (scaling * up).T`` for up to :data:`ROWS` rows, rounded once to ``dtype``.
 
     Args:
         values: D(x) (M, K) of a single term, if the caller has it.
         hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
+        factor: significand of w's global scale; see :func:`peft_nvfp4.ops.matmul`.
     """
     first, last = terms[0], terms[-1]
     m, n, nb = first.codes.shape[0], w.codes.shape[0], w.codes.shape[1] * 2 // BLOCK_SIZE
@@ -144,7 +147,7 @@ def few_rows(
     strides = (hidden.stride(0) if rank else 0, *(_stride(q.gscale) for q in (first, last, w)))
     numbers = (m, n, float(scaling), *strides)
     constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": bias is not None}
-    constants["PTX"] = not triton.knobs.runtime.interpret
+    constants |= {"SPLIT": factor != 1.0, "PTX": not triton.knobs.runtime.interpret}
     if m <= VECTOR_ROWS or m <= MORE_VECTOR_ROWS and len(terms) == 1 and n * w.k <= MORE_VECTOR_ROWS_UP_TO:
         _vector_launch(tensors, numbers, constants)
     else:
@@ -172,44 +175,50 @@ def linear(
     branches: Sequence[tuple[Tensor, Tensor, float]],
     x: Tensor,
     values: Tensor | None,
+    factor: float = 1.0,
 ) -> Tensor:
     """A frozen linear with its adapters, without autograd: y (M, N) in BF16 for few rows.
 
     Args:
         branches: (A (r, K), B (N, r), scaling) of every adapter, in any dtype.
         x: D(x~) (M, K) in BF16, what the adapters see; not read without adapters.
-        values: x again if it is the sum of the terms, unrounded; see :func:`peft_nvfp4.ops.matmul`.
+        values: x again if it is the sum of the terms, unrounded; see :func:`peft_nvfp4.ops.matmul`, also for ``factor``.
     """
     if w.codes.is_cuda and w.codes.device.index != torch.cuda.current_device():
         with torch.cuda.device(w.codes.device):  # Triton launches on the current device, wherever its arguments live
-            return linear(terms, w, constant, branches, x, values)
+            return linear(terms, w, constant, branches, x, values, factor)
     if not branches:
-        return product(terms, w, constant, torch.bfloat16, values)
+        return product(terms, w, constant, torch.bfloat16, values, factor=factor)
     (a, b, scaling), *others = branches
-    y = product(terms, w, constant, torch.bfloat16, values, down(x, a), b, scaling)
+    y = product(terms, w, constant, torch.bfloat16, values, down(x, a), b, scaling, factor)
     for a, b, scaling in others:
         y.addmm_(down(x, a), (b * scaling).to(y.dtype).T)
     return y
 
 
 def emulated(
-    terms: Sequence[QuantizedMatrix], w: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, values: Tensor | None
+    terms: Sequence[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None,
+    factor: float = 1.0,
 ) -> Tensor:
     """The product with many rows: dequantise (or find the weight in :mod:`weight_cache`), then PyTorch's BF16 GEMM."""
 
     def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-        return weight_cache.dequantize(q, dtype) if q is w else ops.dequantize(q, dtype)
+        return weight_cache.dequantize(w, dtype, factor) if q is w else ops.dequantize(q, dtype)
 
-    return reference.matmul_cuda(list(terms), w, bias, dtype, values, dequantize)
+    return reference.matmul_cuda(list(terms), w, bias, dtype, values, dequantize, factor)
 
 
-def _in_registers(terms: Sequence[QuantizedMatrix], w: QuantizedMatrix) -> bool:
+def _in_registers(terms: Sequence[QuantizedMatrix], w: QuantizedMatrix, factor: float = 1.0) -> bool:
     """Whether to decode w inside the product. A BF16 copy, if there is one, is as fast from some 16 rows on, and its GEMM is
     less work for the host."""
     m = terms[0].codes.shape[0]
     if m == 0 or m > ROWS or w.codes.numel() == 0:
         return False
-    return m <= VECTOR_ROWS or not weight_cache.holds(w)
+    return m <= VECTOR_ROWS or not weight_cache.holds(w, factor=factor)
 
 
 def product(
@@ -221,17 +230,18 @@ def product(
     hidden: Tensor | None = None,
     up: Tensor | None = None,
     scaling: float = 1.0,
+    factor: float = 1.0,
 ) -> Tensor:
     """:func:`few_rows`, whatever the number of rows (an adapter is then added to the rounded product)."""
-    if _in_registers(terms, w):
-        return few_rows(terms, w, bias, dtype, values, hidden, up, scaling)
-    y = emulated(terms, w, bias, dtype, values)
+    if _in_registers(terms, w, factor):
+        return few_rows(terms, w, bias, dtype, values, hidden, up, scaling, factor)
+    y = emulated(terms, w, bias, dtype, values, factor)
     return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
 
 
 def matmul(
-    x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k: int, dtype: torch.dtype
+    x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype, factor: float = 1.0
 ) -> Tensor:
     """The operator ``matmul``."""
     terms = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(x_codes, x_scales, x_gscale)]
-    return product(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype, values)
+    return product(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype, values, factor=factor)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .triton_decode import block_product, load_blocks, operand, signed_bytes
+from .triton_decode import block_product, load_blocks, operand, signed_bytes, significand
 from .triton_rows import BLOCK
 
 # ---------------------------------------------------------------------------------------------- very few rows
@@ -49,6 +49,7 @@ def matmul_vector_kernel(
     RANK: tl.constexpr,  # 0 without an adapter
     R: tl.constexpr,  # a power of two >= RANK
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,  # w's global scale is no power of two: its significand multiplies the sum
     PTX: tl.constexpr,
     BM: tl.constexpr,  # >= M
     BN: tl.constexpr,
@@ -64,7 +65,7 @@ def matmul_vector_kernel(
     acc = tl.zeros((BM, BN, KB), tl.float32)
     for start in range(0, NB, KB):
         blk = start + tl.arange(0, KB)[None, None, :]
-        codes, w_scale = load_blocks(w_codes, w_scales, w_gscale, w_row, w_stride, blk, NB, NB, MASKED)
+        codes, w_scale = load_blocks(w_codes, w_scales, w_gscale, w_row, w_stride, blk, NB, NB, MASKED, SPLIT)
         w = signed_bytes(codes, PTX)
         codes, scale = load_blocks(x_codes, x_scales, x_gscale, x_row, x_stride, blk, NB, NB, MASKED)
         acc = tl.fma(block_product(signed_bytes(codes, PTX), w, PTX), (scale * 0.25) * w_scale, acc)  # twice by twice
@@ -72,6 +73,8 @@ def matmul_vector_kernel(
             codes, scale = load_blocks(x2_codes, x2_scales, x2_gscale, x_row, x2_stride, blk, NB, NB, MASKED)
             acc = tl.fma(block_product(signed_bytes(codes, PTX), w, PTX), (scale * 0.25) * w_scale, acc)
     y = tl.sum(acc, axis=2)
+    if SPLIT:
+        y *= significand(tl.load(w_gscale + tl.minimum(n, N - 1) * w_stride))[None, :]
     if RANK > 0:
         y += tl.sum(h.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], axis=2)
     m, n = m[:, None], n[None, :]
@@ -111,6 +114,7 @@ def matmul_tile_kernel(
     RANK: tl.constexpr,
     R: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
     PTX: tl.constexpr,
     K: tl.constexpr,
     HAS_VALUES: tl.constexpr,
@@ -134,7 +138,7 @@ def matmul_tile_kernel(
     for step in range(STEPS):
         start = first + step * KB
         blk = start + tl.arange(0, KB)[None, :]
-        w = operand(w_codes, w_scales, w_gscale, w_row, w_stride, blk, end, NB, BN, KB, MASKED, PTX)
+        w = operand(w_codes, w_scales, w_gscale, w_row, w_stride, blk, end, NB, BN, KB, MASKED, PTX, SPLIT)
         if HAS_VALUES:
             k = start * BLOCK + tl.arange(0, KB * BLOCK)[None, :]
             if MASKED:
@@ -147,6 +151,8 @@ def matmul_tile_kernel(
         if TERMS == 2:
             x = operand(x2_codes, x2_scales, x2_gscale, x_row, x2_stride, blk, end, NB, BM, KB, MASKED, PTX)
             acc = tl.dot(w, tl.trans(x), acc)
+    if SPLIT:
+        acc *= significand(tl.load(w_gscale + w_row * w_stride))
     if RANK > 0:
         acc = tl.dot(b.to(w_dtype), tl.trans(h.to(w_dtype)), acc)
     m, n = m[None, :], n[:, None]

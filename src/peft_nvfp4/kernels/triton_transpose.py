@@ -177,8 +177,11 @@ def transpose_kernel(
 # ---------------------------------------------------------------------------------------------- launch
 
 
-def transpose_requantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator ``transpose_requantize``: codes (K, Np/2), scales (K, Np/16), gscale (1,)."""
+def transpose_requantize(
+    codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str, significand: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator ``transpose_requantize``: codes (K, Np/2), scales (K, Np/16), gscale (1,). Under a global scale that is no
+    power of two, values are no BF16 numbers: the kernels then compute in FP32."""
     n, np_ = codes.shape[0], padded_k(codes.shape[0])
     out_codes = codes.new_empty(k, np_ // 2)
     out_scales = codes.new_empty(k, np_ // BLOCK_SIZE)
@@ -188,9 +191,10 @@ def transpose_requantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, 
     codes, scales = codes.contiguous().view(torch.int32), scales.contiguous()
     amax = codes.new_zeros(1)
     nb, kw, kp = TRANSPOSE["blocks"], TRANSPOSE["words"], padded_k(k)
+    mode = mode_for(torch.bfloat16 if significand == 1.0 else torch.float32)
     options = {
         "NB": nb, "KW": kw, "WHOLE": n % (BLOCK_SIZE * nb) == 0 and k % (8 * kw) == 0, "PER_ROW": gscale.shape[0] > 1,
-        "MODE": mode_for(torch.bfloat16), "num_warps": max(nb * kw // 32, 1), **EXACT_MATH,
+        "MODE": mode, "num_warps": max(nb * kw // 32, 1), **EXACT_MATH,
     }  # fmt: skip
     grid = (triton.cdiv(np_, BLOCK_SIZE * nb), triton.cdiv(kp, 8 * kw))
     transpose_amax_kernel[grid](codes, scales, gscale, amax, n, kp, **options)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .. import ops
 from ..formats import QuantizedMatrix
+from ..reference import without_significand
 
 VARIABLE = "PEFT_NVFP4_WEIGHT_CACHE"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -79,17 +80,18 @@ def held(device: torch.device) -> int:
     return sum(t.nbytes for t in copies.values() if t.device == device)
 
 
-def holds(q: QuantizedMatrix, dtype: torch.dtype = torch.bfloat16) -> bool:
+def holds(q: QuantizedMatrix, dtype: torch.dtype = torch.bfloat16, factor: float = 1.0) -> bool:
     """Whether there is a copy that :func:`dequantize` would return."""
-    entry = _entries.get(_key(q, dtype)) if _entries else None
+    entry = _entries.get(_key(q, dtype, factor)) if _entries else None
     return entry is not None and _versioned(q) and _is_for(entry, q)
 
 
-def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """``ops.dequantize(q, dtype)``, kept for the next call where the limit allows it. Not to be written to."""
+def dequantize(q: QuantizedMatrix, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+    """``ops.dequantize(q, dtype)``, kept for the next call where the limit allows it. Not to be written to. Without ``factor``,
+    if that is the significand of q's global scale."""
     if _limit == 0 or not _versioned(q):
-        return ops.dequantize(q, dtype)
-    key = _key(q, dtype)
+        return ops.dequantize(without_significand(q, factor), dtype)
+    key = _key(q, dtype, factor)
     capturing = _capturing(q.codes.device)
     entry = _entries.get(key)
     if entry is not None and _is_for(entry, q):
@@ -97,12 +99,12 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     if entry is not None and not capturing:
         _entries.pop(key, None)
     if capturing or held(q.codes.device) + q.codes.shape[0] * q.k * dtype.itemsize > _limit:
-        return ops.dequantize(q, dtype)
-    return _fill(key, q, dtype)
+        return ops.dequantize(without_significand(q, factor), dtype)
+    return _fill(key, q, dtype, factor)
 
 
-def _key(q: QuantizedMatrix, dtype: torch.dtype) -> tuple:
-    return q.codes.device, q.codes.data_ptr(), q.codes.shape[0], q.k, dtype
+def _key(q: QuantizedMatrix, dtype: torch.dtype, factor: float) -> tuple:
+    return q.codes.device, q.codes.data_ptr(), q.codes.shape[0], q.k, dtype, factor
 
 
 def _versioned(q: QuantizedMatrix) -> bool:
@@ -143,10 +145,10 @@ def _use(entry: _Entry, capturing: bool) -> Tensor:
     return values
 
 
-def _fill(key: tuple, q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+def _fill(key: tuple, q: QuantizedMatrix, dtype: torch.dtype, factor: float) -> Tensor:
     stamp = _stamp(q)
     with torch.inference_mode(False), torch.no_grad():  # an ordinary tensor, whoever asks first
-        values = ops.dequantize(q, dtype)
+        values = ops.dequantize(without_significand(q, factor), dtype)
     stream = filled = None
     if values.is_cuda:
         stream = torch.cuda.current_stream(values.device)
