@@ -178,8 +178,9 @@ def test_the_last_loss_may_be_held_when_a_model_that_has_changed_is_recorded_ane
         model.zero_grad()
         CHANGES["scaling"](model)
         results.append(losses_and_gradients(model, [batch("cuda")], 1))
-        status = graph_status(model)
-        assert (status.discarded, sum(status.graphs.values()), dict(status.reasons)) == ((1, 2, {}) if graphed else (0, 0, {}))
+        if graphed:
+            status = graph_status(model)
+            assert (status.discarded, sum(status.graphs.values()), dict(status.reasons)) == (1, 2, {})
         assert torch.randn(3, device="cuda").isfinite().all()  # a capture that fails leaves the generator unusable
         del held
     for a, b in zip(*results, strict=True):

@@ -117,7 +117,7 @@ def test_a_cap_that_does_not_hold_the_state(backend):
 @pytest.mark.gpu
 def test_pages_leave_the_card_and_come_back():
     stays = Run("nvfp4", "cuda", bnb.optim.PagedAdamW, True).steps(3).weights()
-    run = Run("nvfp4", "cuda", bnb.optim.PagedAdamW, True)
+    run, left = Run("nvfp4", "cuda", bnb.optim.PagedAdamW, True), []
     for _ in range(3):
         run.steps(1)
         paged = [t for t in state_tensors(run) if getattr(t, "is_paged", False)]
@@ -127,6 +127,7 @@ def test_pages_leave_the_card_and_come_back():
             # by the CPU, which takes the pages along; bitsandbytes 0.50 ends the process in prefetch_tensor(to_cpu=True)
             t.copy_(t.clone())
         torch.cuda.synchronize()
-        left = torch.cuda.mem_get_info()[0] - free
-        assert left > 0.8 * sum(t.nbytes for t in paged), "their memory is free for others"
+        left.append(torch.cuda.mem_get_info()[0] - free)
     assert all(map(torch.equal, run.weights(), stays))
+    # once at least: whoever else uses the card takes and gives memory meanwhile
+    assert max(left) > 0.8 * sum(t.nbytes for t in paged), "their memory is free for others"

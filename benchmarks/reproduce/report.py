@@ -102,10 +102,10 @@ def overview(results: Results) -> list[str]:
     def step(case: str) -> float | None:
         return costs.find(times["times"], case, *paper.ASSUMED_SHAPE).get("step_ms") if times else None
 
-    cost, batch, ours = paper.CHECKPOINTING, paper.LARGEST["Llama-1B"], ("nvfp4-paper", "nvfp4")
+    cost, batch, ours = paper.CHECKPOINTING, paper.LARGEST["Llama-1B"], ("nvfp4-paper", "nvfp4", "nvfp4-high")
     rows = [
         [f"Average accuracy, PACT minus {name}, points", others.signed(100 * (average["PACT"] - average[name]))]
-        + [others.points(others.difference(scores, method, other)) for method in ("paper_gptq", "balanced_gptq")]
+        + [others.points(others.difference(scores, method, other)) for method in ("paper_gptq", "balanced_gptq", "high")]
         for name, other in (("BF16 LoRA", "bf16"), ("QLoRA", "nf4"))
     ]
     rows += [["Peak memory, PACT over BF16 LoRA", ratio(cost["PACT"][1], cost["BF16 LoRA"][1])]]
@@ -119,9 +119,9 @@ def overview(results: Results) -> list[str]:
         "Memory and time: Llama-1B's shapes, 4 x 1024 tokens, batches of 1024 a row; BF16 LoRA and QLoRA are transformers "
         "+ PEFT with Liger's kernels where memory is compared, the baselines whose peaks are nearest to the paper's, and "
         "this package's `bf16` where time is, both sides with CUDA graphs. Accuracy: SmolLM2-135M, tasks with choices, "
-        "GPTQ weights, ± standard error over paired seeds; the paper's is Llama-1B's on its nine tasks."
+        "GPTQ weights (`high`: to nearest), ± standard error over paired seeds; the paper's is Llama-1B's on its nine tasks."
     )
-    return [text, markdown(["", "paper", "`paper` here", "`balanced` here"], rows)]
+    return [text, markdown(["", "paper", "`paper` here", "`balanced` here", "`high` here"], rows)]
 
 
 def machines(results: Results) -> list[str]:

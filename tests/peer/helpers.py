@@ -121,7 +121,8 @@ def rows() -> list:
     for base in ("nvfp4", "nf4", "bf16", "stock"):
         for model in MODELS:
             for setting in SETTINGS:
-                ways = ["loaded", "config"] if setting == "plain" and base != "stock" else ["loaded"]
+                both = base != "stock" and (setting == "plain" or model == "llama")
+                ways = ["loaded", "config"] if both else ["loaded"]
                 found += [
                     pytest.param(base, way, model, setting, helper, id=f"{base}-{way}-{model}-{setting}-{helper}")
                     for way in ways

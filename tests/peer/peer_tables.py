@@ -9,6 +9,8 @@ from reasons import reason_for
 
 HELPER = re.compile(r"test_helper\[(nvfp4|nf4|bf16|stock)-(loaded|config)-(\w+?)-(\w+?)-(.+)\]")
 MATRIX = re.compile(r"test_matrix\[(nvfp4|nf4|bf16)-(\w+)-(\w+)\]")
+QUANTIZER = re.compile(r"test_quantizer\[(nvfp4|stock)-(\w+)-(\w+)\]")
+SFT = re.compile(r"test_sft\[(nvfp4|nf4|bf16|stock)-(\w+)-(\w+)\]")
 GOOD = ("passed", "passed as quantised")
 
 
@@ -44,6 +46,10 @@ def summarise(outcomes: list[dict]) -> dict:
             base, way, model, setting, helper = match.groups()
         elif match := MATRIX.search(o["test"]):
             (base, helper, setting), way, model = match.groups(), "matrix", "opt"
+        elif match := QUANTIZER.search(o["test"]):
+            (base, model, helper), way, setting = match.groups(), "transformers", "quantiser"
+        elif match := SFT.search(o["test"]):
+            (base, model, helper), way, setting = match.groups(), "sft", "trainer"
         else:
             raise ValueError(f"unknown test {o['test']}")
         row = dict(base=base, way=way, model=model, setting=setting, helper=helper, outcome=o["outcome"], text=o["reason"])
@@ -57,7 +63,7 @@ def summarise(outcomes: list[dict]) -> dict:
         outcome = row["outcome"]
         if outcome == "failed" and row["base"] != "stock":
             if stock.get((row["model"], row["setting"], row["helper"])) == "failed":
-                outcome = "fails in stock PEFT too"
+                outcome = "fails in stock too"
             else:
                 failures.append({**row, "reason": reason_for(row)})
         cell[outcome] += 1
@@ -72,14 +78,14 @@ def by_setting(rows: list[dict]) -> dict[str, dict[str, int]]:
 
 
 def share(cell: dict[str, int]) -> float:
-    """Passed of those that apply: not skipped by PEFT's helper, and passed by stock PEFT on the dense model."""
-    applicable = cell["collected"] - cell.get("skipped", 0) - cell.get("fails in stock PEFT too", 0)
+    """Passed of those that apply: not skipped by PEFT's helper, and passed by stock PEFT on the dense model (or bitsandbytes)."""
+    applicable = cell["collected"] - cell.get("skipped", 0) - cell.get("fails in stock too", 0)
     return sum(cell.get(word, 0) for word in GOOD) / applicable
 
 
 def markdown(content: dict) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
-    lines = ["# PEFT's own tests", "", f"Made by `make peer-tests` ({versions}).", ""]
+    lines = ["# Tests of PEFT, transformers and TRL", "", f"Made by `make peer-tests` ({versions}).", ""]
     if "stock" in content:
         lines += stock_tables(content["stock"])
     if "helpers" in content:
@@ -126,12 +132,14 @@ def stock_tables(found: dict) -> list[str]:
 
 
 def helper_tables(found: dict) -> list[str]:
-    lines = ["## PEFT's common helpers on our bases", ""]
+    lines = ["## Common helpers of PEFT, and what transformers and TRL test, on our bases", ""]
     lines += [
-        "*loaded*: the model comes frozen; *config*: `NVFP4LoraConfig` freezes a dense one; *matrix*: `test_quantization`.",
+        "*loaded*: the model comes frozen; *config*: `NVFP4LoraConfig` freezes a dense one; *matrix*: `test_quantization`; "
+        "*transformers*: what `test_4bit.py` asks of a quantiser, of `PactConfig` (stock: `BitsAndBytesConfig`); "
+        "*sft*: what TRL asks of `SFTTrainer` with an adapter. The last two are put by `tests/peer/quantizers.py` and `sft.py`.",
         "",
     ]
-    words = ("collected", "passed", "passed as quantised", "skipped", "fails in stock PEFT too", "failed")
+    words = ("collected", "passed", "passed as quantised", "skipped", "fails in stock too", "failed")
     lines += [f"| base | {' | '.join(words)} | passed of what applies |", "|---" * (len(words) + 2) + "|"]
     table = dict(found["table"])
     for base in ("nvfp4", "nf4", "bf16"):

@@ -1,8 +1,9 @@
-"""Runs PEFT's own tests against this package and writes what came out: ``benchmarks/results/peer_suites.json`` and ``.md``.
+"""Runs other people's tests against this package and writes what came out: ``benchmarks/results/peer_suites.json`` and ``.md``.
 
     python tests/peer/run.py            # both parts
     python tests/peer/run.py stock      # PEFT's LoRA tests, without and with peft_nvfp4 imported: must not differ
-    python tests/peer/run.py helpers    # PEFT's common helpers on our bases, see helpers.py
+    python tests/peer/run.py helpers    # on our bases: PEFT's common helpers, quantizers.py (transformers), sft.py (TRL)
+    python tests/peer/run.py stock --files test_mixed    # these files again; the others stay as they are in the table
 
 PEFT's sources come from its source distribution (``make peer-tests`` installs what else they need). The exit code is 1 where
 importing the package changes an outcome, or a helper fails for no reason known to ``reasons.py``.
@@ -40,7 +41,20 @@ FILES = (
     "test_target_parameters",
     "test_lora_conversion",
     "test_integrations",
+    "test_velora",
+    "test_lorafa",
+    "test_loraplus",
+    "test_lora_ga",
+    "test_lora_intruders",
+    "test_bdlora",
+    "test_arrow",
+    "test_helpers",
+    "test_seq_classifier",
+    "test_token_classification_qa",
+    "test_encoder_decoder_models",
+    "test_feature_extraction_models",
 )
+HELPERS = ("helpers.py", "quantizers.py", "sft.py")
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 
 
@@ -91,7 +105,13 @@ def run_stock(sources: Path, hub: Path, scratch: Path, files: list[str]) -> dict
 
 
 def run_helpers(sources: Path, hub: Path, scratch: Path) -> list[dict]:
-    return pytest_run(sources, HERE / "helpers.py", scratch / "helpers.jsonl", hub, True)
+    found = []
+    for name in HELPERS:
+        start = time.perf_counter()
+        outcomes = pytest_run(sources, HERE / name, scratch / f"{Path(name).stem}.jsonl", hub, True)
+        print(f"{name}: {peer_tables.counts(outcomes)}, {time.perf_counter() - start:.0f} s", flush=True)
+        found += outcomes
+    return found
 
 
 def main() -> int:
@@ -111,7 +131,8 @@ def main() -> int:
     content = json.loads(path.read_text()) if path.exists() else {}
     content["versions"] = {name: version(name) for name in ("peft", "torch", "transformers", "bitsandbytes")}
     if "stock" in parts:
-        content["stock"] = run_stock(sources, hub, scratch, arguments.files)
+        old = content.get("stock", {}) if set(arguments.files) != set(FILES) else {}
+        content["stock"] = {**old, **run_stock(sources, hub, scratch, arguments.files)}
     if "helpers" in parts:
         content["helpers"] = peer_tables.summarise(run_helpers(sources, hub, scratch))
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,6 +1,7 @@
 """The tables of the peer tests, and that the exit code says what they show. (The peer tests themselves: ``make peer-tests``.)"""
 
 import peer_tables
+import pytest
 from reasons import REASONS
 
 
@@ -34,7 +35,7 @@ def test_what_stock_peft_fails_does_not_count():
         ]
     )
     assert found["failures"] == [] and peer_tables.verdict({"helpers": found}) == 0
-    assert found["table"]["nvfp4 loaded"] == {"collected": 2, "fails in stock PEFT too": 1, "passed": 1}
+    assert found["table"]["nvfp4 loaded"] == {"collected": 2, "fails in stock too": 1, "passed": 1}
     assert peer_tables.share(found["table"]["nvfp4 loaded"]) == 1
 
 
@@ -48,3 +49,15 @@ def test_a_failure_needs_a_reason():
         [helper("nvfp4", way="config", name="unload_adapter", word="failed"), helper("stock", name="unload_adapter")]
     )
     assert known["failures"][0]["reason"] == REASONS[0][1] and peer_tables.verdict({"helpers": known}) == 0
+
+
+@pytest.mark.parametrize("stock, expected", [("passed", "failed"), ("failed", "fails in stock too")])
+def test_rows_of_transformers_and_trl(stock, expected):
+    rows = [
+        outcome(f"{file}.py::{test}[{base}-llama-{name}]", word)
+        for base, word in (("nvfp4", "failed"), ("stock", stock))
+        for file, test, name in (("quantizers", "test_quantizer", "to_a_dtype"), ("sft", "test_sft", "chat_assistant_only"))
+    ]
+    found = peer_tables.summarise(rows)
+    assert found["table"]["nvfp4 transformers"] == found["table"]["nvfp4 sft"] == {"collected": 1, expected: 1}
+    assert [row["helper"] for row in found["failures"]] == (["to_a_dtype", "chat_assistant_only"] if stock == "passed" else [])
