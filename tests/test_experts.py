@@ -1,7 +1,9 @@
 """Frozen experts against a loop over single frozen linears, through files, adapters, merges and published checkpoints."""
 
 import copy
+import json
 import warnings
+from pathlib import Path
 
 import numpy as np
 import published_checkpoints as published
@@ -875,3 +877,15 @@ def test_two_processes(backend, way):
     """The same rows through the same products; PyTorch's mean of two equal numbers is exact."""
     for apart, message in both(distributed_step, backend, way):
         assert apart == 0 and ("sharded" in message) == (way == "fsdp2")
+
+
+def test_the_benchmark_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import bench_experts
+
+    words = ["--shape", "tiny", "--tokens", "24", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["bench_experts.py", *words])
+    bench_experts.main()
+    rows = json.loads((tmp_path / "experts_cpu.json").read_text())["rows"]
+    assert [row["case"].split(",")[0] for row in rows] == ["dense", "frozen", "frozen", "frozen"]
+    assert rows[1]["equal_to_linears"] and rows[1]["weight_bytes"] < rows[0]["weight_bytes"]

@@ -782,10 +782,10 @@ def test_a_plan_says_when_what_is_done(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["accuracy", "--plan", "--rate", "100", "--tasks", "wic", "boolq"])
     accuracy.main()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    # 6 methods, 3 runs of a sweep and 5 that count, 200 steps each: 9600
+    # 7 methods, 3 runs of a sweep and 5 that count, 200 steps each: 11200
     assert [line[1:3] for line in lines[:4]] == [[t, w] for t in ("wic", "boolq") for w in ("shipped", "rotated")]
-    assert [(line[7], line[9], line[-2]) for line in lines[:2]] == [("9600", "9600", "96"), ("9600", "19200", "192")]
-    assert lines[4][:2] == ["24", "groups,"]
+    assert [(line[7], line[9], line[-2]) for line in lines[:2]] == [("11200", "11200", "112"), ("11200", "22400", "224")]
+    assert lines[4][:2] == ["28", "groups,"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@
     python benchmarks/reproduce/long_run.py --small
 
 BF16 and NF4 bases, and NVFP4 with gradients rounded to nearest, stochastically and not at all, all at one learning rate and one
-order of rows. Loss and gradient norm of every step, held-out loss every 250 steps: ``results/reproduce/long_run.json``.
+order of rows, eight a step. Loss and gradient norm of every step, held-out loss every 250 steps:
+``results/reproduce/long_run.json``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ METHODS_OF_TABLE = (
 
 
 def groups() -> list[Group]:
-    shared = dict(lrs=(LR,), seeds=(0,), steps=3000, curve=250)
+    shared = dict(lrs=(LR,), seeds=(0,), steps=3000, batch=8, curve=250)
     return [Group(TABLE, TASK, "shipped", method, **shared) for method in METHODS_OF_TABLE]
 
 
