@@ -89,6 +89,17 @@ def test_files_are_written_after_every_row_and_name_what_the_time_did_not_allow(
     assert len(data["not_run"]) == len(memory.SMALL["cases"]) + len(memory.SMALL["capped"])
 
 
+def test_largest_batches_are_added_to_what_a_file_has(tmp_path):
+    peaks, there = [{"case": "bf16", "batch": 1, "seq": 8}], {"case": "nvfp4-paper", "cap_gib": 16.0, "largest_batch": 7}
+    path = tmp_path / "memory.json"
+    for largest, expected in (([there], 7), ([{**there, "error": "of another day"}], memory.SMALL["most"])):
+        path.write_text(json.dumps({"environment": {"commit": "abc"}, "settings": {}, "peaks": peaks, "largest": largest}))
+        memory.main(["--small", "--largest", "--out", str(tmp_path)])
+        data = json.loads(path.read_text())
+        assert data["peaks"] == peaks and data["settings"]["kept_from"] == "abc"
+        assert [row["largest_batch"] for row in data["largest"]] == [expected]
+
+
 def test_an_error_is_a_row_and_the_file_is_there(tmp_path):
     run = memory.Run(memory.arguments("", ["--small", "--out", str(tmp_path)]), "memory", ("peaks",))
 

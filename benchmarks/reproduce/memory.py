@@ -2,6 +2,7 @@
 batch and sequence length, the largest batch under a cap, checkpointing, and saved activations in 4 bits.
 
     python benchmarks/reproduce/memory.py            # one GPU, some two minutes; --seconds 140: no row is begun later
+    python benchmarks/reproduce/memory.py --largest  # keeps the file's rows, and adds the largest batches that it lacks
     python benchmarks/reproduce/memory.py --small    # a tiny model, on a CPU: does it run?
 
 Llama shapes with random weights; models, loss and protocol are those of ``bench_train.py`` (PROTOCOL.md). Each model is built
@@ -97,6 +98,13 @@ class Run:
             **{table: [] for table in tables},
             "not_run": [],
         }
+
+    def keep(self, *tables: str) -> None:
+        """What the file has; ``kept_from`` says of which commit."""
+        before = json.loads(self.path.read_text())
+        for table in tables:
+            self.data[table] = [row for row in before[table] if "error" not in row]
+        self.data["settings"]["kept_from"] = before["settings"].get("kept_from", before["environment"]["commit"])
 
     def over(self, what: str) -> bool:
         """Whether the time is up; what is therefore left out goes into the file."""
@@ -243,10 +251,11 @@ def guess(rows: list[dict], case: Case, shape: str, cap: int, seq: int) -> int:
 
 
 def largest(run: Run, capped: dict[str, tuple], seq: int, most: int) -> None:
+    there = {(row["case"], row["cap_gib"]) for row in run.data["largest"]}
     for name, caps in capped.items():
         trainer = None
         for cap in caps:
-            if run.over(f"largest batch of {name} under {cap:g} GiB"):
+            if (name, cap) in there or run.over(f"largest batch of {name} under {cap:g} GiB"):
                 continue
 
             def fill() -> dict:
@@ -270,14 +279,16 @@ def largest(run: Run, capped: dict[str, tuple], seq: int, most: int) -> None:
         common.release(run.device)
 
 
-def arguments(doc: str, argv: list[str] | None) -> argparse.Namespace:
-    """The arguments that the scripts of this folder share."""
+def arguments(doc: str, argv: list[str] | None, *flags: tuple[str, str]) -> argparse.Namespace:
+    """The arguments that the scripts of this folder share, and ``flags`` (name, help) of one of them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1b", choices=tuple(bench_train.SHAPES))
     parser.add_argument("--small", action="store_true", help="a tiny model, a few steps, on the CPU")
     parser.add_argument("--seconds", type=float, default=0, help="begin no row after so many; 0: no limit")
     parser.add_argument("--cases", default="", help="comma-separated, of those that are run by default")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    for name, text in flags:
+        parser.add_argument(name, action="store_true", help=text)
     args = parser.parse_args(argv)
     args.attention = "causal"
     if args.small and args.out == RESULTS:
@@ -292,9 +303,12 @@ def chosen(cases: dict[str, tuple], args: argparse.Namespace) -> dict[str, tuple
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(__doc__, argv)
+    args = arguments(__doc__, argv, ("--largest", "only the largest batches that the file does not have; the rest stays"))
     run = Run(args, "memory", ("peaks", "largest"))
-    peaks(run, chosen(SMALL["cases"] if args.small else CASES, args))
+    if args.largest:
+        run.keep("peaks", "largest")
+    else:
+        peaks(run, chosen(SMALL["cases"] if args.small else CASES, args))
     capped = chosen(SMALL["capped"] if args.small else CAPPED, args)
     seq, most = (SMALL["seq"], SMALL["most"]) if args.small else (CAPPED_SEQ, MOST)
     largest(run, capped, seq, most)

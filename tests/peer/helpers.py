@@ -23,8 +23,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tests.test_custom_models import MLP
+from tests.test_quantization import DEVICE, check_outputs_similar
 from tests.test_quantization import TestQuantization as QuantizedMatrixOfPeft
-from tests.test_quantization import check_outputs_similar
 from tests.testing_common import PeftCommonTester
 from transformers import AutoModelForCausalLM
 
@@ -140,11 +140,10 @@ class Tester(PeftCommonTester):
 
     def prepare_inputs_for_testing(self) -> dict[str, torch.Tensor]:
         if self.model == "mlp10":
-            return {"X": torch.arange(90).view(9, 10)}
-        return {
-            "input_ids": torch.tensor([[1, 1, 1], [1, 2, 1]]),
-            "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]]),
-        }
+            inputs = {"X": torch.arange(90).view(9, 10)}
+        else:
+            inputs = {"input_ids": torch.tensor([[1, 1, 1], [1, 2, 1]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}
+        return {name: tensor.to(self.torch_device) for name, tensor in inputs.items()}
 
 
 class Loader:
@@ -256,7 +255,7 @@ class Quantised:
         self.name = backend
 
     def load_model(self) -> torch.nn.Module:
-        return freeze_model(AutoModelForCausalLM.from_pretrained(self.model_id), self.name, progress=False)
+        return freeze_model(AutoModelForCausalLM.from_pretrained(self.model_id).to(DEVICE), self.name, progress=False)
 
 
 @pytest.mark.parametrize("setting", ["plain", "rslora", "dora"])
@@ -273,5 +272,5 @@ class Quantised:
 def test_matrix(base, method, setting):
     torch.manual_seed(0)
     settings = {"r": 8, "target_modules": ["q_proj", "v_proj"], **SETTINGS[setting]}
-    inputs = () if method.startswith("quantization_backend") else (torch.arange(10).view(1, -1),)
+    inputs = () if method.startswith("quantization_backend") else (torch.arange(10).view(1, -1).to(DEVICE),)
     getattr(QuantizedMatrixOfPeft(), f"test_{method}")(LoraConfig, settings, Quantised(base), *inputs)

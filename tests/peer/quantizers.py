@@ -52,17 +52,19 @@ def load(base: str, name: str, cls: type | None = None, dtype: torch.dtype = tor
     return cls.from_pretrained(MODELS.get(name, name), dtype=dtype, **kwargs).eval()
 
 
-def inputs(name: str) -> dict[str, torch.Tensor]:
-    return {"input_ids": IDS, **({"decoder_input_ids": IDS} if name == "t5" else {})}
+def inputs(model, name: str) -> dict[str, torch.Tensor]:
+    ids = IDS.to(model.device)  # bitsandbytes moves a model to the GPU where there is one
+    return {"input_ids": ids, **({"decoder_input_ids": ids} if name == "t5" else {})}
 
 
 def logits(model, name: str) -> torch.Tensor:
     with torch.no_grad():
-        return model(**inputs(name)).logits.float()
+        return model(**inputs(model, name)).logits.float().cpu()
 
 
-def generate(model) -> torch.Tensor:
-    return model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=5, do_sample=False)
+def generate(model, ids: torch.Tensor = IDS) -> torch.Tensor:
+    ids = ids.to(model.device)
+    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
 
 
 def packed(model) -> dict[str, torch.Tensor]:
@@ -71,7 +73,7 @@ def packed(model) -> dict[str, torch.Tensor]:
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys() and a
-    assert [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])] == []
+    assert [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n].cpu(), b[n].cpu())] == []
 
 
 # ---------------------------------------------------------------------------------------------- what is asked
@@ -176,6 +178,7 @@ class HandMade(torch.nn.Module):
         self.down = torch.nn.Linear(base.in_features, rank, bias=False)
         self.up = torch.nn.Linear(rank, base.out_features, bias=False)
         torch.nn.init.zeros_(self.up.weight)
+        self.to(base.weight.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x))
@@ -194,8 +197,8 @@ def training_by_hand(base, name):
         for word in ("q_proj", "v_proj", "query_key_value"):
             if hasattr(owner, word):
                 setattr(owner, word, HandMade(getattr(owner, word), rank=4))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(**inputs(name)).logits.norm().backward()
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        model(**inputs(model, name)).logits.norm().backward()
     made = [m for m in model.modules() if isinstance(m, HandMade)]
     assert len(made) >= 2 and all(m.up.weight.grad.norm() > 0 for m in made)
     assert all(p.grad is None for n, p in model.named_parameters() if ".up." not in n and ".down." not in n)
@@ -208,12 +211,12 @@ def text_pipeline(base, name):
         model=MODELS[name],
         tokenizer=words,
         model_kwargs={"quantization_config": config_of(base), "dtype": torch.bfloat16},
-        max_new_tokens=4,
+        max_new_tokens=5,
         do_sample=False,
     )
     assert packed(made.model)
     ids = torch.tensor([words("hello")["input_ids"]])
-    expected = load(base, name).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    expected = generate(load(base, name), ids)
     assert made("hello", return_tensors=True)[0]["generated_token_ids"] == expected[0].tolist() and expected.shape[1] > 5
 
 

@@ -73,7 +73,14 @@ def test_sft(base, model, variant):
         given, adapter = get_peft_model(given, adapter), None
     rows = datasets.Dataset.from_dict(DATA[kind])
     with tempfile.TemporaryDirectory() as folder:
-        usual = dict(output_dir=folder, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, save_strategy="no")
+        usual = dict(
+            output_dir=folder,
+            use_cpu=not torch.cuda.is_available(),
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        )
         steps = dict(max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1)
         arguments = trl.SFTConfig(**{**usual, **steps, **settings})
         trainer = trl.SFTTrainer(
