@@ -106,9 +106,9 @@ class Run:
             self.data[table] = [row for row in before[table] if "error" not in row]
         self.data["settings"]["kept_from"] = before["settings"].get("kept_from", before["environment"]["commit"])
 
-    def over(self, what: str) -> bool:
-        """Whether the time is up; what is therefore left out goes into the file."""
-        if self.args.seconds and time.perf_counter() - self.began > self.args.seconds:
+    def over(self, what: str, share: float = 1.0) -> bool:
+        """Whether the time, or this share of it, is up; what is therefore left out goes into the file."""
+        if self.args.seconds and time.perf_counter() - self.began > share * self.args.seconds:
             self.data["not_run"].append(what)
             return True
         return False
