@@ -156,6 +156,21 @@ def test_bases_that_differ_are_named(backend, kind):
         assert "broadcast_base" in message
 
 
+def a_foreign_scale_on_the_source(rank: int):
+    model = tuned("nvfp4 cached")
+    layer = model.get_base_model().model.layers[0].mlp.up_proj.get_base_layer()
+    if rank == 0:
+        w = layer.forward_layout
+        layer._store(w._replace(gscale=w.gscale * 1.25))
+    before = layer.significand
+    distributed.broadcast_base(model)
+    return before, layer.significand
+
+
+def test_what_was_known_of_bytes_that_are_replaced_is_found_out_again():
+    assert both(a_foreign_scale_on_the_source) == [(1.25, 1.25), (1.0, 1.25)]
+
+
 def other_settings(rank: int):
     try:
         DDP(tuned("nvfp4 transient" if rank else "nvfp4 cached"))

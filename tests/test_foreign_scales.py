@@ -21,6 +21,7 @@ from peft_nvfp4 import kernels, linear_ops, ops, reference
 from peft_nvfp4.backends import FrozenOptions
 from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.expert_packing import FROM_PACKED, significands
+from peft_nvfp4.experts import FrozenExperts
 from peft_nvfp4.formats import ACTIVATION, GRADIENT, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 from peft_nvfp4.kernels import weight_cache
 from peft_nvfp4.linear import Branch, _dense_gradient
@@ -249,6 +250,90 @@ def test_a_layer_knows_its_significand():
     with torch.device("meta"):
         nowhere = make(FrozenOptions("transient"), FP32, "meta")
     assert nowhere.significand == 1.0 and nowhere._significand is None
+
+
+def test_a_significand_is_looked_at_when_the_scale_is_bound_and_not_in_a_forward():
+    """A compiler cannot look, nor can the recording of a CUDA graph; and what brings no scale (an adapter) forgets none."""
+    layer = make(FrozenOptions("transient"), FP32, "cpu")
+    known, before, state = layer.significand, layer.snapshot(), copy.deepcopy(layer.state_dict())
+    w = foreign(70, 96)
+    assert NVFP4FrozenLinear(96, 70, None, FP32, FrozenOptions("transient"), w)._significand == known
+    layer.load_state_dict({}, strict=False)
+    assert layer._significand == known
+    layer.requantize_(layer.dequantize(FP32))
+    assert layer._significand == 1.0
+    layer.load_state_dict(state)
+    assert layer._significand == known
+    layer.requantize_(layer.dequantize(FP32))
+    layer.restore(before)
+    assert layer._significand == known
+    layer._put("weight", "weight_scales", "weight_gscale", w._replace(gscale=w.gscale * 2))  # share_scales
+    assert layer._significand == known
+
+
+def test_compiled_whole_after_a_checkpoint_and_after_unmerging():
+    layer, x = make(FrozenOptions("transient"), FP32, "cpu"), torch.randn(5, 96, generator=generator(5))
+    expected, before, state = layer(x), layer.snapshot(), copy.deepcopy(layer.state_dict())
+    for change in (lambda: layer.load_state_dict(state), lambda: layer.restore(before)):
+        layer.requantize_(layer.dequantize(FP32))
+        change()
+        torch._dynamo.reset()
+        assert_same_bits(torch.compile(layer, backend="eager", fullgraph=True)(x), expected, "compiled")
+    torch._dynamo.reset()
+
+
+def test_bytes_that_were_written_in_place_are_looked_at_again():
+    """A broadcast of the base writes into parameters."""
+    layer, own = make(FrozenOptions("transient"), FP32, "cpu"), gaussian(70, 96, WEIGHT)
+    layer.weight_gscale.data.copy_(own.gscale.view(torch.uint8))
+    layer.rewritten()
+    assert layer.significand == 1.0
+
+
+def test_experts_know_their_significands():
+    """As a layer does: looked at again where scales are loaded or written, nowhere else; not made up where there are none yet."""
+    from test_experts import OPTIONS, experts_of
+    from test_moe import mixtral
+
+    experts = FrozenExperts.quantize(experts_of(mixtral()), "nvfp4", OPTIONS)
+    state, empty = copy.deepcopy(experts.state_dict()), copy.deepcopy(experts).to("meta")
+    kept = experts.layers("down_proj", keep=True)
+    foreign_state = copy.deepcopy(state)
+    for scales in (foreign_state["down_proj_gscale"].view(FP32), foreign_state["gate_up_proj_gscale"].view(FP32)):
+        scales *= 1.25
+    experts.load_state_dict({}, strict=False)  # an adapter's
+    assert experts.layers("down_proj") is kept and kept[0].significand == 1.0
+    experts.load_state_dict(foreign_state)
+    assert [layer.significand for layer in experts.layers("down_proj", keep=True)] == [1.25] * experts.experts
+    for name, t in state.items():
+        getattr(experts, name).data.copy_(t)
+    experts.rewritten()
+    assert [layer.significand for layer in experts.layers("down_proj", keep=True)] == [1.0] * experts.experts
+    empty.layers("down_proj")
+    for name, t in foreign_state.items():  # as transformers puts what it has read
+        setattr(empty, name, nn.Parameter(t, requires_grad=False))
+    assert [layer.significand for layer in empty.layers("down_proj")] == [1.25] * experts.experts
+
+
+def test_quantising_beside_a_foreign_layer_takes_the_next_power_of_two():
+    """Kernels that quantise take a global scale for a power of two."""
+    linear, g = nn.Linear(96, 70), torch.tensor([0.1 / 16])
+    layer = NVFP4FrozenLinear.quantize(linear, FrozenOptions("cached"), gscale=g)
+    assert layer.forward_layout.gscale.item() == 2.0**-7 and layer.significand == 1.0
+    same = NVFP4FrozenLinear.quantize(linear, FrozenOptions("cached"), gscale=torch.tensor([2.0**-7]))
+    assert_same_matrix(layer.forward_layout, same.forward_layout, "W_f")
+    assert_same_matrix(layer.backward_layout, same.backward_layout, "W_b")
+
+
+def test_a_merged_weight_that_nothing_changes_keeps_scale_and_significand():
+    """Merge-aware training begins with B = 0."""
+    from peft_nvfp4 import merge_aware
+
+    base = make(FrozenOptions("cached"), FP32, "cpu")
+    for delta, expected in ((0.0, base.significand), (1e-3, 1.0)):
+        weight = base.dequantize(FP32) + delta
+        twin = merge_aware.with_weight(base, merge_aware.requantized(base, weight))
+        assert twin.significand == expected == reference.significand(twin.forward_layout.gscale)
 
 
 def test_many_rows_and_copies_that_are_kept():

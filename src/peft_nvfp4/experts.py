@@ -159,10 +159,11 @@ class FrozenExperts(nn.Module):
         stamp = (self.compute_dtype, self.options[name], *((t.data_ptr(), t.device) for t in stacks.values()))
         if (cached := self._layers.get(name)) is None or cached[0] != stamp:  # moved, merged, or gathered by FSDP
             make, (n, k) = FROM_PACKED[self.backend], self.projections[name]
-            if name not in self._significands:
-                self._significands[name] = significands(stacks, self.experts)
+            known = self._significands.get(name) or significands(stacks, self.experts)
+            if not getattr(self, name).is_meta:
+                self._significands[name] = known
             slices = ({leaf: t.detach()[e] for leaf, t in stacks.items()} for e in range(self.experts))
-            each = zip(slices, self._significands[name])
+            each = zip(slices, known)
             cached = stamp, [make(tensors, n, k, self.compute_dtype, self.options[name], s) for tensors, s in each]
             if keep:
                 self._layers[name] = cached
@@ -197,10 +198,15 @@ class FrozenExperts(nn.Module):
             setattr(self, key, saved if saved.device == device else frozen(saved.data.to(device)))
         self._significands.clear()
 
-    def _load_from_state_dict(self, *args, **kwargs) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def rewritten(self) -> None:
+        """As of a frozen linear."""
         self._layers.clear()
         self._significands.clear()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args, **kwargs) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if any(f"{prefix}{stack_name(name, 'weight_gscale')}" in state_dict for name in self.projections):  # not an adapter's
+            self.rewritten()
 
     def to_experts(self, dense: Mapping[str, Tensor] | None = None) -> nn.Module:
         """The module that this one replaced, with dense weights: the given ones (E, N, K), or what is stored."""

@@ -34,11 +34,11 @@ from peft import LoraConfig
 from torch import Tensor
 
 from . import branches as lora
-from . import ops, reference
+from . import ops
 from .backends import FrozenLinear, autocast_input
-from .backends.nvfp4 import NVFP4FrozenLinear, product
+from .backends.nvfp4 import NVFP4FrozenLinear, next_power_of_two, product
 from .calibration.hessian import exact_matmul
-from .formats import E2M1_MAX, E4M3_MAX, WEIGHT, QuantizedMatrix
+from .formats import WEIGHT, QuantizedMatrix
 from .linear import dequantize_input, no_autocast
 
 if TYPE_CHECKING:
@@ -84,10 +84,7 @@ def requantized(base: NVFP4FrozenLinear, weight: Tensor) -> QuantizedMatrix:
     """What ``base`` stores once ``weight`` (N, K) float32 is merged into it, without waiting for the GPU: Q(weight), or what is
     stored where nothing would change. NaN gives NaN."""
     present = base.forward_layout
-    # the scale that is there, or another tool's made a power of two: as NVFP4FrozenLinear.requantize_
-    there = present.gscale
-    if base.significand != 1.0:
-        there = reference.power_of_two_scale(there * (E2M1_MAX * E4M3_MAX))
+    there = present.gscale if base.significand == 1.0 else next_power_of_two(present.gscale)
     gscale = torch.maximum(ops.weight_gscale(weight), there)
     new = ops.quantize_weight(weight, WEIGHT, gscale)
     same = (weight == base.dequantize(torch.float32)).all()
@@ -97,7 +94,8 @@ def requantized(base: NVFP4FrozenLinear, weight: Tensor) -> QuantizedMatrix:
 def with_weight(base: NVFP4FrozenLinear, q: QuantizedMatrix) -> NVFP4FrozenLinear:
     """A layer like ``base`` that shares everything with it but the weight. It makes its backward layout where it is needed."""
     options = replace(base.options, weight_layouts="transient")
-    twin = NVFP4FrozenLinear(base.in_features, base.out_features, None, base.compute_dtype, options, q)
+    known = 1.0 if base.significand == 1.0 else None  # another tool's scale stays where nothing changes (B = 0): a look, a wait
+    twin = NVFP4FrozenLinear(base.in_features, base.out_features, None, base.compute_dtype, options, q, known)
     twin.bias, twin.shares_input = base.bias, base.shares_input
     if base.input_centre is not None:
         twin.set_centre(base.input_centre.view(torch.float32))

@@ -332,8 +332,8 @@ def matmul(
         values: (M, K), the sum of the dequantised terms in ``dtype``, unrounded, if the caller has it: an emulating
             implementation then need not dequantise again; an FP4 kernel ignores it.
         factor: significand of w's global scale (:func:`peft_nvfp4.reference.significand`): an emulating implementation keeps it
-            out of the BF16 operand and multiplies the FP32 sum. Left out for a scale that is no power of two, a GPU rounds D(w)
-            to BF16.
+            out of the BF16 operand and multiplies the FP32 sum. Left out for a scale that is no power of two, a GPU computes
+            with D(w) rounded to BF16 or, for few rows, with cut-off block scales.
     """
     if not 1 <= len(terms) <= 2:
         raise RuntimeError(f"matmul: an input has one or two terms, got {len(terms)}")

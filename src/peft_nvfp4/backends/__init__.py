@@ -106,6 +106,9 @@ class FrozenLinear(nn.Linear):
         """Replace the stored weight by (the quantised form of) a dense one (out_features, in_features)."""
         raise NotImplementedError
 
+    def rewritten(self) -> None:
+        """To be called by whoever writes into the packed tensors in place: what was found out about them is found out again."""
+
     def packed_tensors(self) -> dict[str, Tensor]:
         """Every tensor the frozen weight occupies, by name."""
         return {name: p for name, p in self.named_parameters(recurse=False) if name != "bias"}

@@ -58,14 +58,20 @@ def _bytes(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8)
 
 
+def next_power_of_two(g: Tensor) -> Tensor:
+    """The global scale to quantise under where ``g`` (1,) is there already. Kernels that quantise take it for a power of two,
+    which another tool's need not be."""
+    return reference.power_of_two_scale(g * (E2M1_MAX * E4M3_MAX))
+
+
 @register_backend("nvfp4")
 class NVFP4FrozenLinear(FrozenLinear):
     """Frozen linear in NVFP4, W4A4.
 
     Args:
         w: W_f (N, K).
-        significand: of its global scale: 1 for a power of two, as this package makes them; None where it may be another tool's,
-            to be looked at, which waits for a GPU.
+        significand: of its global scale: 1 for a power of two, as this package makes them; None where it may be another tool's:
+            it is looked at, which waits for a GPU.
 
     Attributes:
         site: those linears, where a run of the model has shown which they are (:func:`peft_nvfp4.attach`): computed together.
@@ -85,7 +91,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         compute_dtype: torch.dtype,
         options: FrozenOptions,
         w: QuantizedMatrix,
-        significand: float | None = 1.0,
+        significand: float | None = None,
     ):
         super().__init__(in_features, out_features, bias, compute_dtype, options)
         for name in PARAMETERS:
@@ -96,7 +102,7 @@ class NVFP4FrozenLinear(FrozenLinear):
     def quantize(
         cls, linear: nn.Linear, options: FrozenOptions | None = None, *, gscale: Tensor | None = None
     ) -> NVFP4FrozenLinear:
-        """Quantise ``linear.weight`` with the searching scale rule ("mse").
+        """Quantise ``linear.weight`` with the searching scale rule ("mse"), under ``gscale`` or the next power of two.
 
         Raises:
             ValueError: the weight holds NaN or Inf.
@@ -105,17 +111,16 @@ class NVFP4FrozenLinear(FrozenLinear):
         if not torch.isfinite(weight).all():
             raise ValueError("weight holds NaN or Inf; a quantised layer cannot represent them")
         home, weight = weight.device, weight.to(_packing_device(weight))
-        w = ops.quantize_weight(weight, WEIGHT, None if gscale is None else gscale.to(weight.device))
+        w = ops.quantize_weight(weight, WEIGHT, None if gscale is None else next_power_of_two(gscale.to(weight.device)))
         options = options or FrozenOptions()
-        layer = cls(linear.in_features, linear.out_features, linear.bias, weight.dtype, options, w)
+        layer = cls(linear.in_features, linear.out_features, linear.bias, weight.dtype, options, w, 1.0)
         return layer.train(linear.training).to(home)
 
     # -- storage
 
     def _store(self, w: QuantizedMatrix, significand: float | None = None) -> None:
         """Keep W_f and, where the options ask for it, W_b. ``significand`` of the global scale: looked at if it is not given."""
-        self._put("weight", "weight_scales", "weight_gscale", w)
-        self._significand = significand
+        self._put("weight", "weight_scales", "weight_gscale", w, significand)
         values = torch.bfloat16 if self.significand == 1.0 else torch.float32  # D(W_f) is exact in it
         if self.options.weight_layouts == "cached" and self.options.gradients != "bf16":
             w_b = ops.quantize_weight(ops.dequantize(w, values).T, WEIGHT_BACKWARD)  # transpose_requantize, by chunks
@@ -123,20 +128,31 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     @property
     def significand(self) -> float:
-        """Of the global scale of W_f: 1 for a power of two, as this package's own are. Kept, since looking waits for a GPU."""
-        if self._significand is None and not self.weight_gscale.is_meta:
-            self._significand = reference.significand(self.weight_gscale.view(torch.float32))
+        """Of the global scale of W_f: 1 for a power of two, as this package's own are."""
+        if self._significand is None:  # it was nowhere, or in pieces, when it was bound
+            self._look()
         return self._significand or 1.0
 
-    def _load_from_state_dict(self, *args, **kwargs) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._significand = None
+    def _look(self, known: float | None = None) -> None:
+        """Keep the significand of the global scale that is there now. At once: looking waits for a GPU, and within a forward
+        neither a compiler nor the recording of a CUDA graph could do it."""
+        self._significand = known
+        if known is None and not self.weight_gscale.is_meta and not hasattr(self.weight_gscale, "device_mesh"):
+            self._significand = reference.significand(self.weight_gscale.view(torch.float32))
 
-    def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix) -> None:
-        if gscale == "weight_gscale":
-            self._significand = None
+    def rewritten(self) -> None:
+        self._look()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args, **kwargs) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if f"{prefix}weight_gscale" in state_dict:  # an adapter's has none
+            self._look()
+
+    def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix, significand: float | None = None) -> None:
         for name, data in ((codes, q.codes), (scales, q.scales), (gscale, _bytes(q.gscale))):
             setattr(self, name, frozen(data))  # a new parameter: snapshots, and layers that share the old one, keep it
+        if gscale == "weight_gscale":
+            self._look(significand)
 
     @property
     def forward_layout(self) -> QuantizedMatrix:
@@ -183,9 +199,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         self._check_dense(weight)
         weight = weight.detach().to(self.weight.device)
         needed = ops.weight_gscale(weight)
-        # the scale that is there, if it is large enough: siblings share it. Another tool's may be no power of two, which kernels
-        # that quantise take it for: the next one then
-        there = reference.power_of_two_scale(self.weight_gscale.view(torch.float32) * (E2M1_MAX * E4M3_MAX))
+        there = next_power_of_two(self.weight_gscale.view(torch.float32))  # if it is large enough: siblings share it
         self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, there)), 1.0)
         if self.input_centre is not None:
             self.set_centre(self._centre)
@@ -194,8 +208,10 @@ class NVFP4FrozenLinear(FrozenLinear):
         return {name: data for name, data in super().snapshot().items() if name not in ("input_centre", "output_centre")}
 
     def restore(self, snapshot: Mapping[str, nn.Parameter]) -> None:
+        before = self.weight_gscale
         super().restore(snapshot)
-        self._significand = None
+        if self.weight_gscale is not before:
+            self._look()
         if self.input_centre is not None:  # the constant belongs to the weight that is stored now
             self.set_centre(self._centre)
 

@@ -93,6 +93,9 @@ def broadcast_base(model: nn.Module, src: int = 0, group: dist.ProcessGroup | No
             first = next((a for a, b in zip(layouts[0], other) if a != b), "the number of modules")
             raise ValueError(f"rank {rank} holds other modules than rank 0, first at {first}: their weights cannot be replaced")
     send([t for _, _, t in here], src, group)
+    for module in model.modules():
+        if hasattr(module, "rewritten"):  # frozen linears and experts
+            module.rewritten()
 
 
 def send(tensors: list[Tensor], src: int = 0, group: dist.ProcessGroup | None = None) -> None:
