@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -54,6 +55,7 @@ FILES = (
     "test_encoder_decoder_models",
     "test_feature_extraction_models",
 )
+VERSIONS = ("peft", "torch", "transformers", "bitsandbytes", "trl")
 HELPERS = ("helpers.py", "quantizers.py", "sft.py")
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 
@@ -129,7 +131,7 @@ def main() -> int:
     scratch.mkdir(exist_ok=True)
     path = arguments.results / "peer_suites.json"
     content = json.loads(path.read_text()) if path.exists() else {}
-    content["versions"] = {name: version(name) for name in ("peft", "torch", "transformers", "bitsandbytes")}
+    content["versions"] = {name: version(name) for name in VERSIONS if find_spec(name)}
     if "stock" in parts:
         old = content.get("stock", {}) if set(arguments.files) != set(FILES) else {}
         content["stock"] = {**old, **run_stock(sources, hub, scratch, arguments.files)}

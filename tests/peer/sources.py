@@ -64,6 +64,8 @@ HUB = {
     "peft-internal-testing/tiny-random-BartForConditionalGeneration": ("BartForConditionalGeneration", BART),
     "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": ("T5ForConditionalGeneration", T5),
     "peft-internal-testing/tiny-random-RobertaModel": ("RobertaModel", BERT),
+    "peft-internal-testing/tiny-random-DebertaModel": ("DebertaModel", BERT),
+    "peft-internal-testing/tiny-random-DebertaV2Model": ("DebertaV2Model", BERT),
     "peft-internal-testing/tiny-random-RobertaForSequenceClassification": ("RobertaForSequenceClassification", BERT),
     "peft-internal-testing/tiny-random-BertForSequenceClassification": ("BertForSequenceClassification", BERT),
     "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": ("LlamaForSequenceClassification", LLAMA),
