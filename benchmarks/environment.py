@@ -13,7 +13,7 @@ import torch
 
 def environment() -> dict[str, str]:
     """GPU, driver, processor, package versions and commit, as strings."""
-    stamp = {"python": platform.python_version(), "machine": platform.machine(), "commit": _commit()}
+    stamp = {"python": platform.python_version(), "machine": platform.machine(), "commit": commit()}
     for package in ("torch", "triton", "transformers", "peft", "bitsandbytes"):
         try:
             stamp[package] = version(package)
@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
     return stamp
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the source, from git or (where the tree travels without it) from $PEFT_NVFP4_COMMIT."""
     if "PEFT_NVFP4_COMMIT" in os.environ:
         return os.environ["PEFT_NVFP4_COMMIT"]

@@ -848,7 +848,7 @@ def test_what_was_cut_off_is_in_the_table_until_it_is_whole(data, tmp_path, mode
     assert "1 of 2" in summaries.long_run_table(content)
     content = json.loads(runner.Session(plan, args, {}).run()["long_run"].read_text())
     assert [(r["steps"], "planned" in r) for r in content["runs"]] == [(2, False)] and content["not_finished"] == []
-    assert content["runs"][0]["curve"]["held_out"][0]["step"] == 0
+    assert content["runs"][0]["curve"]["held_out"][0]["step"] == 0 and content["runs"][0]["commit"]
 
 
 # ---------------------------------------------------------------------------------------------- summaries

@@ -254,6 +254,12 @@ def test_differences_pair_seeds_over_the_tasks_that_all_methods_have():
     assert found.endswith("−1.5 ± 1.5 points; at least −1.0 was asked for: **missed**, by less than the error.")
 
 
+def test_a_table_of_several_sessions_names_their_commits():
+    runs = [{"commit": "a" * 40}, {"commit": "b" * 40}, {"commit": "a" * 40}]
+    found = others.measured_on({"x.json": {"environment": {"commit": "c" * 40}, "runs": runs}, "y.json": {"environment": {}}})
+    assert "| aaaaaaa, bbbbbbb |" in found and "| unknown |" in found
+
+
 def test_scores_stand_beside_the_time_of_their_steps():
     times = {"times": [{"case": "nvfp4-paper-graphs", "batch": 4, "seq": 1024, "step_ms": 50.0}]}
     table = others.against_time(ACCURACY, times)

@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from environment import environment
+from environment import commit, environment
 from torch import Tensor, nn
 
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
@@ -204,7 +204,8 @@ class Workbench:
         self.record(group, kind, lr, seed, result | scores | {"train_s": trained, "seconds": time.time() - start}, runs)
 
     def record(self, group: Group, kind: str, lr: float | None, seed: int | None, result: dict, runs: Runs) -> None:
-        row = dict(zip(KEY, group.key(kind, lr, seed))) | {"label": group.method.label} | _rounded(result)
+        made = {"label": group.method.label, "commit": commit()}
+        row = dict(zip(KEY, group.key(kind, lr, seed))) | made | _rounded(result)
         runs.add(row)
         self.board.record("here", row)
         print(f"{group.task}, {group.method.name}, {kind}, seed {seed}: {json.dumps(_rounded(result))}", flush=True)

@@ -35,14 +35,14 @@ CLOCKS = {  # method of the accuracy table -> (case of step_time.py, rows of the
 
 
 def measured_on(files: dict[str, dict]) -> str:
-    """Where each file comes from; ``files``: name -> content."""
+    """Where each file comes from; ``files``: name -> content. Runs of several sessions say their commits themselves."""
     rows = []
     for name, data in files.items():
         e = data["environment"]
-        commit = e.get("commit", "unknown")
-        commit = commit[:7] + ("-dirty" if commit.endswith("-dirty") else "")
+        own = [run["commit"] for run in data.get("runs", ()) if isinstance(run, dict) and "commit" in run]
+        commits = [c[:7] + ("-dirty" if c.endswith("-dirty") else "") for c in own or [e.get("commit", "unknown")]]
         versions = [e.get(k, "–") for k in ("torch", "triton", "transformers", "peft", "bitsandbytes")]
-        rows.append([f"`{name}`", e.get("gpu", "CPU"), e.get("driver", "–"), *versions, commit])
+        rows.append([f"`{name}`", e.get("gpu", "CPU"), e.get("driver", "–"), *versions, ", ".join(dict.fromkeys(commits))])
     return markdown(["", "GPU", "driver", "torch", "triton", "transformers", "peft", "bitsandbytes", "commit"], rows)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from environment import commit
 
 from . import encoding
 from .jobs import BEYOND, KEY, Board, Group, Runs, chosen_lr
@@ -98,6 +99,7 @@ class Lane:
         self.stream = torch.cuda.Stream() if cuda else None
         self.capture = torch.cuda.Stream() if cuda else None
         self.pace = 0.0  # seconds of the last run, by its steps
+        self.commit = commit()
         self.work = self.groups()
 
     @contextmanager
@@ -235,7 +237,8 @@ class Lane:
         self.record(group, kind, lr, seed, result, runs)
 
     def record(self, group: Group, kind: str, lr, seed, result: dict, runs: Runs) -> None:
-        row = dict(zip(KEY, group.key(kind, lr, seed))) | {"label": group.method.label} | _rounded(result)
+        made = {"label": group.method.label, "commit": self.commit}  # a table may be of several sessions
+        row = dict(zip(KEY, group.key(kind, lr, seed))) | made | _rounded(result)
         runs.add(row)
         self.board.record(self.worker, row)
 
