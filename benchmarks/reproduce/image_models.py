@@ -50,7 +50,6 @@ def stand_in(folder: Path) -> Path:
         except FileNotFoundError as error:
             raise SystemExit(MISSING.format(why=error)) from error
         model = calibrate_vlm.build(lm, tokenizer)
-        model.config.tie_word_embeddings = lm.config.tie_word_embeddings  # or the files, which hold one of two, lack the head
         model.save_pretrained(folder)
         size = {"longest_edge": calibrate_vlm.TILE}
         images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
