@@ -26,6 +26,9 @@ from ..backends import FrozenLinear
 
 HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride data_ptr get_device".split())
 """Functions that look at a tensor without reading its values."""
+CONVERSIONS = frozenset({"to", "contiguous"})
+"""Functions that return the very tensor where there is nothing to do. accelerate moves the input of every module that way when it
+spreads a model over devices."""
 
 
 @dataclass
@@ -53,11 +56,15 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
-        if name not in HARMLESS:
-            for leaf in tree_leaves((args, kwargs or {})):
-                if isinstance(leaf, Tensor) and leaf in self.produced:
-                    self.readers[self.produced[leaf]].others.add(name)
-        return func(*args, **(kwargs or {}))
+        watched = () if name in HARMLESS else [leaf for leaf in tree_leaves((args, kwargs or {})) if self._is_watched(leaf)]
+        result = func(*args, **(kwargs or {}))
+        for leaf in watched:
+            if not (name in CONVERSIONS and result is leaf):
+                self.readers[self.produced[leaf]].others.add(name)
+        return result
+
+    def _is_watched(self, leaf: object) -> bool:
+        return isinstance(leaf, Tensor) and leaf in self.produced
 
 
 class _Run:
