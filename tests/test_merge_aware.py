@@ -241,6 +241,28 @@ def test_merged_weight_is_kept_while_nothing_changes():
     assert not [n for n in layer.state_dict() if "merged" in n]
 
 
+@pytest.mark.gpu
+def test_a_recorded_forward_pass_follows_the_adapter():
+    """Replayed optimizer steps write to A and B without a new version: a merged weight that was kept from before the recording
+    would be used for ever, or be gone (its memory given to others) after the next ``train()``."""
+    layer = layer_of(mlp(torch.bfloat16).cuda().eval())
+    x = inputs(layer).to("cuda", torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(side):
+        before = layer(x).clone()  # the warm-up that every recording has; keeps its merged weight
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            recorded = layer(x)
+        layer.train().eval()
+        for p in (layer.lora_A["default"].weight, layer.lora_B["default"].weight):
+            p.data.mul_(1.5)
+        graph.replay()
+        assert not torch.equal(recorded, before)
+        assert_same_bits(recorded, layer(x), "replayed")
+    side.synchronize()
+
+
 # ---------------------------------------------------------------------------------------------- refusals, files
 
 

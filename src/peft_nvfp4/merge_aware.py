@@ -17,7 +17,7 @@ else.
 
 The price: every layer's weight is dequantised, updated and quantised with a search in every forward pass, and V (4.5 bits a
 weight) is kept for backward. Outside of training V is kept while A and B stay the same tensors with the same versions; writes
-past the version counter (through ``.data``) are seen only after ``train()``.
+past the version counter (through ``.data``) are seen only after ``train()``. A CUDA graph makes V anew whenever it is replayed.
 
 What is more than ``s * B A`` on the weight cannot be merged bit for bit, and is refused: DoRA and other variants, a bias of B,
 dropout (a merged weight has one input).
@@ -106,7 +106,9 @@ def with_weight(base: NVFP4FrozenLinear, q: QuantizedMatrix) -> NVFP4FrozenLinea
 def merged_layer(layer: FrozenLoraLinear, names: Sequence[str]) -> NVFP4FrozenLinear:
     """The frozen linear that merging ``names`` would leave."""
     base = layer.get_base_layer()
-    keep = not layer.training and not torch.is_grad_enabled()
+    # not in a CUDA graph: it would outlive what is kept, and a replayed optimizer step leaves no mark on A and B
+    capturing = base.weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    keep = not layer.training and not torch.is_grad_enabled() and not capturing
     key = _identity(layer, names) if keep else None
     if keep and layer._merged_layer is not None and layer._merged_layer[0] == key:
         return layer._merged_layer[1]
