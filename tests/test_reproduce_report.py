@@ -100,6 +100,22 @@ def test_largest_batches_are_added_to_what_a_file_has(tmp_path):
         assert [row["largest_batch"] for row in data["largest"]] == [expected]
 
 
+def test_naming_cases_leaves_the_rows_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "SMALL", {**memory.SMALL, "cases": {"bf16": ((1, 32),), "nvfp4-paper": ((1, 32),)}})
+    monkeypatch.setattr(step_time, "SMALL", {"bf16": ((1, 32),), "nvfp4-paper": ((1, 32),)})
+    for module, name, tables in ((memory, "memory", ("peaks", "largest")), (step_time, "step_time", ("times",))):
+        path = tmp_path / f"{name}.json"
+        others, own = {"case": "bf16", "batch": 7, "seq": 8, "cap_gib": 9}, {"case": "nvfp4-paper", "batch": 7, "seq": 8}
+        before = {"environment": {"commit": "b"}, "settings": {"kept_from": "a"}} | {t: [others, own] for t in tables}
+        path.write_text(json.dumps(before))
+        module.main(["--small", "--cases", "nvfp4-paper", "--out", str(tmp_path)])
+        data = json.loads(path.read_text())
+        assert data["settings"]["kept_from"] == "a, b"
+        for table in tables:
+            kept, new = data[table]
+            assert kept == others and new["case"] == "nvfp4-paper" and new.get("batch") != 7 and "error" not in new
+
+
 def test_an_error_is_a_row_and_the_file_is_there(tmp_path):
     run = memory.Run(memory.arguments("", ["--small", "--out", str(tmp_path)]), "memory", ("peaks",))
 

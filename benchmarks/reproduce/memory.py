@@ -2,6 +2,7 @@
 batch and sequence length, the largest batch under a cap, checkpointing, and saved activations in 4 bits.
 
     python benchmarks/reproduce/memory.py            # one GPU, some two minutes; --seconds 140: no row is begun later
+    python benchmarks/reproduce/memory.py --cases A  # these only; the rows of others stay as they are
     python benchmarks/reproduce/memory.py --largest  # keeps the file's rows, and adds the largest batches that it lacks
     python benchmarks/reproduce/memory.py --small    # a tiny model, on a CPU: does it run?
 
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,7 @@ CASES = {
     "bf16": CROSS,
     "nvfp4-paper": CROSS,
     "nvfp4": CROSS,
+    "nvfp4-high": CROSS,
     "bf16-liger": CROSS,
     "qlora-liger": CROSS,
     "bf16-codes": CROSS,
@@ -70,6 +72,7 @@ CAPPED = {
     "bf16-liger": CAPS,
     "nvfp4-paper": CAPS,
     "nvfp4": CAPS,
+    "nvfp4-high": CAPS,
     "qlora-liger": CAPS,
     "bf16": CAPS,
     "bf16-codes": CAPS,
@@ -99,12 +102,18 @@ class Run:
             "not_run": [],
         }
 
-    def keep(self, *tables: str) -> None:
-        """What the file has; ``kept_from`` says of which commit."""
+    def keep(self, *tables: str, but: Container[str] = ()) -> None:
+        """What the file has, ``but`` the rows of these cases; ``kept_from`` says of which commits."""
         before = json.loads(self.path.read_text())
         for table in tables:
-            self.data[table] = [row for row in before[table] if "error" not in row]
-        self.data["settings"]["kept_from"] = before["settings"].get("kept_from", before["environment"]["commit"])
+            self.data[table] = [row for row in before[table] if "error" not in row and row["case"] not in but]
+        commits = [*before["settings"].get("kept_from", "").split(", "), before["environment"]["commit"]]
+        self.data["settings"]["kept_from"] = ", ".join(dict.fromkeys(filter(None, commits)))
+
+    def keep_others(self, *tables: str) -> None:
+        """With ``--cases``: the rows of all others."""
+        if self.args.cases and self.path.is_file():
+            self.keep(*tables, but=self.args.cases.split(","))
 
     def over(self, what: str, share: float = 1.0) -> bool:
         """Whether the time, or this share of it, is up; what is therefore left out goes into the file."""
@@ -285,7 +294,7 @@ def arguments(doc: str, argv: list[str] | None, *flags: tuple[str, str]) -> argp
     parser.add_argument("--shape", default="1b", choices=tuple(bench_train.SHAPES))
     parser.add_argument("--small", action="store_true", help="a tiny model, a few steps, on the CPU")
     parser.add_argument("--seconds", type=float, default=0, help="begin no row after so many; 0: no limit")
-    parser.add_argument("--cases", default="", help="comma-separated, of those that are run by default")
+    parser.add_argument("--cases", default="", help="comma-separated, of those that are run by default; others stay as they are")
     parser.add_argument("--out", type=Path, default=RESULTS)
     for name, text in flags:
         parser.add_argument(name, action="store_true", help=text)
@@ -308,6 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.largest:
         run.keep("peaks", "largest")
     else:
+        run.keep_others("peaks", "largest")
         peaks(run, chosen(SMALL["cases"] if args.small else CASES, args))
     capped = chosen(SMALL["capped"] if args.small else CAPPED, args)
     seq, most = (SMALL["seq"], SMALL["most"]) if args.small else (CAPPED_SEQ, MOST)

@@ -37,6 +37,7 @@ CASES = {
     "bf16-ours-graphs": ALL,
     "nvfp4-paper-graphs": ALL,
     "nvfp4-graphs": ALL,
+    "nvfp4-high-graphs": ALL,
     "nvfp4-paper-recompute-once-transient-graphs": ALL,
     "bf16-ours": (FIRST, (4, 512)),
     "qlora": ONE,
@@ -107,6 +108,7 @@ def point(run: Run, trainers: dict[str, Trainer], cases: dict[str, tuple], batch
 def main(argv: list[str] | None = None) -> None:
     args = arguments(__doc__, argv)
     run = Run(args, "step_time", ("times",))
+    run.keep_others("times")
     cases, grid = chosen(SMALL if args.small else CASES, args), SMALL_GRID if args.small else GRID
     run.data["settings"] |= {"warmup": WARMUP, "rounds": ROUNDS, "burst": BURST}
     trainers = built(run, cases)
