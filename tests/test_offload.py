@@ -17,7 +17,6 @@ from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, frozen_bytes, handof
 from peft_nvfp4.backends import FrozenLinear
 from peft_nvfp4.offload import _owner, computing, disable_offload, enable_offload, find_layers, offload_status, offloaded
 from peft_nvfp4.offload_layers import ATTRIBUTE
-from peft_nvfp4.placement import MoveInputs
 
 BACKENDS = ("nvfp4 cached", "nvfp4 transient", "nf4", "bf16")
 
@@ -493,40 +492,6 @@ def test_a_spread_model_is_fused_like_one_that_is_not():
     assert str(pieces.base_model.nvfp4_report) == str(plain.base_model.nvfp4_report)
     wanted, found = steps(plain), steps(pieces)
     assert found[0] == wanted[0] and same(found[1], wanted[1])
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_fused_module_follows_the_device_map(cut, monkeypatch):
-    """A map that names an MLP: the fused one moves its inputs, and only that one."""
-    moved = []
-    monkeypatch.setattr("accelerate.utils.send_to_device", lambda x, device: moved.append(device) or x)
-    model = spread(tiny_llama(num_hidden_layers=2), {"": "cpu"})
-    if cut:  # stands for another device, which this machine may not have
-        model.model.layers[1].mlp._hf_hook.execution_device = "cpu:0"
-    for _ in range(2):  # a second adapter attaches anew
-        model = get_peft_model(model, NVFP4LoraConfig(r=4, target_modules="all-linear")).train()
-        layers = model.get_base_model().model.layers
-        hooks = [list(map(type, layer.mlp._forward_pre_hooks.values())) for layer in layers]
-        assert hooks == [[], [MoveInputs] * cut]
-        steps(model, 1)
-        assert moved == ["cpu:0"] * len(moved) and bool(moved) == cut
-        model = model.unload()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: needs two GPUs")
-def test_device_map_that_cuts_a_layer():
-    """Its MLP on another GPU: the norm before it is not fused (its output is copied), the rest is, and it trains."""
-    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0, "model.layers.0": 0}
-    places |= {f"model.layers.1.{name}": 0 for name in ("self_attn", "input_layernorm", "post_attention_layernorm")}
-    found = []
-    for mlp in (0, 1):
-        torch.manual_seed(0)
-        model = spread(tiny_llama(torch.bfloat16, num_hidden_layers=2), {**places, "model.layers.1.mlp": mlp})
-        model = get_peft_model(model, NVFP4LoraConfig(r=4, target_modules="all-linear")).train()
-        assert {p.device.index for p in model.parameters()} == {0, mlp}
-        found.append(steps(model)[0])
-    assert found[0][0] == found[1][0] and found[1][1] < found[1][0]  # the forward pass is the same, one norm's gradient is not
 
 
 @pytest.mark.gpu

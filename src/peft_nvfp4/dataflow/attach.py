@@ -22,7 +22,6 @@ from torch import nn
 from ..backends import FrozenLinear
 from ..backends.nvfp4 import NVFP4FrozenLinear, Site
 from ..experts import FrozenExperts, frozen_experts
-from ..placement import follow
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
@@ -131,10 +130,8 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    path, _, child = name.rpartition(".")
-    parent = model.get_submodule(path)
-    follow(parent, getattr(parent, child), module)
-    setattr(parent, child, module)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def _two_tokens(model: nn.Module) -> object:
