@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from bench_train import Case
-from reproduce import costs, memory, others, paper, report, step_time
+from reproduce import costs, memory, others, paper, report, step_time, summaries
 
 from peft_nvfp4.estimate import Settings, estimate
 from peft_nvfp4.tools import profiling
@@ -163,7 +163,8 @@ def test_settings_mean_the_case(case):
 
 
 def test_settings_of_the_default_are_the_estimators_defaults():
-    assert memory.settings_of(Case("nvfp4")) == Settings()
+    assert memory.settings_of(Case("nvfp4-high")) == Settings()
+    assert memory.settings_of(Case("nvfp4")) == Settings(accuracy="balanced")
     assert memory.settings_of(Case("nvfp4-paper-recompute-once-transient-graphs")) == Settings(
         accuracy="paper", recompute_mlp=True, recompute_attention=True, weight_layouts="transient", cuda_graphs=True
     )
@@ -262,12 +263,41 @@ def test_differences_pair_seeds_over_the_tasks_that_all_methods_have():
     assert others.points(found) == "−25.0 ± 5.0" and others.points((-1.0, float("nan"))) == "−1.0 (one seed)"
     assert others.difference(ACCURACY, "paper_gptq", "nf4") is None and others.points(None) == "not measured"
     assert others.verdicts(ACCURACY, "shipped") == [
-        "`balanced_gptq`, average minus BF16 LoRA's: −0.5 ± 0.5 points; at least −1.0 was asked for: met.",
-        "`paper_gptq`, average minus BF16 LoRA's: −25.0 ± 5.0 points; at least −1.0 was asked for: **missed**.",
+        "`balanced_gptq`, average minus BF16 LoRA's: −0.5 ± 0.5 points; at least −1.0 was asked for: met (in nats +0.005 ± "
+        "0.005, less is better).",
+        "`paper_gptq`, average minus BF16 LoRA's: −25.0 ± 5.0 points; at least −1.0 was asked for: **missed** (in nats +0.250 ± "
+        "0.050, less is better).",
     ]
     close = {"runs": [*ACCURACY["runs"][:2], *(run("high", "a", seed, value) for seed, value in enumerate((0.77, 0.9)))]}
     (found,) = others.verdicts(close, "shipped")
-    assert found.endswith("−1.5 ± 1.5 points; at least −1.0 was asked for: **missed**, by less than the error.")
+    assert "−1.5 ± 1.5 points; at least −1.0 was asked for: **missed**, by less than the error (in nats " in found
+
+
+def test_a_task_that_bf16_lora_does_not_learn_is_in_no_average():
+    def task(name, untrained, bf16, nf4):
+        return [
+            run("bf16", name, None, untrained, kind="zero_shot"),
+            *(run("bf16", name, seed, value) | {"nll": 1.0} for seed, value in enumerate(bf16)),
+            *(run("nf4", name, seed, value) | {"nll": 1.5} for seed, value in enumerate(nf4)),
+            *(run("high", name, seed, value) | {"nll": 1.25} for seed, value in enumerate(nf4)),
+        ]
+
+    # standard errors of 0.01; above 0.5 by 5 of them, by 1, and below
+    runs = [
+        *task("a", 0.5, (0.54, 0.56), (0.52, 0.54)),
+        *task("b", 0.5, (0.50, 0.52), (0.9, 0.9)),
+        *task("c", 0.5, (0.3, 0.32), (0.5, 0.5)),
+    ]
+    data = {"runs": runs}
+    assert summaries.counted(data) == ["a"] and summaries.common_tasks(data) == ["a", "b", "c"]
+    assert [line.split(":")[0] for line in others.left_out(data, "shipped")] == [f"`{t}` is in no average" for t in "bc"]
+    assert "scores 31.0 ± 1.0 (standard error) there, the untrained model 50.0." in others.left_out(data, "shipped")[1]
+    assert summaries.averages(data)["nf4"]["difference"] == pytest.approx(-0.02)
+    assert summaries.accuracy_table(data).splitlines()[0] == "| method | a | b | c | average of 1 |"
+    assert others.verdicts(data, "shipped")[0] == (
+        "`high`, average minus BF16 LoRA's: −2.0 ± 0.0 points; at least −1.0 was asked for: **missed** "
+        "(in nats +0.250 ± 0.000, less is better; over all tasks +18.7 ± 0.5 points)."
+    )
 
 
 def test_a_table_of_several_sessions_names_their_commits():

@@ -71,7 +71,7 @@ _ALL = (
     _gptq("paper_gptq_text", "NVFP4 + GPTQ on text (PACT)", "paper", TEXT),
     _gptq("paper_gptq_image", "NVFP4 + GPTQ on image prompts (PACT)", "paper", IMAGE),
     TEXT_METHODS["balanced"],
-    _gptq("balanced_gptq_image", "NVFP4 balanced + GPTQ on image prompts (ours)", "balanced", IMAGE),
+    _gptq("balanced_gptq_image", "NVFP4 balanced + GPTQ on image prompts", "balanced", IMAGE),
 )
 METHODS = {method.name: method for method in _ALL}
 

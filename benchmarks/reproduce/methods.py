@@ -73,8 +73,8 @@ _ALL = (
     _nvfp4("paper", "NVFP4 to nearest", "paper"),
     _nvfp4("paper_gptq", "NVFP4 + GPTQ (PACT)", "paper", True),
     _nvfp4("balanced", "NVFP4 balanced to nearest", "balanced"),
-    _nvfp4("balanced_gptq", "NVFP4 balanced + GPTQ (ours)", "balanced", True),
-    _nvfp4("high", "NVFP4 high to nearest", "high"),
+    _nvfp4("balanced_gptq", "NVFP4 balanced + GPTQ", "balanced", True),
+    _nvfp4("high", "NVFP4 high to nearest (default)", "high"),
     _nvfp4("high_gptq", "NVFP4 high + GPTQ", "high", True),
     _nvfp4("w4a16_gptq", "NVFP4 weights only + GPTQ", "paper", True, weights_only=True),
 )

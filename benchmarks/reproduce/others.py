@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import roofline
@@ -11,6 +12,7 @@ import roofline
 from . import paper, summaries
 from .costs import GB, find, gigabytes, markdown, method, milliseconds
 
+PRESETS = ("paper", "balanced", "high")
 SHAPES = {"1b": "Llama-1B", "3b": "Llama-3B", "8b": "Llama-8B"}
 LOSSES = (  # rows of perplexity.py that are shown: weights, inputs, title
     ("NF4", "exact", "NF4, BF16 inputs (QLoRA)"),
@@ -19,8 +21,12 @@ LOSSES = (  # rows of perplexity.py that are shown: weights, inputs, title
     ("BF16", "paper", "BF16 weights, one term: what activations cost alone"),
     ("GPTQ for paper", "as calibrated", "**GPTQ, one term: the paper's recipe**"),
     ("GPTQ for paper, centred", "as calibrated", "GPTQ, one term, centred"),
-    ("GPTQ for balanced", "as calibrated", "**GPTQ, `balanced`: this project's recipe**"),
-    ("GPTQ for paper, centred", "two terms at all sites (high)", "GPTQ, two terms everywhere (`high`)"),
+    ("GPTQ for balanced", "as calibrated", "GPTQ, `balanced`"),
+    (
+        "GPTQ for paper, centred",
+        "two terms at all sites (high)",
+        "**GPTQ, two terms everywhere: `high`, this project's default**",
+    ),
     ("GPTQ for balanced", "exact", "GPTQ, BF16 inputs"),
 )
 
@@ -31,6 +37,7 @@ CLOCKS = {  # method of the accuracy table -> (case of step_time.py, rows of the
     "paper_gptq": ("nvfp4-paper-graphs", "PACT"),
     "balanced": ("nvfp4-graphs", ""),
     "balanced_gptq": ("nvfp4-graphs", ""),
+    "high": ("nvfp4-high-graphs", ""),
 }
 
 
@@ -117,37 +124,39 @@ def projection() -> str:
     rows = []
     for card in roofline.CARDS:
         for shape in roofline.SHAPES:
-            step = {a: roofline.project(card, shape, roofline.Step(accuracy=a)) for a in ("paper", "balanced")}
+            step = {a: roofline.project(card, shape, roofline.Step(accuracy=a)) for a in PRESETS}
             totals = [f"{sum(times.values()):.0f}" for times in step.values()]
             same = (card.name, shape.name) == ("RTX 5080", "Llama-3.2-1B")
             measured = f"{paper.CHECKPOINTING['PACT'][0]}" if same else ""
             rows.append([f"{card.name}, {shape.name}", *totals, measured])
-    return markdown(["", "`paper`, projected ms", "`balanced`, projected ms", "the paper, measured ms"], rows)
+    return markdown(["", *(f"`{preset}`, projected ms" for preset in PRESETS), "the paper, measured ms"], rows)
 
 
 # ---------------------------------------------------------------------------------------------- accuracy in short, and time
 
 
-def common_tasks(accuracy: dict, weights: str = "shipped") -> list[str]:
-    """The tasks that all methods have."""
-    table = summaries.by_method(summaries.finals(accuracy["runs"], weights))
-    methods = {method for own in table.values() for method in own}
-    return [task for task, own in table.items() if set(own) == methods]
-
-
-def difference(accuracy: dict | None, one: str, other: str, weights: str = "shipped") -> tuple[float, float] | None:
-    """Points that ``one`` scores above ``other``, averaged over the common tasks, and the standard error (over seeds, paired)."""
+def difference(
+    accuracy: dict | None,
+    one: str,
+    other: str,
+    weights: str = "shipped",
+    tasks: Callable[[dict, str], list[str]] = summaries.counted,
+    value: Callable[[dict], float | None] = summaries.score_of,
+    scale: float = 100.0,
+) -> tuple[float, float] | None:
+    """Points (``scale`` x ``value``) that ``one`` is above ``other``, averaged over ``tasks``, and the standard error (of paired
+    seeds)."""
     table = summaries.by_method(summaries.finals(accuracy["runs"], weights)) if accuracy else {}
-    tasks = common_tasks(accuracy, weights) if accuracy else []
-    found = [summaries.paired(table[task].get(one, {}), table[task].get(other, {})) for task in tasks]
+    names = tasks(accuracy, weights) if accuracy else []
+    found = [summaries.paired(table[task].get(one, {}), table[task].get(other, {}), value) for task in names]
     if not found or None in found:
         return None
     error = math.sqrt(sum(d["se"] ** 2 for d in found)) / len(found)
-    return 100 * statistics.fmean(d["mean"] for d in found), 100 * error
+    return scale * statistics.fmean(d["mean"] for d in found), scale * error
 
 
-def signed(value: float) -> str:
-    return f"{value:+.1f}".replace("-", "−")
+def signed(value: float, digits: int = 1) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
 
 
 def points(found: tuple[float, float] | None) -> str:
@@ -159,15 +168,35 @@ def points(found: tuple[float, float] | None) -> str:
 def verdicts(accuracy: dict, weights: str) -> list[str]:
     """What was asked of this project's recipe: within a point of BF16 LoRA on average, and not below NF4 QLoRA."""
     lines = []
-    for name in ("balanced_gptq", "balanced", "high", "paper_gptq"):
+    for name in ("high", "balanced_gptq", "balanced", "paper_gptq"):
         for other, title, limit in (("bf16", "BF16 LoRA", -1.0), ("nf4", "NF4 QLoRA", 0.0)):
             if found := difference(accuracy, name, other, weights):
                 near = found[0] + found[1] >= limit  # false where the error is not known
                 met = "met" if found[0] >= limit else "**missed**" + (", by less than the error" if near else "")
                 lines.append(
-                    f"`{name}`, average minus {title}'s: {points(found)} points; at least {signed(limit)} was asked for: {met}."
+                    f"`{name}`, average minus {title}'s: {points(found)} points; at least {signed(limit)} was asked for: {met}"
+                    f"{_beside(accuracy, name, other, weights)}."
                 )
     return lines
+
+
+def _beside(accuracy: dict, name: str, other: str, weights: str) -> str:
+    """The same difference in nats, and in points over the tasks that do not count as well."""
+    parts = []
+    if nats := difference(accuracy, name, other, weights, value=lambda run: run.get("nll"), scale=1.0):
+        parts.append(f"in nats {signed(nats[0], 3)} ± {nats[1]:.3f}, less is better")
+    if summaries.unlearnt(accuracy, weights) and (found := difference(accuracy, name, other, weights, summaries.common_tasks)):
+        parts.append(f"over all tasks {points(found)} points")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def left_out(accuracy: dict, weights: str) -> list[str]:
+    """Which tasks are in no average, and why."""
+    return [
+        f"`{task}` is in no average: BF16 LoRA scores {100 * own['mean']:.1f} ± {100 * own['se']:.1f} (standard error) there, "
+        f"the untrained model {100 * before:.1f}. A score then says how little a method changed the model."
+        for task, (before, own) in summaries.unlearnt(accuracy, weights).items()
+    ]
 
 
 def clocked(accuracy: dict, times: dict) -> list[dict]:

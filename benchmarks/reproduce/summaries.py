@@ -69,6 +69,32 @@ def paired(a: Mapping[int, Run], b: Mapping[int, Run], value=score_of) -> dict[s
     return spread(differences) if differences else None
 
 
+def common_tasks(content: Mapping[str, Any], weights: str = "shipped") -> list[str]:
+    """The tasks that all methods have."""
+    runs = finals(content["runs"], weights)
+    table, methods = by_method(runs), set(_labels(runs))
+    return [task for task, own in table.items() if set(own) == methods]
+
+
+def unlearnt(content: Mapping[str, Any], weights: str = "shipped") -> dict[str, tuple[float, dict[str, float]]]:
+    """Tasks on which BF16 LoRA does not score above the untrained BF16 model by two standard errors: the untrained score, and
+    BF16 LoRA's. What a method scores there says how little it changed the model, so they are in no average."""
+    table, found = by_method(finals(content["runs"], weights)), {}
+    for run in content["runs"]:
+        if (run["kind"], run["weights"], run["method"]) != ("zero_shot", weights, REFERENCE) or score_of(run) is None:
+            continue
+        scores = [v for v in map(score_of, table.get(run["task"], {}).get(REFERENCE, {}).values()) if v is not None]
+        if len(scores) > 1 and (own := spread(scores))["mean"] - score_of(run) <= 2 * own["se"]:
+            found[run["task"]] = score_of(run), own
+    return found
+
+
+def counted(content: Mapping[str, Any], weights: str = "shipped") -> list[str]:
+    """The tasks that averages are over: those that all methods have and that BF16 LoRA learns."""
+    dropped = unlearnt(content, weights)
+    return [task for task in common_tasks(content, weights) if task not in dropped]
+
+
 def average(runs: Sequence[Run], method: str, tasks: Sequence[str], value=score_of) -> dict[str, float] | None:
     """Mean over tasks of a method's medians, and of its paired differences from the reference with their standard error (tasks
     and their noise are independent); None unless the method has all of the tasks."""
@@ -121,11 +147,11 @@ def _tasks(runs: Iterable[Run]) -> list[str]:
 
 
 def accuracy_table(content: Mapping[str, Any], weights: str = "shipped") -> str:
-    """Methods by tasks: median (mean ± sd, n) in per cent, and the average over the tasks that all methods have."""
+    """Methods by tasks: median (mean ± sd, n) in per cent, and the average over the tasks that count (:func:`counted`)."""
     runs = finals(content["runs"], weights)
     zero = [r for r in content["runs"] if r["kind"] == "zero_shot" and r["weights"] == weights]
     tasks, labels, table = _tasks(runs), _labels(runs), by_method(runs)
-    common = [task for task in tasks if set(table[task]) == set(labels)]
+    common = counted(content, weights)
     rows = []
     before = {r["task"]: 100 * score_of(r) for r in zero if r["method"] == REFERENCE}
     shared = [before.get(task, math.nan) for task in common]
@@ -146,7 +172,7 @@ def difference_table(content: Mapping[str, Any], weights: str = "shipped", value
     """Methods by tasks: paired difference from BF16 LoRA ± standard error, of the score (points) or of ``nll`` (nats)."""
     runs = finals(content["runs"], weights)
     tasks, labels, table = _tasks(runs), _labels(runs), by_method(runs)
-    common = [task for task in tasks if set(table[task]) == set(labels)]
+    common = counted(content, weights)
     of, scale, digits = (score_of, 100, 1) if value == "score" else (lambda r: r.get(value), 1, 3)
     rows = []
     for method, label in labels.items():
@@ -199,11 +225,10 @@ def subset_table(content: Mapping[str, Any], weights: str = "shipped") -> str:
 
 
 def averages(content: Mapping[str, Any], weights: str = "shipped") -> dict[str, dict[str, float]]:
-    """Method -> average over the tasks that all methods have (``median``, ``difference`` from BF16 LoRA ± ``se``), as shares."""
+    """Method -> average over the tasks that count (``median``, ``difference`` from BF16 LoRA ± ``se``), as shares."""
     runs = finals(content["runs"], weights)
-    table, labels = by_method(runs), _labels(runs)
-    common = [task for task in _tasks(runs) if set(table[task]) == set(labels)]
-    found = {method: average(runs, method, common) for method in labels} if common else {}
+    common = counted(content, weights)
+    found = {method: average(runs, method, common) for method in _labels(runs)} if common else {}
     return {method: mean for method, mean in found.items() if mean}
 
 
