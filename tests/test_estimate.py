@@ -30,7 +30,8 @@ from peft_nvfp4.estimate import (
     weights,
 )
 
-BENCH = Settings(batch=4, sequence=1024, rank=16, loss="full", positions=33)  # of benchmarks/bench_train.py
+# of benchmarks/bench_train.py
+BENCH = Settings(accuracy="balanced", batch=4, sequence=1024, rank=16, loss="full", positions=33)
 PAPER = replace(BENCH, accuracy="paper")
 STOCK = replace(BENCH, adapter_bytes=2)
 LIGER = replace(STOCK, loss="liger")
@@ -289,6 +290,16 @@ def test_fit_gives_up_what_costs_least_first():
         fit("llama-8b", BENCH, 4 << 30, 4)
     other = fit("llama-3b", replace(BENCH, backend="nf4"), 8 << 30, 4)
     assert set(other.changed) <= {"decoder layers are checkpointed"}  # the others are of nvfp4
+
+
+def test_what_costs_no_time_is_given_up_alone_where_it_is_enough():
+    least = estimate("llama-1b", replace(BENCH, batch=2, recompute_attention=True)).peak  # 2048 tokens, which keep a GPU busy
+    memory = next(n << 20 for n in range(1 << 10, 1 << 14, 4) if usable(n << 20) >= least)
+    plan = fit("llama-1b", BENCH, memory, 2)
+    assert plan.settings.recompute_attention and not (plan.settings.recompute_mlp or plan.settings.checkpointing)
+    assert plan.changed == ("attention's output is kept once",) and plan.settings.batch == 2
+    unfused = fit("llama-1b", replace(BENCH, fused=False), 6 << 30, 8)
+    assert not (unfused.settings.recompute_attention or unfused.settings.recompute_mlp)  # fused modules do that
 
 
 def test_fit_of_batches_that_do_not_divide():

@@ -206,6 +206,7 @@ def test_cheaper_settings_are_the_estimators():
 
     expected = {
         "batch 2 (and 2 times the accumulation)": {"batch": 2},
+        "recompute_attention=True": {"recompute_attention": True},
         "recompute_mlp=True": {"recompute_mlp": True},
         "weight_layouts='transient'": {"weight_layouts": "transient"},
         "checkpointing": {"checkpointing": True},
@@ -219,7 +220,7 @@ def test_cheaper_settings_are_the_estimators():
 def test_what_does_not_apply_is_not_advised():
     words = [w for w, _ in cheaper("llama-1b", Settings(backend="bf16", batch=1))]
     assert words == ["checkpointing"]
-    done = Settings(batch=1, weight_layouts="transient", recompute_mlp=True, checkpointing=True)
+    done = Settings(batch=1, weight_layouts="transient", recompute_attention=True, recompute_mlp=True, checkpointing=True)
     assert not cheaper("llama-1b", done) and "none of the estimated settings" in explain("llama-1b", done)
 
 

@@ -191,8 +191,8 @@ class OutOfMemory(RuntimeError):
     """A GPU's memory was not enough; the message says what would take less."""
 
 
-OWN = {"recompute_mlp": "recompute_mlp=True", "weight_layouts": "weight_layouts='transient'", "checkpointing": "checkpointing"}
-"""Of :data:`peft_nvfp4.estimate.run.SACRIFICES`: what a user writes."""
+OWN = {"checkpointing": "checkpointing"}
+"""Of :data:`peft_nvfp4.estimate.run.SACRIFICES`: what a user writes, where that is no field of the config."""
 
 
 def cheaper(model: Any, settings: Settings) -> list[tuple[str, int]]:
@@ -229,7 +229,8 @@ def explain(model: Any, settings: Settings, memory: int | None = None) -> str:
     except ValueError as error:
         return (
             f"the GPU's memory is not enough for {asked}{there}. The estimator does not know this model ({error}); what takes "
-            f"less: a smaller batch, checkpointing, weight_layouts='transient', recompute_mlp=True{more}"
+            "less: a smaller batch, recompute_attention=True, recompute_mlp=True, weight_layouts='transient', checkpointing, "
+            f"accuracy='balanced'{more}"
         )
     lines = "; ".join(f"{words}: {peak / 2**30:.2f} GiB" for words, peak in changes)
     return (

@@ -16,7 +16,7 @@ Real = Optional[float]  # noqa: UP045
 Flag = Optional[bool]  # noqa: UP045
 Option = typer.Option
 KEPT = "Kept for backward"  # a panel: its columns have room for the longest name
-APART = {"config", "resume", "json_file", "columns", "recompute_attention"}
+APART = {"config", "resume", "json_file", "columns"}
 """Options that are no option of :class:`~peft_nvfp4.tools.options.TrainOptions` under their own name, as they are."""
 
 
@@ -40,7 +40,7 @@ def train(
     config: Annotated[Optional[Path], Option("--config", "-c", help="YAML file with these options.")] = None,  # noqa: UP045
     resume: Annotated[bool, Option("--resume", help="Go on from the output's last checkpoint.")] = False,
     backend: Annotated[Text, Option(help="nvfp4, nf4 or bf16.")] = None,
-    accuracy: Annotated[Text, Option(help="paper, balanced or high.")] = None,
+    accuracy: Annotated[Text, Option(help="high, balanced or paper.")] = None,
     weight_layouts: Annotated[Text, Option("--layouts", help="cached or transient.")] = None,
     activations: Annotated[Text, Option(help="By nf4 and bf16: bf16 or nvfp4.", rich_help_panel=KEPT)] = None,
     recompute_mlp: Annotated[Flag, Option(help="Less of the MLP.", rich_help_panel=KEPT)] = None,
@@ -86,8 +86,6 @@ def train(
     """
     flags = {k: v for k, v in locals().items() if k not in APART}
     options = gathered(flags | {"columns": pairs(columns)}, config, resume)
-    if recompute_attention is not None:  # over what a file, or the run to resume, says under lora:
-        options.lora["recompute_attention"] = recompute_attention
     out = console(stderr=json_file == "-")
     with quiet_libraries():
         from ..guards import NonFiniteError, OutOfMemory

@@ -194,19 +194,22 @@ class Plan:
 
 
 SACRIFICES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("attention's output is kept once", {"recompute_attention": True}),
     ("the MLP's inner activation is made anew in backward", {"recompute_mlp": True}),
     ("backward layouts of weights are made when used", {"weight_layouts": "transient"}),
     ("decoder layers are checkpointed", {"checkpointing": True}),
 )
-"""In the order of what they cost, least first: 1 %, 5 % and a quarter to a third of a step on an H200."""
+"""In the order of what they cost, least first: nothing, 1 %, 5 % and a quarter to a third of a step on an H200."""
 
 
 def _candidates(shape: ModelShape, settings: Settings) -> list[tuple[tuple[str, ...], Settings]]:
     found, words = [((), settings)], ()
     for text, change in SACRIFICES:
         own = "checkpointing" in change or settings.backend == "nvfp4"
+        if "recompute_attention" in change or "recompute_mlp" in change:
+            own = own and settings.fused
         if "recompute_mlp" in change:  # of gated MLPs that are modules: experts keep their products
-            own = own and settings.fused and shape.mixture is None
+            own = own and shape.mixture is None
         changed = replace(settings, **change) if own else settings
         if changed != settings:
             settings, words = changed, (*words, text)

@@ -21,8 +21,8 @@ class TrainOptions:
         format, columns, template, split, limit: of the data.
         eval_dataset, eval_rows: scored during training: other data, or so many rows kept back.
         max_length: tokens of a row at most.
-        backend, accuracy, weight_layouts, gradients, activations, recompute_mlp, cuda_graphs, calibration, offload: of
-            ``NVFP4LoraConfig``. With ``offload="cpu"`` the model is loaded on the CPU.
+        backend, accuracy, weight_layouts, gradients, activations, recompute_mlp, recompute_attention, cuda_graphs, calibration,
+            offload: of ``NVFP4LoraConfig``. With ``offload="cpu"`` the model is loaded on the CPU.
         rank, alpha, dropout, targets: of the adapter; ``targets`` is ``all-linear`` or names with commas between.
         steps, epochs: how long; steps counts if it is given.
         batch, accumulation: rows at a time, and times a step.
@@ -48,11 +48,12 @@ class TrainOptions:
     eval_rows: int = 0
     max_length: int = 1024
     backend: str = "nvfp4"
-    accuracy: str = "balanced"
+    accuracy: str = "high"
     weight_layouts: str = "cached"
     gradients: str = "nvfp4"
     activations: str = "bf16"
     recompute_mlp: bool = False
+    recompute_attention: bool = False
     cuda_graphs: bool = False
     calibration: str | None = None
     offload: str | None = None
@@ -102,7 +103,7 @@ class TrainOptions:
         """Fields of ``NVFP4LoraConfig``."""
         targets = self.targets if self.targets == "all-linear" else [t.strip() for t in self.targets.split(",") if t.strip()]
         own = ("backend", "accuracy", "weight_layouts", "gradients", "activations", "recompute_mlp", "cuda_graphs")
-        own = (*own, "calibration", "offload")
+        own = (*own, "recompute_attention", "calibration", "offload")
         return {
             **{name: getattr(self, name) for name in own},
             **{"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": targets},
@@ -153,6 +154,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     known = [f.name for f in fields(TrainOptions)]
     if unknown := [str(key) for key in content if key not in known]:
         raise ValueError(f"{path}: unknown options {', '.join(unknown)}; known: {', '.join(known)}")
+    if (
+        isinstance(lora := content.get("lora"), dict) and "recompute_attention" in lora
+    ):  # where files had it before it was an option
+        content.setdefault("recompute_attention", lora["recompute_attention"])
+        content["lora"] = {name: value for name, value in lora.items() if name != "recompute_attention"}
     return content
 
 

@@ -154,7 +154,7 @@ def _planned(options: TrainOptions, config: Any, longest: int) -> tuple[Plan, Tr
     chosen = replace(
         options,
         **{"batch": s.batch, "accumulation": s.accumulation, "weight_layouts": s.weight_layouts},
-        **{"recompute_mlp": s.recompute_mlp, "checkpointing": s.checkpointing},
+        **{"recompute_attention": s.recompute_attention, "recompute_mlp": s.recompute_mlp, "checkpointing": s.checkpointing},
     )
     return plan, chosen
 
@@ -172,7 +172,7 @@ def estimated(options: TrainOptions, longest: int) -> Settings:
         targets=targets if isinstance(targets, str) else tuple(targets),
         optimizer=options.optimizer if options.optimizer in OPTIMIZERS else "adamw_torch_fused",
         fused=options.lora.get("fused", True),
-        recompute_attention=options.lora.get("recompute_attention", False),
+        recompute_attention=options.lora.get("recompute_attention", options.recompute_attention),
         skip_modules=tuple(options.lora.get("skip_modules") or ()),
         padded=True,
         **_card(),
