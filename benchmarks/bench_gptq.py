@@ -203,7 +203,7 @@ def measure_calibration(name: str, layers: int | None, device: torch.device, tok
         p.data = torch.randn(p.shape, device=device, dtype=p.dtype).mul_(0.02).cpu() if p.ndim > 1 else torch.ones_like(p)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies were not initialised
     ids = torch.randint(0, 128256, tokens)
-    options = CalibrationOptions(samples=tokens[0], seq_len=tokens[1], backward=backward)
+    options = CalibrationOptions(samples=tokens[0], seq_len=tokens[1], accuracy="balanced", backward=backward)
     start = time.perf_counter()
     report = calibrate(model, ids, options=options, device=device)
     seconds = time.perf_counter() - start

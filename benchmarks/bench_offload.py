@@ -44,6 +44,7 @@ from peft_nvfp4.offload import _owner, offload_status
 from peft_nvfp4.offload_layers import Offload
 
 LABELS, R = 32, 16
+ACCURACY = "balanced"
 
 
 class Shape(NamedTuple):
@@ -83,7 +84,7 @@ def made_by_layers(config: LlamaConfig, backend: str, layouts: str, device: torc
         fill(layer, device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            freeze_model(layer, backend, weight_layouts=layouts, progress=False)
+            freeze_model(layer, backend, accuracy=ACCURACY, weight_layouts=layouts, progress=False)
         layer.to(home)
     for part in (model.model.embed_tokens, model.model.norm, model.lm_head):
         fill(part, device)
@@ -103,7 +104,7 @@ def fill(module: nn.Module, device: torch.device) -> None:
 def tuned(base: nn.Module, backend: str, layouts: str, offload: str | None, device: torch.device) -> nn.Module:
     torch.manual_seed(1)
     settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend, "weight_layouts": layouts}
-    model = get_peft_model(base, NVFP4LoraConfig(**settings, offload=offload)).to(device).train()
+    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY, offload=offload)).to(device).train()
     attach_loss(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
@@ -230,7 +231,13 @@ def too_large(name: str, args: argparse.Namespace, device: torch.device) -> dict
     """What the estimator says of a model without offload, and where allocating its packed weights ends."""
     shape = SHAPES[name]
     settings = Settings(
-        backend="nvfp4", weight_layouts="transient", batch=1, sequence=args.seq, checkpointing=True, positions=LABELS
+        backend="nvfp4",
+        accuracy=ACCURACY,
+        weight_layouts="transient",
+        batch=1,
+        sequence=args.seq,
+        checkpointing=True,
+        positions=LABELS,
     )
     found = estimate(shape.config(), settings)
     memory = parse_bytes(shape.cap)

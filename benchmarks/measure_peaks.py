@@ -29,9 +29,9 @@ CASES = {
     "bf16-ours": Settings(backend="bf16"),
     "qlora-ours": Settings(backend="nf4"),
     "bf16-liger": Settings(backend="bf16-liger", adapter_bytes=2, loss="liger"),
-    "nvfp4": Settings(),
-    "nvfp4-ckpt": Settings(checkpointing=True),
-    "nvfp4-transient": Settings(weight_layouts="transient"),
+    "nvfp4": Settings(accuracy="balanced"),
+    "nvfp4-ckpt": Settings(accuracy="balanced", checkpointing=True),
+    "nvfp4-transient": Settings(accuracy="balanced", weight_layouts="transient"),
     "nvfp4-paper": Settings(accuracy="paper"),
     "nvfp4-high": Settings(accuracy="high"),
 }

@@ -211,7 +211,7 @@ def test_later_sites_see_rounded_inputs():
             two(row[None])
     moments = Moments(176)
     for x in seen:
-        moments.add(rounded_input(x, 1, None))
+        moments.add(rounded_input(x, 2, None))
     expected = gptq([dense.model.layers[0].mlp.down_proj.weight], moments)[0].q
     assert torch.equal(two.model.layers[0].mlp.down_proj.weight, expected.codes)
 
@@ -455,7 +455,7 @@ def test_a_folder_of_another_calibration_is_refused(tmp_path):
     calibrate(tiny_llama(), IDS, output_dir=tmp_path, **FAST)
     before = bits_of_folder(tmp_path)
     with pytest.raises(ValueError, match="other settings;"):
-        calibrate(tiny_llama(), IDS, options=CalibrationOptions(accuracy="high"), output_dir=tmp_path, **FAST)
+        calibrate(tiny_llama(), IDS, options=CalibrationOptions(accuracy="paper"), output_dir=tmp_path, **FAST)
     with pytest.raises(ValueError, match="other data;"):
         calibrate(tiny_llama(), IDS.roll(1, 0), output_dir=tmp_path, **FAST)
     changed = tiny_llama()

@@ -171,9 +171,9 @@ def test_a_linear_that_only_a_later_batch_reaches():
     assert report.layers["model.layers.0"]["not_reached"] == []
     moments = Moments(64)
     # what reaches it has gone through quantised inputs and dense weights of the layer
-    linears = [m for m in dense.model.layers[0].self_attn.modules() if isinstance(m, nn.Linear)]
-    for m, terms in zip(linears, (2, 2, 2, 1)):
-        m.register_forward_pre_hook(lambda m, args, terms=terms: (rounded_input(args[0], terms),))
+    for m in dense.model.layers[0].self_attn.modules():
+        if isinstance(m, nn.Linear):
+            m.register_forward_pre_hook(lambda m, args: (rounded_input(args[0], 2),))
     dense.model.layers[0].mlp.spare.register_forward_pre_hook(lambda m, args: moments.add(rounded_input(args[0], 2)))
     with torch.no_grad():
         dense(IDS[3:6, :20])

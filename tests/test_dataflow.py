@@ -610,7 +610,7 @@ def test_row_sum_does_not_depend_on_the_order():
 @pytest.mark.parametrize("how", ["compiled", "hooked", "global hook"])
 def test_whoever_looks_at_the_product_of_the_mlp_finds_values(how):
     """down's input has no values where nobody but down reads it; a compiler, and hooks, are somebody."""
-    model, seen = tuned("Llama"), []
+    model, seen = tuned("Llama", accuracy="balanced"), []  # one term at down: quantised again, its values give the same codes
     attach(model)
     expected = loss_and_gradients(model)
     down = model.base_model.model.model.layers[0].mlp.down_proj

@@ -333,7 +333,7 @@ def test_published_sizes(config, billions):
 
 @pytest.mark.parametrize("config", [LARGE, MIXTRAL])
 def test_memory_grows_with_what_it_should(config):
-    base = Settings(batch=4)
+    base = Settings(batch=4, accuracy="balanced")
     peak = estimate(config, base).peak
     for more in ({"batch": 8}, {"rank": 64}, {"padded": True}, {"accuracy": "high"}, {"fused": False}, {"backend": "bf16"}):
         assert estimate(config, replace(base, **more)).peak > peak, more

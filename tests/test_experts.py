@@ -373,7 +373,7 @@ def test_freezing_packs_experts_and_dequantising_gives_them_back():
     model = mixtral()
     total = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     classes = [type(experts_of(model, i)) for i in (0, 1)]
-    freeze_model(model, progress=False)
+    freeze_model(model, accuracy="balanced", progress=False)
     assert sum(m.elements for _, m in frozen_experts(model)) == total
     assert not [kind for kind in dense_share(model) if "(3-D)" in kind]
     packed = sum(t.numel() for _, m in frozen_experts(model) for t in m.packed_tensors().values())

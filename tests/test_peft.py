@@ -465,11 +465,11 @@ def test_configuration_in_a_subfolder(tmp_path):
 
 
 def test_configuration_without_a_side_car_gets_defaults(tmp_path):
-    config(backend="nf4", accuracy="high").save_pretrained(str(tmp_path))
+    config(backend="nf4", accuracy="paper").save_pretrained(str(tmp_path))
     (tmp_path / SIDE_CAR).unlink()
     assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == dict(
         backend="nvfp4",
-        accuracy="balanced",
+        accuracy="high",
         weight_layouts="cached",
         gradients="nvfp4",
         activations="bf16",

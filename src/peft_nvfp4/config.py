@@ -45,9 +45,10 @@ class NVFP4LoraConfig(LoraConfig):
     Args:
         backend: storage and arithmetic of the frozen linears. ``"nvfp4"``: PACT, W4A4. ``"nf4"``: QLoRA through bitsandbytes.
             ``"bf16"``: plain LoRA. Changing this word is the only change needed to compare them.
-        accuracy: (nvfp4) terms in which activations are quantised. ``"paper"``: one everywhere. ``"balanced"``: two where a norm
-            feeds the linears, which in a simulation gave back most of what 4-bit activations cost for about a third more FP4 GEMM
-            work. ``"high"``: two everywhere, there as accurate as BF16 activations.
+        accuracy: (nvfp4) terms in which activations are quantised, a second one for what the first left over. ``"high"``: two
+            everywhere, closest to BF16 activations. ``"balanced"``: two where a norm feeds the linears, a sixth less memory for
+            backward and a sixth less work in the forward FP4 GEMMs. ``"paper"``: one everywhere, as PACT does, half of that work
+            and a fifth less memory. What each costs in accuracy: ``docs/accuracy.md``.
         weight_layouts: (nvfp4) ``"cached"`` keeps a forward and a backward layout of every weight (9 bits a weight),
             ``"transient"`` makes the backward one at each use (4.5 bits, slower, the same result bit for bit).
         gradients: (nvfp4) rounding of the gradient that enters the FP4 input-gradient GEMM: ``"nvfp4"`` to nearest,
@@ -80,7 +81,7 @@ class NVFP4LoraConfig(LoraConfig):
     """
 
     backend: str = field(default="nvfp4", metadata={"help": "frozen base: 'nvfp4', 'nf4' or 'bf16'"})
-    accuracy: str = field(default="balanced", metadata={"help": "activation terms: 'paper', 'balanced' or 'high'"})
+    accuracy: str = field(default="high", metadata={"help": "activation terms: 'high', 'balanced' or 'paper'"})
     weight_layouts: str = field(default="cached", metadata={"help": "'cached' or 'transient' backward layout"})
     gradients: str = field(default="nvfp4", metadata={"help": "'nvfp4', 'nvfp4_sr' or 'bf16'"})
     activations: str = field(default="bf16", metadata={"help": "kept for backward by nf4 and bf16: 'bf16' or 'nvfp4'"})

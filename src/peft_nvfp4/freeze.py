@@ -30,7 +30,7 @@ def freeze_model(
     model: nn.Module,
     backend: str = "nvfp4",
     *,
-    accuracy: str = "balanced",
+    accuracy: str = "high",
     weight_layouts: str = "cached",
     gradients: str = "nvfp4",
     activations: str = "bf16",

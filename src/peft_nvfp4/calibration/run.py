@@ -57,7 +57,7 @@ class CalibrationOptions:
 
     method: str = "gptq"
     gptq: GPTQOptions = field(default_factory=GPTQOptions)
-    accuracy: str = "balanced"
+    accuracy: str = "high"
     budget: float | None = None
     centre: bool = False
     true_sequential: bool = False

@@ -15,7 +15,7 @@ def calibrate(
     dataset: Annotated[str, typer.Argument(help="Texts: .txt, .jsonl, ..., or movies.")],
     output: Annotated[str, typer.Option("--output", "-o", help="Folder; the same command goes on where it was stopped.")],
     method: Annotated[str, typer.Option(help="gptq or nearest.")] = "gptq",
-    accuracy: Annotated[str, typer.Option(help="paper, balanced or high.")] = "balanced",
+    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
     budget: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(help="Choose terms by measured errors, for this share of forward work."),

@@ -62,7 +62,7 @@ def estimate_command(
     seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
     rank: Annotated[int, typer.Option("--rank", "-r", help="Of the adapters.")] = 16,
     targets: Annotated[str, typer.Option(help="all-linear, or names with commas between.")] = "all-linear",
-    accuracy: Annotated[str, typer.Option(help="paper, balanced or high.")] = "balanced",
+    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
     layouts: Annotated[str, typer.Option(help="Backward layouts of weights: cached or transient.")] = "cached",
     activations: Annotated[str, typer.Option(help="By nf4 and bf16: bf16 or nvfp4.", rich_help_panel=KEPT)] = "bf16",
     recompute_mlp: Annotated[bool, typer.Option(help="Not the MLP's inner activation.", rich_help_panel=KEPT)] = False,

@@ -17,7 +17,7 @@ def profile(
     seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
     supervised: Annotated[int, typer.Option(help="Labels at the end of each row.")] = 32,
     rank: Annotated[int, typer.Option("--rank", "-r", help="Of the adapters.")] = 16,
-    accuracy: Annotated[str, typer.Option(help="paper, balanced or high.")] = "balanced",
+    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
     layouts: Annotated[str, typer.Option(help="cached or transient.")] = "cached",
     cuda_graphs: Annotated[bool, typer.Option(help="Replay recorded steps.")] = False,
     recompute_mlp: Annotated[bool, typer.Option(help="Keep less of the MLP.")] = False,

@@ -17,7 +17,7 @@ def statistics(
     model: Annotated[Optional[str], typer.Option("--model", "-m", help="Folder, Hub id, or smollm2.")] = None,  # noqa: UP045
     adapter: Annotated[Optional[str], typer.Option(help="A trained adapter: its base and settings.")] = None,  # noqa: UP045
     backend: Annotated[str, typer.Option(help="nvfp4, nf4 or bf16.")] = "nvfp4",
-    accuracy: Annotated[str, typer.Option(help="paper, balanced or high.")] = "balanced",
+    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
     gradients: Annotated[str, typer.Option(help="nvfp4, nvfp4_sr or bf16.")] = "nvfp4",
     calibration: Annotated[Optional[str], typer.Option(help="Folder of a calibration.")] = None,  # noqa: UP045
     limit: Annotated[int, typer.Option(help="Rows of the data.")] = 8,

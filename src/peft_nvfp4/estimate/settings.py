@@ -64,7 +64,7 @@ class Settings:
     sequence: int = 1024
     rank: int = 16
     targets: str | Sequence[str] = "all-linear"
-    accuracy: str = "balanced"
+    accuracy: str = "high"
     weight_layouts: str = "cached"
     gradients: str = "nvfp4"
     activations: str = "bf16"

@@ -34,7 +34,7 @@ class PactConfig(QuantizationConfigMixin):
     plain ``LoraConfig`` the model is fused and trained as said here, an ``NVFP4LoraConfig`` has to say the same.
 
     Args:
-        accuracy: terms in which activations are quantised: ``"paper"``, ``"balanced"`` or ``"high"``.
+        accuracy: terms in which activations are quantised: ``"high"``, ``"balanced"`` or ``"paper"``.
         weight_layouts: ``"cached"`` keeps a forward and a backward layout of every weight in memory (9 bits a weight),
             ``"transient"`` makes the backward one at each use (4.5 bits, slower). Files hold 4.5 bits in either case.
         gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` or ``"bf16"``.
@@ -46,7 +46,7 @@ class PactConfig(QuantizationConfigMixin):
         ValueError, TypeError: an unknown word or a wrong type; the message lists the known ones.
     """
 
-    accuracy: str = "balanced"
+    accuracy: str = "high"
     weight_layouts: str = "cached"
     gradients: str = "nvfp4"
     fused: bool = True
