@@ -389,7 +389,7 @@ def test_freezing_an_evaluated_model(backend):
     frozen = logits(freeze_model(model, backend))
     assert distance(frozen, dense) < 0.3 and (backend == "bf16") == torch.equal(frozen, dense)
     torch.manual_seed(1)
-    model = get_peft_model(model, config(backend=backend))
+    model = get_peft_model(model, config(backend=backend, fused=False))  # fused: FP32 sums in another order flip a rounding
     assert torch.equal(logits(model), frozen), "B is zero"
     losses = fit(model, 4)
     assert losses[-1] < losses[0]
