@@ -3,12 +3,15 @@
 import ast
 import importlib
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import peft_nvfp4
+from peft_nvfp4.estimate import CARDS, Settings, estimate
+from peft_nvfp4.estimate.run import room
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -60,3 +63,17 @@ def test_files_and_names_that_are_mentioned_exist(page):
 def test_the_configuration_page_is_what_the_code_says():
     module = script("make_configuration")
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run python docs/make_configuration.py"
+
+
+def test_the_plan_of_a_70b_is_the_estimators():
+    page = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")
+    config = json.loads(re.search(r"```json\n(.*?)```", page, re.S)[1])
+    ways = ({"weight_layouts": "transient"}, {"weight_layouts": "cached"}, {"backend": "nf4"}, {"backend": "bf16"})
+    cards = sorted(CARDS.values(), key=lambda card: card.memory)
+    found = []
+    for n in (1, 2, 4, 8):
+        plans = [Settings(sequence=2048, batch=1, checkpointing=True, cards=n, strategy="fsdp2", **way) for way in ways]
+        peaks = [estimate(config, plan).peak for plan in plans]
+        smallest = next(card.name for card in cards if room(plans[0], card.memory) >= peaks[0])
+        found.append(f"| {' | '.join([str(n), *(f'{peak / 2**30:.1f}' for peak in peaks), smallest])} |")
+    assert "\n".join(found) in page, "\n".join(found)
