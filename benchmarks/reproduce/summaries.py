@@ -299,7 +299,7 @@ def plot_long_run(content: Mapping[str, Any], path: Path) -> None:
             window = max(1, min(50, len(values) // 4))
             means = [statistics.fmean(values[i : i + window]) for i in range(0, len(values) - window + 1, window)]
             axes.plot([window * (i + 0.5) for i in range(len(means))], means, label=run["label"], linewidth=1)
-        points = curve["held_out"]
+        points = [p for p in curve["held_out"] if p["step"]] or curve["held_out"]  # the untrained model would set the scale
         panels[2].plot([p["step"] for p in points], [p["nll"] for p in points], marker=".", label=run["label"])
     for axes, title in zip(panels, ("training loss", "gradient norm", "held-out nats per token")):
         axes.set_title(title)
