@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 from _assertions import assert_same_bits, unit
+from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed, sqnr
 from peft import (
     ArrowConfig,
     BdLoraConfig,
@@ -26,7 +27,6 @@ from peft import (
     get_peft_model,
     initialize_lora_eva_weights,
 )
-from test_lora import LAYERS, TOKENS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed, sqnr
 from torch import nn
 
 from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model

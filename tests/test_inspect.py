@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 from _assertions import assert_same_bits
+from _lora_layers import assert_same_packed
 from conftest import tiny_llama
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_lora import assert_same_packed
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, freeze_model, inspect_adapter
 from peft_nvfp4.dataflow.attach import attached

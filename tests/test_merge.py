@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 from _assertions import assert_same_bits, unit
+from _frozen_experts import adapted as with_experts
+from _frozen_experts import experts_of
+from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_same_packed, delta, layer_of
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
-from test_experts import adapted as with_experts
-from test_experts import experts_of
-from test_lora import LAYERS, TOKENS, D, Mlp, assert_same_packed, delta, layer_of
 from test_moe import mixtral
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from _assertions import assert_same_bits, unit
+from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_same_packed, inputs, layer_of, packed
 from _steps import steps
 from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_lora import LAYERS, TOKENS, D, Mlp, assert_same_packed, inputs, layer_of, packed
 
 from peft_nvfp4 import NVFP4LoraConfig, ops
 from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear

@@ -1,5 +1,5 @@
 """Mixtures whose experts stay dense, because they are of a kind that is not packed or by ``skip_modules``: they are named with
-their share, and the rest works around them. (Packed experts: test_experts.py.)"""
+their share, and the rest works around them. (Packed experts: test_experts*.py.)"""
 
 import pytest
 import torch

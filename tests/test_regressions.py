@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from _assertions import assert_same_bits
+from _lora_layers import Mlp, assert_same_packed, delta, lora_config, packed
+from _peft_models import IDS, config, frozen_lora, logits, snapshot, train
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import get_peft_model, prepare_model_for_kbit_training
-from test_lora import Mlp, assert_same_packed, delta, lora_config, packed
-from test_peft import IDS, config, frozen_lora, logits, snapshot, train
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.flash_attention import get_target_dtype

@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 from _assertions import assert_same_bits, unit
+from _lora_layers import LAYERS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed
 from conftest import tiny_llama
 from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model
-from test_lora import LAYERS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed
 from torch import nn
 
 from peft_nvfp4 import CalibrationOptions, GPTQOptions, NVFP4LoraConfig, calibrate, freeze_model, preprocess_eora

@@ -36,8 +36,8 @@ PACKAGE = "src/peft_nvfp4"
 TESTS = {
     "reference.py": ["reference", "reference_layout", "reference_rounding", "properties", "ops_matmul", "mutants"],
     "ops.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
-    "lora.py": ["lora", "inits", "merge", "merge_aware", "residual_inits"],
-    "merging.py": ["merge", "merge_aware", "experts", "mutants"],
+    "lora.py": ["lora", "lora_adapters", "lora_merging", "inits", "merge", "merge_aware", "residual_inits"],
+    "merging.py": ["merge", "merge_aware", "experts_adapters", "mutants"],
     "calibration/gptq.py": ["gptq", "mutants"],
     "checkpoints/layouts.py": ["layouts", "layouts_scales", "layouts_hostile", "mutants"],
     "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_scales", "layouts_hostile", "streaming_load"],
