@@ -37,7 +37,7 @@ def compare_weights(device: str) -> dict[str, int]:
     """Freeze the same weights on the CPU and on the device."""
     nvfp4.PACK_ON_GPU = sys.maxsize  # what is on the CPU is packed there
     model, _ = data.load_smollm2(dtype=torch.bfloat16)
-    config = NVFP4LoraConfig(target_modules="all-linear")
+    config = NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced")
     on_cpu = get_peft_model(copy.deepcopy(model), config)
     on_gpu = get_peft_model(model.to(device), copy.deepcopy(config))
     compared = differing = 0
@@ -50,7 +50,7 @@ def compare_weights(device: str) -> dict[str, int]:
 def record_step(rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Inputs and output gradients of every frozen linear in one CPU training step."""
     model, tokenizer = data.load_smollm2(dtype=torch.float32)
-    model = get_peft_model(model, NVFP4LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model = get_peft_model(model, NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced", init_lora_weights=False))
     inputs, gradients = [], []
     for module in model.modules():
         if isinstance(getattr(module, "base_layer", None), FrozenLinear):

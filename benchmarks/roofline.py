@@ -190,7 +190,8 @@ def report() -> str:
         "2. `peft-nvfp4 tune`: the GEMM's tiles; compare with 678-772 TFLOP/s at M=4096 (Table 1).\n"
         "3. `benchmarks/bench_ops.py --bench`: the row kernels against a device copy on GDDR7 with 64 MB of L2, where one row of "
         "MLP activations per program may no longer be the best cut.\n"
-        "4. `benchmarks/bench_train.py --shapes 1b --cases bf16,bf16-liger,bf16-compile,qlora,nvfp4-paper-graphs,nvfp4-graphs`.\n"
+        "4. `benchmarks/bench_train.py --shapes 1b --cases bf16,bf16-liger,bf16-compile,qlora,nvfp4-paper-graphs,nvfp4-graphs,"
+        "nvfp4-high-graphs`.\n"
         "5. If the step is more than 15 % above this page: the breakdown of the same command shows which row.",
         "## Where the next milliseconds are\n\nBy the same arithmetic, Llama-3.2-1B on the RTX 5080: "
         f"{up:.1f} ms of the LoRA row are h B' written to memory and read again by the product's epilogue, which a "

@@ -58,9 +58,8 @@ def build(args: argparse.Namespace) -> torch.nn.Module:
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     with torch.device(args.device):
         base = LlamaForCausalLM(config).to(dtype)
-    lora = NVFP4LoraConfig(
-        backend=args.backend, r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear", cuda_graphs=args.cuda_graphs
-    )
+    shared = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": "all-linear"}
+    lora = NVFP4LoraConfig(**shared, backend=args.backend, accuracy="balanced", cuda_graphs=args.cuda_graphs)
     return get_peft_model(base, lora).to(args.device)
 
 

@@ -13,7 +13,7 @@ from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.lora import FrozenLoraLinear
 
 D, HIDDEN, TOKENS = 64, 96, 6
-LAYERS = ("up_proj", "down_proj")  # two NVFP4 terms and one, with the default accuracy
+LAYERS = ("up_proj", "down_proj")  # two NVFP4 terms and one, with accuracy="balanced"
 # dB of a weight after one requantisation, on sums of Gaussian-like weights and low-rank updates: measured 21.5 (nvfp4) and 20.8
 # (nf4).
 REQUANTISED_SQNR = {"nvfp4": 20.0, "nf4": 20.0, "bf16": 120.0}  # bf16 holds FP32 here: 24 bits are 144 dB
@@ -33,9 +33,8 @@ class Mlp(nn.Module):
 
 def lora_config(backend, **settings):
     """A and B both random: an adapter that does something before training."""
-    return NVFP4LoraConfig(
-        backend=backend, **{"r": 4, "lora_alpha": 8, "target_modules": list(LAYERS), "init_lora_weights": False, **settings}
-    )
+    own = {"r": 4, "lora_alpha": 8, "target_modules": list(LAYERS), "init_lora_weights": False, "accuracy": "balanced"}
+    return NVFP4LoraConfig(backend=backend, **{**own, **settings})
 
 
 def adapt(backend, *more, dtype=torch.float32, bias=True, autocast_adapter_dtype=True, **settings):

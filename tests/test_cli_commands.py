@@ -206,6 +206,9 @@ def test_keeping_the_output_of_attention_once(app, world, tmp_path):
         assert json.loads((tmp_path / name / "nvfp4_adapter.json").read_text())["recompute_attention"] is expected, name
     assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["use_rslora"] is True
     assert "recompute_attention: true" in (tmp_path / "flag" / "train.yaml").read_text()  # what --resume reads
+    (tmp_path / "e.yaml").write_text("recompute_attention: false\nlora:\n  recompute_attention: true\n")
+    found = run(app, *args, "-o", tmp_path / "e", "--config", tmp_path / "e.yaml", code=1)
+    assert "recompute_attention is there twice" in plain(found.stderr)
 
 
 def test_max_memory_chooses_what_fits(app, world, tmp_path):

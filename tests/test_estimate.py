@@ -182,7 +182,7 @@ def qwen3(layers: int):
 
 
 CASES = {
-    "balanced": {},
+    "balanced": {"accuracy": "balanced"},
     "paper": {"accuracy": "paper"},
     "high": {"accuracy": "high"},
     "recompute": {"recompute_mlp": True},

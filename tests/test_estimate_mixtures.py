@@ -114,7 +114,7 @@ ONLY_FIRST = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_
 ONLY_DOWN = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
 ATTENTION = {"target_modules": ["q_proj", "o_proj"]}
 CASES = {
-    "balanced": {},
+    "balanced": {"accuracy": "balanced"},
     "paper": {"accuracy": "paper"},
     "high": {"accuracy": "high"},
     "attention once": {"recompute_attention": True},

@@ -116,6 +116,13 @@ def test_naming_cases_leaves_the_rows_of_others(tmp_path, monkeypatch):
             assert kept == others and new["case"] == "nvfp4-paper" and new.get("batch") != 7 and "error" not in new
 
 
+@pytest.mark.parametrize("module", [memory, step_time])
+def test_a_case_that_is_not_there_is_named(module, tmp_path):
+    with pytest.raises(SystemExit, match="unknown cases nvfp5; there are bf16"):
+        module.main(["--small", "--cases", "nvfp4-paper,nvfp5", "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_error_is_a_row_and_the_file_is_there(tmp_path):
     run = memory.Run(memory.arguments("", ["--small", "--out", str(tmp_path)]), "memory", ("peaks",))
 
@@ -292,6 +299,7 @@ def test_a_task_that_bf16_lora_does_not_learn_is_in_no_average():
     assert summaries.counted(data) == ["a"] and summaries.common_tasks(data) == ["a", "b", "c"]
     assert [line.split(":")[0] for line in others.left_out(data, "shipped")] == [f"`{t}` is in no average" for t in "bc"]
     assert "scores 31.0 ± 1.0 (standard error) there, the untrained model 50.0." in others.left_out(data, "shipped")[1]
+    assert summaries.averages({"runs": [r for r in runs if r["task"] == "b"]}) == {}  # no task counts: no average
     assert summaries.averages(data)["nf4"]["difference"] == pytest.approx(-0.02)
     assert summaries.accuracy_table(data).splitlines()[0] == "| method | a | b | c | average of 1 |"
     assert others.verdicts(data, "shipped")[0] == (

@@ -4,9 +4,9 @@
     python benchmarks/reproduce/ablations.py --seconds 400
     python benchmarks/reproduce/ablations.py --small
 
-Bases: the paper's recipe with GPTQ weights, and this package's default (``balanced``, to nearest). Each variant runs with the
-seeds and the learning rate of its base (that of the accuracy table where there is one), so that seeds and rows cancel in the
-difference. :data:`NOT_OFFERED` names what the paper or its peers do differently and this package has no setting for.
+Bases: the paper's recipe with GPTQ weights, and ``balanced``, to nearest (the default when they were measured). Each variant runs
+with the seeds and the learning rate of its base (that of the accuracy table where there is one), so that seeds and rows cancel in
+the difference. :data:`NOT_OFFERED` names what the paper or its peers do differently and this package has no setting for.
 """
 
 from __future__ import annotations

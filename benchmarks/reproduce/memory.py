@@ -105,8 +105,9 @@ class Run:
     def keep(self, *tables: str, but: Container[str] = ()) -> None:
         """What the file has, ``but`` the rows of these cases; ``kept_from`` says of which commits."""
         before = json.loads(self.path.read_text())
+        self.data["not_run"] = [what for what in before.get("not_run", []) if not any(f" {case}" in f"{what} " for case in but)]
         for table in tables:
-            self.data[table] = [row for row in before[table] if "error" not in row and row["case"] not in but]
+            self.data[table] = [row for row in before.get(table, []) if "error" not in row and row["case"] not in but]
         commits = [*before["settings"].get("kept_from", "").split(", "), before["environment"]["commit"]]
         self.data["settings"]["kept_from"] = ", ".join(dict.fromkeys(filter(None, commits)))
 
@@ -308,11 +309,20 @@ def arguments(doc: str, argv: list[str] | None, *flags: tuple[str, str]) -> argp
 
 
 def chosen(cases: dict[str, tuple], args: argparse.Namespace) -> dict[str, tuple]:
+    """Those of ``--cases``; all, where it is empty."""
     return {name: value for name, value in cases.items() if not args.cases or name in args.cases.split(",")}
+
+
+def check_cases(args: argparse.Namespace, *known: dict[str, tuple]) -> None:
+    """Ends the script if ``--cases`` names something else."""
+    names = {name for cases in known for name in cases}
+    if unknown := [name for name in args.cases.split(",") if name and name not in names]:
+        raise SystemExit(f"unknown cases {', '.join(unknown)}; there are {', '.join(sorted(names))}")
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(__doc__, argv, ("--largest", "only the largest batches that the file does not have; the rest stays"))
+    check_cases(args, *((SMALL["cases"], SMALL["capped"]) if args.small else (CASES, CAPPED)))
     run = Run(args, "memory", ("peaks", "largest"))
     if args.largest:
         run.keep("peaks", "largest")

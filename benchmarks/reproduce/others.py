@@ -18,14 +18,16 @@ LOSSES = (  # rows of perplexity.py that are shown: weights, inputs, title
     ("NF4", "exact", "NF4, BF16 inputs (QLoRA)"),
     ("to nearest", "exact", "NVFP4 to nearest, BF16 inputs"),
     ("to nearest", "paper", "NVFP4 to nearest, one term: direct quantisation"),
+    ("to nearest", "high", "**NVFP4 to nearest, `high`: this project's default**"),
     ("BF16", "paper", "BF16 weights, one term: what activations cost alone"),
+    ("BF16", "high", "BF16 weights, `high`"),
     ("GPTQ for paper", "as calibrated", "**GPTQ, one term: the paper's recipe**"),
     ("GPTQ for paper, centred", "as calibrated", "GPTQ, one term, centred"),
     ("GPTQ for balanced", "as calibrated", "GPTQ, `balanced`"),
     (
         "GPTQ for paper, centred",
         "two terms at all sites (high)",
-        "**GPTQ, two terms everywhere: `high`, this project's default**",
+        "GPTQ (for one centred term), two terms everywhere",
     ),
     ("GPTQ for balanced", "exact", "GPTQ, BF16 inputs"),
 )
@@ -47,7 +49,8 @@ def measured_on(files: dict[str, dict]) -> str:
     for name, data in files.items():
         e = data["environment"]
         own = [run["commit"] for run in data.get("runs", ()) if isinstance(run, dict) and "commit" in run]
-        commits = [c[:7] + ("-dirty" if c.endswith("-dirty") else "") for c in own or [e.get("commit", "unknown")]]
+        kept = [c for c in data.get("settings", {}).get("kept_from", "").split(", ") if c]
+        commits = [c[:7] + ("-dirty" if c.endswith("-dirty") else "") for c in own or [*kept, e.get("commit", "unknown")]]
         versions = [e.get(k, "–") for k in ("torch", "triton", "transformers", "peft", "bitsandbytes")]
         rows.append([f"`{name}`", e.get("gpu", "CPU"), e.get("driver", "–"), *versions, ", ".join(dict.fromkeys(commits))])
     return markdown(["", "GPU", "driver", "torch", "triton", "transformers", "peft", "bitsandbytes", "commit"], rows)
@@ -184,7 +187,8 @@ def _beside(accuracy: dict, name: str, other: str, weights: str) -> str:
     """The same difference in nats, and in points over the tasks that do not count as well."""
     parts = []
     if nats := difference(accuracy, name, other, weights, value=lambda run: run.get("nll"), scale=1.0):
-        parts.append(f"in nats {signed(nats[0], 3)} ± {nats[1]:.3f}, less is better")
+        error = "" if math.isnan(nats[1]) else f" ± {nats[1]:.3f}"
+        parts.append(f"in nats {signed(nats[0], 3)}{error}, less is better")
     if summaries.unlearnt(accuracy, weights) and (found := difference(accuracy, name, other, weights, summaries.common_tasks)):
         parts.append(f"over all tasks {points(found)} points")
     return f" ({'; '.join(parts)})" if parts else ""

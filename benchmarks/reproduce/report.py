@@ -47,9 +47,9 @@ are measurements of this repository's code on the machines named below.
 memory can be set beside the paper's; times cannot. An H200's time is no FP4 time: it shows what surrounds the products, and how
 the methods compare on that card. `paper` is the paper's recipe (one NVFP4 term for each activation, no centres), `balanced` has
 two terms where a norm feeds the linears, `high`, this project's default, two everywhere; they are separate rows throughout. An
-average is over the tasks that BF16 LoRA learns, that is, scores above the untrained model by two standard errors. ± is the
-standard deviation over seeds unless a table says otherwise; step times are medians, in brackets the distance between the medians
-of the rounds; nothing is the best of several runs."""
+average is over the tasks that all methods of its table have and that BF16 LoRA learns, that is, scores above the untrained model
+by two standard errors. ± is the standard deviation over seeds unless a table says otherwise; step times are medians, in brackets
+the distance between the medians of the rounds; nothing is the best of several runs."""
 
 
 class Results:
@@ -275,8 +275,9 @@ def checkpointing(results: Results) -> list[str]:
 def times(results: Results) -> list[str]:
     data = results["step_time"]
     text = (
-        "Step time on one H200, ms, all methods in one process and in turns, batch x length. `nvfp4` multiplies by "
-        f"emulation. QLoRA's paper has QLoRA {100 * paper.QLORA['slower than BF16 LoRA']:.0f} % slower than BF16 LoRA."
+        "Step time on one H200, ms, batch x length, methods in one process and in turns: one call for the rows of `bf16`, `nf4`, "
+        "`paper`, `balanced` and `high` with CUDA graphs, one for the others. `nvfp4` multiplies by emulation. QLoRA's paper has "
+        f"QLoRA {100 * paper.QLORA['slower than BF16 LoRA']:.0f} % slower than BF16 LoRA."
     )
     return [text, *from_module("step_time", data, lambda t: [costs.steps(t), plot("step_time")])]
 
@@ -297,8 +298,8 @@ def clock(results: Results) -> list[str]:
     if None in found:
         return [caption, "**Not there yet**: it needs `reproduce/accuracy.json` and `reproduce/step_time.json`."]
     text = (
-        "Two measurements put together: average score of SmolLM2-135M (shipped weights) over the tasks that all methods "
-        "have, ± standard error over paired seeds, and what as many steps take for Llama-1B's shapes at 4 x 1024 on the "
+        "Two measurements put together: average score of SmolLM2-135M (shipped weights) over the tasks that count "
+        "above, ± standard error over paired seeds, and what as many steps take for Llama-1B's shapes at 4 x 1024 on the "
         "H200, all with CUDA graphs and emulated products. Beside them the averages of the paper's Table 2 and the steps "
         "of its Table 9."
     )

@@ -24,7 +24,7 @@ import common
 from bench_train import Case, Trainer
 
 from peft_nvfp4.tools import profiling
-from reproduce.memory import Run, arguments, chosen
+from reproduce.memory import Run, arguments, check_cases, chosen
 
 FIRST = (4, 1024)
 GRID = (FIRST, (16, 1024), (4, 2048), (1, 1024), (4, 512))
@@ -107,6 +107,7 @@ def point(run: Run, trainers: dict[str, Trainer], cases: dict[str, tuple], batch
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(__doc__, argv)
+    check_cases(args, SMALL if args.small else CASES)
     run = Run(args, "step_time", ("times",))
     run.keep_others("times")
     cases, grid = chosen(SMALL if args.small else CASES, args), SMALL_GRID if args.small else GRID

@@ -78,7 +78,8 @@ def common_tasks(content: Mapping[str, Any], weights: str = "shipped") -> list[s
 
 def unlearnt(content: Mapping[str, Any], weights: str = "shipped") -> dict[str, tuple[float, dict[str, float]]]:
     """Tasks on which BF16 LoRA does not score above the untrained BF16 model by two standard errors: the untrained score, and
-    BF16 LoRA's. What a method scores there says how little it changed the model, so they are in no average."""
+    BF16 LoRA's. What a method scores there says how little it changed the model, so they are in no average. Without a run of the
+    untrained model, or with one seed, a task counts."""
     table, found = by_method(finals(content["runs"], weights)), {}
     for run in content["runs"]:
         if (run["kind"], run["weights"], run["method"]) != ("zero_shot", weights, REFERENCE) or score_of(run) is None:
@@ -98,6 +99,8 @@ def counted(content: Mapping[str, Any], weights: str = "shipped") -> list[str]:
 def average(runs: Sequence[Run], method: str, tasks: Sequence[str], value=score_of) -> dict[str, float] | None:
     """Mean over tasks of a method's medians, and of its paired differences from the reference with their standard error (tasks
     and their noise are independent); None unless the method has all of the tasks."""
+    if not tasks:
+        return None
     table = by_method(finals(runs))
     cells, differences = [], []
     for task in tasks:

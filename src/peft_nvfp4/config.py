@@ -48,7 +48,7 @@ class NVFP4LoraConfig(LoraConfig):
         accuracy: (nvfp4) terms in which activations are quantised, a second one for what the first left over. ``"high"``: two
             everywhere, closest to BF16 activations. ``"balanced"``: two where a norm feeds the linears, a sixth less memory for
             backward and a sixth less work in the forward FP4 GEMMs. ``"paper"``: one everywhere, as PACT does, half of that work
-            and a fifth less memory. What each costs in accuracy: ``docs/accuracy.md``.
+            and 22 % less memory than ``"high"``. What each costs in accuracy: ``docs/accuracy.md``.
         weight_layouts: (nvfp4) ``"cached"`` keeps a forward and a backward layout of every weight (9 bits a weight),
             ``"transient"`` makes the backward one at each use (4.5 bits, slower, the same result bit for bit).
         gradients: (nvfp4) rounding of the gradient that enters the FP4 input-gradient GEMM: ``"nvfp4"`` to nearest,
@@ -60,11 +60,12 @@ class NVFP4LoraConfig(LoraConfig):
             linears of one input together (:func:`peft_nvfp4.attach`): faster and far smaller. Gradients of norms and activations
             are then taken at the 4-bit values. ``model.base_model.nvfp4_report`` says what was found.
         recompute_mlp: (nvfp4, fused) do not keep the codes of the input of an MLP's last linear for its adapter's gradient, but
-            make it anew in backward from the kept codes of gate and up: a sixth less memory for activations. The forward pass is
-            the same; that one gradient is taken at twice-rounded values.
+            make it anew in backward from the kept codes of gate and up: a quarter less memory for activations (a sixth with
+            ``accuracy="paper"``). The forward pass is the same; that one gradient is taken at twice-rounded values.
         recompute_attention: (nvfp4, fused) do not keep the codes of attention's output for the adapter of the linear that reads
-            it, but make them anew in backward from the output, which attention keeps in any case: 4 % less memory for
-            activations, the same bits. Without effect where attention keeps no output (``attn_implementation="eager"``).
+            it, but make them anew in backward from the output, which attention keeps in any case: 6 % less memory for
+            activations (4 % with ``"paper"``), the same bits. Without effect where attention keeps no output
+            (``attn_implementation="eager"``).
         cuda_graphs: training replays recordings of the decoder, one for each shape of its inputs (:mod:`peft_nvfp4.graphs`): much
             faster where Python and kernel launches bound the step, and memory that stays allocated. Off by default.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.

@@ -229,8 +229,8 @@ def explain(model: Any, settings: Settings, memory: int | None = None) -> str:
     except ValueError as error:
         return (
             f"the GPU's memory is not enough for {asked}{there}. The estimator does not know this model ({error}); what takes "
-            "less: a smaller batch, recompute_attention=True, recompute_mlp=True, weight_layouts='transient', checkpointing, "
-            f"accuracy='balanced'{more}"
+            "less: a smaller batch, recompute_attention=True, recompute_mlp=True, weight_layouts='transient', "
+            f"checkpointing{more}"
         )
     lines = "; ".join(f"{words}: {peak / 2**30:.2f} GiB" for words, peak in changes)
     return (

@@ -12,6 +12,7 @@ the result has the same bits (on one device) as an uninterrupted run.
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ class CalibrationOptions:
         accuracy: preset of the inputs' terms, see :class:`~peft_nvfp4.NVFP4LoraConfig`.
         budget: choose the terms by measured errors instead, adding at most this share to the multiplications of the forward
             products (two terms at all norm outputs add 0.66 in a Llama; backward has one term in any case).
-        centre: subtract the mean input, at sites of one term.
+        centre: subtract the mean input, at sites of one term (``accuracy="high"`` has none).
         true_sequential: the sites of a layer one after the other.
         backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
             the gradient from a few backward passes.
@@ -78,6 +79,12 @@ class CalibrationOptions:
         for name, least in (("samples", 1), ("seq_len", 2), ("batch_size", 1), ("backward_batches", 1), ("report_tokens", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.centre and self.accuracy == "high" and self.budget is None:
+            warnings.warn(
+                "centre=True subtracts means from inputs of one NVFP4 term, and with accuracy='high' there are none: say "
+                "accuracy='balanced' or 'paper', or a budget",
+                stacklevel=3,
+            )
         if self.budget is not None and not 0 <= self.budget <= 1:
             raise ValueError(f"budget is a share of the FP4 work between 0 and 1, got {self.budget}")
         if self.backward not in BACKWARDS:

@@ -20,7 +20,7 @@ def calibrate(
         Optional[float],  # noqa: UP045
         typer.Option(help="Choose terms by measured errors, for this share of forward work."),
     ] = None,
-    centre: Annotated[bool, typer.Option(help="Subtract the mean input.")] = False,
+    centre: Annotated[bool, typer.Option(help="Subtract the mean input (of one term: balanced, paper).")] = False,
     backward: Annotated[str, typer.Option(help="Backward layouts: requantize or gptq.")] = "requantize",
     samples: Annotated[int, typer.Option(help="Sequences.")] = 128,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,

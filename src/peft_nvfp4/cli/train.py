@@ -44,7 +44,7 @@ def train(
     weight_layouts: Annotated[Text, Option("--layouts", help="cached or transient.")] = None,
     activations: Annotated[Text, Option(help="By nf4 and bf16: bf16 or nvfp4.", rich_help_panel=KEPT)] = None,
     recompute_mlp: Annotated[Flag, Option(help="Less of the MLP.", rich_help_panel=KEPT)] = None,
-    recompute_attention: Annotated[
+    recompute_attention: Annotated[  # without the name of its opposite, which would not fit in a line: false is for the file
         Flag, Option("--recompute-attention", help="Attention's output once.", rich_help_panel=KEPT)
     ] = None,
     cuda_graphs: Annotated[Flag, Option(help="Replay recorded steps.")] = None,
@@ -71,7 +71,7 @@ def train(
     optimizer: Annotated[Text, Option(help="adamw_torch_fused, paged_adamw_8bit, ...")] = None,
     checkpointing: Annotated[Flag, Option(help="Only the inputs of decoder layers.", rich_help_panel=KEPT)] = None,
     deterministic: Annotated[Flag, Option(help="Two runs are equal bit for bit; slower attention.")] = None,
-    max_memory: Annotated[Text, Option(help="16GiB: batch, accumulation, layouts and checkpointing are chosen to fit.")] = None,
+    max_memory: Annotated[Text, Option(help="16GiB: batch, accumulation, layouts and what is kept are chosen to fit.")] = None,
     save_every: Annotated[Number, Option(help="Steps between checkpoints (a tenth).")] = None,
     log_every: Annotated[Number, Option(help="Steps between lines of the log.")] = None,
     seed: Annotated[Number, Option(help="Of data order, adapter and dropout (0).")] = None,

@@ -194,7 +194,8 @@ def _attach_norm(
             report.skipped[name] = "it is not an RMSNorm of a known formula"
         else:
             kept = not isinstance(bases[0], NVFP4FrozenLinear)
-            _replace(model, name, (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0]))
+            fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted)
+            _replace(model, name, fused)
             report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 
 

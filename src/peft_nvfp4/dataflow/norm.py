@@ -57,10 +57,13 @@ class NVFP4RMSNorm(nn.Module):
 
     Args:
         reader: one of the linears; how it quantises its input is how this norm quantises its output.
+        converted: the readers are handed what ``.to`` or ``.contiguous`` makes of the output, which is the output itself; while
+            a compiler traces it is not, and would come without its codes: then the original computes.
     """
 
-    def __init__(self, original: nn.Module, eps: float, plus_one: bool, reader: NVFP4FrozenLinear):
+    def __init__(self, original: nn.Module, eps: float, plus_one: bool, reader: NVFP4FrozenLinear, converted: bool = False):
         super().__init__()
+        self.converted = converted
         self.weight = original.weight
         self.eps, self.plus_one, self.training = eps, plus_one, original.training
         self._outside = (original, reader)  # in a tuple: neither is a submodule of this module
@@ -75,7 +78,8 @@ class NVFP4RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         weight = self.weight
-        if weight.requires_grad or (weight.dtype != x.dtype and not self.plus_one) or args or kwargs:
+        traced = self.converted and torch.compiler.is_compiling()
+        if weight.requires_grad or (weight.dtype != x.dtype and not self.plus_one) or args or kwargs or traced:
             return self.original.forward(x, *args, **kwargs)
         reader = self._outside[1]
         centre, terms = reader.input_centre, reader.options.terms

@@ -40,12 +40,14 @@ class Readers:
         others: names of other functions.
         calls: how often the module ran.
         simple: always with one tensor and nothing else, and returned a tensor.
+        converted: something asked for it elsewhere or otherwise, where it was so already, and was given the same tensor.
     """
 
     linears: list[str] = field(default_factory=list)
     others: set[str] = field(default_factory=set)
     calls: int = 0
     simple: bool = True
+    converted: bool = False
 
 
 class _Watch(TorchFunctionMode):
@@ -59,8 +61,11 @@ class _Watch(TorchFunctionMode):
         watched = () if name in HARMLESS else [leaf for leaf in tree_leaves((args, kwargs or {})) if self._is_watched(leaf)]
         result = func(*args, **(kwargs or {}))
         for leaf in watched:
-            if not (name in CONVERSIONS and result is leaf):
-                self.readers[self.produced[leaf]].others.add(name)
+            readers = self.readers[self.produced[leaf]]
+            if name in CONVERSIONS and result is leaf:
+                readers.converted = True
+            else:
+                readers.others.add(name)
         return result
 
     def _is_watched(self, leaf: object) -> bool:

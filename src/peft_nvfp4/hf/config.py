@@ -1,7 +1,7 @@
 """``PactConfig``: what a QLoRA script says in place of ``BitsAndBytesConfig``.
 
 The packed weights depend on ``skip_modules`` only. Everything else says how the model computes and trains with them, so a saved
-model may be loaded with other words: ``from_pretrained(saved, quantization_config=PactConfig(accuracy="high"))``.
+model may be loaded with other words: ``from_pretrained(saved, quantization_config=PactConfig(accuracy="balanced"))``.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class TrainOptions:
         lr, scheduler, warmup, weight_decay, max_grad_norm, optimizer: ``warmup`` is a share of the steps.
         checkpointing: of decoder layers.
         deterministic: two runs with these options on one device are equal bit for bit (:func:`peft_nvfp4.guards.deterministic`).
-        max_memory: of the GPU; batch, accumulation, layouts and checkpointing are then chosen to fit, with the step's rows
-            (batch x accumulation) as they were asked for.
+        max_memory: of the GPU; batch, accumulation, what is kept for backward and layouts are then chosen to fit, with the step's
+            rows (batch x accumulation) as they were asked for.
         save_every, keep, log_every: steps between checkpoints (0: ten a run), how many are kept, steps between lines of the log.
         seed, dtype, layers: ``layers`` keeps only the model's first ones, for a quick look.
         lora, trainer: further fields of ``NVFP4LoraConfig`` and of transformers' ``TrainingArguments``.
@@ -154,10 +154,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     known = [f.name for f in fields(TrainOptions)]
     if unknown := [str(key) for key in content if key not in known]:
         raise ValueError(f"{path}: unknown options {', '.join(unknown)}; known: {', '.join(known)}")
-    if (
-        isinstance(lora := content.get("lora"), dict) and "recompute_attention" in lora
-    ):  # where files had it before it was an option
-        content.setdefault("recompute_attention", lora["recompute_attention"])
+    # where files had it before it was an option
+    if isinstance(lora := content.get("lora"), dict) and "recompute_attention" in lora:
+        if "recompute_attention" in content:
+            raise ValueError(f"{path}: recompute_attention is there twice, as an option and under lora:")
+        content["recompute_attention"] = lora["recompute_attention"]
         content["lora"] = {name: value for name, value in lora.items() if name != "recompute_attention"}
     return content
 
