@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from peft_nvfp4 import cli
 from peft_nvfp4.tools import profiling
+from peft_nvfp4.tools.options import TrainOptions
 
 ROWS = [{"text": f"the film is {word}", "label": label} for word, label in (("good", "positive"), ("bad", "negative"))] * 4
 
@@ -206,6 +207,8 @@ def test_keeping_the_output_of_attention_once(app, world, tmp_path):
         assert json.loads((tmp_path / name / "nvfp4_adapter.json").read_text())["recompute_attention"] is expected, name
     assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["use_rslora"] is True
     assert "recompute_attention: true" in (tmp_path / "flag" / "train.yaml").read_text()  # what --resume reads
+    older = TrainOptions(model="m", dataset="d", output="o", lora={"recompute_attention": True, "use_rslora": True})
+    assert older.recompute_attention is True and older.lora == {"use_rslora": True}
     (tmp_path / "e.yaml").write_text("recompute_attention: false\nlora:\n  recompute_attention: true\n")
     found = run(app, *args, "-o", tmp_path / "e", "--config", tmp_path / "e.yaml", code=1)
     assert "recompute_attention is there twice" in plain(found.stderr)

@@ -84,6 +84,9 @@ class TrainOptions:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if isinstance(self.lora, dict) and "recompute_attention" in self.lora:  # where it was before it was an option
+            self.lora = dict(self.lora)
+            self.recompute_attention = self.lora.pop("recompute_attention")
         hints = typing.get_type_hints(type(self))
         for f in fields(self):
             setattr(self, f.name, _checked(f.name, getattr(self, f.name), hints[f.name]))

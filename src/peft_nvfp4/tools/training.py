@@ -172,7 +172,7 @@ def estimated(options: TrainOptions, longest: int) -> Settings:
         targets=targets if isinstance(targets, str) else tuple(targets),
         optimizer=options.optimizer if options.optimizer in OPTIMIZERS else "adamw_torch_fused",
         fused=options.lora.get("fused", True),
-        recompute_attention=options.lora.get("recompute_attention", options.recompute_attention),
+        recompute_attention=options.recompute_attention,
         skip_modules=tuple(options.lora.get("skip_modules") or ()),
         padded=True,
         **_card(),
