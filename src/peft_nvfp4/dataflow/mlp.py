@@ -79,7 +79,7 @@ class FusedGatedMLP(nn.Module):
     Args:
         recompute: keep no codes of h~ for the adapter's gradient, but make D(h~) anew from those of gate and up. It is then the
             product of quantised factors: close to the forward's, not the same. A sixth (one term) to a quarter (two) less memory
-            for backward. Where gate and up are not kept (nothing before them is trained), h~ is kept all the same: less than both.
+            for backward. Where gate and up are not kept (nothing before them is trained), h~ is kept all the same: it is less.
     """
 
     def __init__(self, original: nn.Module, parts: GatedParts, recompute: bool = False):
