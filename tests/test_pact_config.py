@@ -394,8 +394,11 @@ def test_stock_and_own_adapters_give_the_model_frozen_by_an_adapter(folder):
         assert all(torch.equal(its_grads[name], grads[name]) for name in grads)
     unfused = with_adapter(load(folder, fused=False))
     assert not hasattr(unfused.base_model, "nvfp4_report")
-    with pytest.raises(ValueError, match="frozen already"):
+    with pytest.raises(ValueError, match=r"frozen already.*frozen with accuracy='paper', this config says 'high'"):
         with_adapter(load(folder, accuracy="paper"), NVFP4LoraConfig)
+    with pytest.raises(ValueError, match="frozen already") as caught:  # the same preset, other layouts
+        with_adapter(load(folder, weight_layouts="transient"), NVFP4LoraConfig)
+    assert "accuracy=" not in str(caught.value)
 
 
 @pytest.mark.parametrize("prepare", [prepare_model_for_kbit_training, prepare_model_for_nvfp4_training])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from .inits import ResidualInit, residual_init
 from .lora import FrozenLoraLinear, refuse_unsupported
 from .merge_aware import refuse_dense
 from .offload import disable_offload, enable_offload, offloaded
-from .sites import input_terms
+from .sites import ACCURACY, input_terms
 
 _ORIGINALS: list[tuple[type, str, Any]] = []
 
@@ -139,21 +139,35 @@ def _check_same_base(frozen: list[tuple[str, FrozenLinear | FrozenExperts]], con
     """A further adapter must ask for the base that is there: changing it would change what the others were trained on."""
     if config.calibration is not None and not any(getattr(layer, "calibrated", False) for _, layer in frozen):
         raise ValueError("a calibration replaces dense weights, and this base is frozen: load it without quantization_config")
+    for name, layer, options in _matrices(frozen):
+        terms = options.terms if getattr(layer, "calibrated", False) else input_terms(name, config.accuracy)
+        wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
+        differs = options != wanted if layer.backend == "nvfp4" else options.activations != wanted.activations
+        if layer.backend != config.backend or differs:
+            raise ValueError(
+                f"the base is frozen already: {name} is {layer.backend!r} with {options}, this config asks for "
+                f"{config.backend!r} with {wanted}{_presets(frozen, config.accuracy)}. Give the same settings, use a plain "
+                "LoraConfig (which takes the base as it is), or reload the base model."
+            )
+
+
+def _matrices(
+    frozen: list[tuple[str, FrozenLinear | FrozenExperts]],
+) -> Iterator[tuple[str, FrozenLinear | FrozenExperts, FrozenOptions]]:
+    """Every frozen matrix: its dotted name, its layer and how that was frozen."""
     for name, layer in frozen:
         plain = name.replace(".base_layer", "")
-        matrices = {plain: layer.options}
         if isinstance(layer, FrozenExperts):
-            matrices = {f"{plain}.{projection}": options for projection, options in layer.options.items()}
-        for name, options in matrices.items():
-            terms = options.terms if getattr(layer, "calibrated", False) else input_terms(name, config.accuracy)
-            wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
-            differs = options != wanted if layer.backend == "nvfp4" else options.activations != wanted.activations
-            if layer.backend != config.backend or differs:
-                raise ValueError(
-                    f"the base is frozen already: {name} is {layer.backend!r} with {options}, this config asks for "
-                    f"{config.backend!r} with {wanted}. Give the same settings, use a plain LoraConfig (which takes the base as "
-                    "it is), or reload the base model."
-                )
+            yield from ((f"{plain}.{projection}", layer, options) for projection, options in layer.options.items())
+        else:
+            yield plain, layer, layer.options
+
+
+def _presets(frozen: list[tuple[str, FrozenLinear | FrozenExperts]], asked: str) -> str:
+    """Where terms differ and are those of a preset, which one."""
+    terms = {name: options.terms for name, layer, options in _matrices(frozen) if layer.backend == "nvfp4"}
+    found = [word for word in ACCURACY if terms and all(n == input_terms(name, word) for name, n in terms.items())]
+    return f" (it was frozen with accuracy={found[0]!r}, this config says {asked!r})" if found and asked not in found else ""
 
 
 def _has_targets(config: LoraConfig, model: nn.Module) -> bool:
