@@ -1,6 +1,6 @@
 """What the tests of LoRA layers over a frozen base share: a small MLP with adapters, the formula in FP64, and its bounds.
 
-The bound on the difference is (roundings on the way) x (unit roundoff) x (the formula on absolute values), as in test_linear."""
+The bound on the difference is (roundings on the way) x (unit roundoff) x (the formula on absolute values), see _linear_layers."""
 
 import pytest
 import torch

@@ -3,7 +3,7 @@ less kept by exactly those codes; where attention keeps no output (plain matrix 
 
 import pytest
 import torch
-from test_dataflow import IDS, kept_bytes, tuned
+from _dataflow_models import IDS, kept_bytes, tuned
 
 from peft_nvfp4 import attach, detach, handoff
 from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear, kept_by_attention

@@ -1,130 +1,37 @@
-"""The autograd Functions of peft_nvfp4.linear: values and gradients against the formulas written out in FP64, and what is kept.
-
-Tolerances are bounds, not guesses. Every result here is a polynomial with sums of products, so two ways of computing it differ by
-no more than (roundings on the way) x (unit roundoff) x (the same polynomial on absolute values); see Higham, "Accuracy and
-Stability of Numerical Algorithms", chapter 3. The same code evaluates the polynomial on absolute values, gradients included.
-"""
+"""The autograd Functions of peft_nvfp4.linear: values and gradients against the formulas written out in FP64, the quantised
+input, one branch over any input, and what is kept for backward. Tolerances are those of _linear_layers.py."""
 
 import itertools
-import re
 
 import pytest
 import torch
 from _assertions import assert_same_bits, assert_same_matrix, unit
+from _linear_layers import (
+    RANKS,
+    SEED,
+    M,
+    actual,
+    assert_within,
+    by_gradients,
+    by_terms,
+    expected,
+    forward,
+    make_branches,
+    make_input,
+    make_layer,
+    masks_and_seed,
+    roundings,
+    value_and_gradients,
+)
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from peft_nvfp4 import linear, ops
-from peft_nvfp4.backends import BACKENDS, FrozenOptions
+from peft_nvfp4 import ops
+from peft_nvfp4.backends import BACKENDS
 from peft_nvfp4.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix, packed_bytes
-from peft_nvfp4.linear import Branch, dequantize_input, draw_seed, fake_quantize, lora_branch, quantize_input
+from peft_nvfp4.linear import Branch, dequantize_input, fake_quantize, lora_branch, quantize_input
 
-M = 6
-SEED = 1234
-RANKS, SCALINGS = (4, 3), (2.0, 0.5)
 SHAPES = ((10, 7), (576, 64), (1000, 7))  # K, N: padded to 32 (10, 7, 1000), and not (576, 64)
 by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"K{s[0]}-N{s[1]}")
-by_terms = pytest.mark.parametrize("terms", (1, 2), ids=lambda t: f"{t}term")
-by_gradients = pytest.mark.parametrize("gradients", ("nvfp4", "nvfp4_sr", "bf16"))
-
-
-def make_layer(shape, terms=1, gradients="nvfp4", layouts="cached", centre=False, bias=True, dtype=torch.float32):
-    k, n = shape
-    layer = BACKENDS["nvfp4"].quantize(nn.Linear(k, n, bias=bias).to(dtype), FrozenOptions(layouts, gradients, terms))
-    if centre:
-        layer.set_centre(3 * torch.randn(k))
-    if bias:
-        layer.bias.requires_grad_()
-    return layer
-
-
-def make_branches(shape, adapters, dropout=0.0):
-    """Leaf tensors, FP32 masters as PEFT makes them, B not zero."""
-    k, n = shape
-    return [
-        Branch((torch.randn(r, k) / 8).requires_grad_(), (torch.randn(n, r) / 4).requires_grad_(), s, dropout)
-        for r, s in zip(RANKS[:adapters], SCALINGS)
-    ]
-
-
-def make_input(k, dtype=torch.float32, requires_grad=True):
-    return (torch.randn(M, k) + 1).to(dtype).requires_grad_(requires_grad)
-
-
-def forward(layer, x, branches, seed=SEED):
-    torch.manual_seed(seed)
-    return layer.lora_forward(x, branches)
-
-
-def masks_and_seed(layer, x, branches, seed=SEED):
-    """The dropout masks (FP64) and the seed of stochastic rounding that :func:`forward` has drawn."""
-    torch.manual_seed(seed)
-    seeds = [draw_seed() if b.dropout else None for b in branches]
-    like = torch.empty(x.numel() // x.shape[-1], x.shape[-1])
-    masks = [torch.ones_like(like) if s is None else ops.dropout_mask(like, b.dropout, s) for s, b in zip(seeds, branches)]
-    return [m.double() for m in masks], draw_seed()
-
-
-def lora_linear(x, w, bias, adapters, masks):
-    """The dequantised function in plain torch; adapters is a list of (A, B, s)."""
-    y = x @ w.T if bias is None else x @ w.T + bias
-    for (a, b, s), m in zip(adapters, masks):
-        y = y + s * ((m * x) @ a.T) @ b.T
-    return y
-
-
-def value_and_gradients(x, w, bias, adapters, masks, dy):
-    """y, and autograd's gradients of sum(dy * y) in x, the bias, and every A and B, all in FP64."""
-    x, dy, w = x.double().requires_grad_(), dy.double(), w.double()
-    bias = None if bias is None else bias.detach().double().requires_grad_()
-    adapters = [(a.detach().double().requires_grad_(), b.detach().double().requires_grad_(), s) for a, b, s in adapters]
-    y = lora_linear(x, w, bias, adapters, masks)
-    leaves = {"dx": x}
-    if bias is not None:
-        leaves["dbias"] = bias
-    for i, (a, b, _) in enumerate(adapters):
-        leaves |= {f"dA{i}": a, f"dB{i}": b}
-    return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy)))}
-
-
-def expected(layer, x, branches, dy):
-    """(values, the same polynomial on absolute values) of the straight-through function of D(x~)."""
-    x, centre = x.detach().reshape(-1, x.shape[-1]), layer._centre
-    parts = quantize_input(x, layer.options.terms, centre)
-    xd, w = dequantize_input(parts, centre, torch.float32), layer.dequantize(torch.float32)
-    magnitude = sum(ops.dequantize(p).abs() for p in parts) + (0 if centre is None else centre.abs())
-    masks, _ = masks_and_seed(layer, x, branches)
-    adapters = [(b.a, b.b, b.scaling) for b in branches]
-    bias = layer.bias
-    bound = value_and_gradients(
-        magnitude, w.abs(), None if bias is None else bias.abs(), [(a.abs(), b.abs(), s) for a, b, s in adapters], masks, dy.abs()
-    )
-    return value_and_gradients(xd, w, bias, adapters, masks, dy), bound
-
-
-def actual(y, x, bias, branches, dy):
-    """What the layer computed, with the names of :func:`expected`."""
-    y.backward(dy)
-    got = {"y": y.detach(), "dx": x.grad}
-    if bias is not None:
-        got["dbias"] = bias.grad
-    for i, b in enumerate(branches):
-        got |= {f"dA{i}": b.a.grad, f"dB{i}": b.b.grad}
-    return got
-
-
-def assert_within(got, want, magnitude, roundings, what, low=torch.float32, low_roundings=0):
-    """|got - want| <= (roundings of FP32 + roundings of ``low``) x magnitude."""
-    tolerance = (roundings * unit(torch.float32) + low_roundings * unit(low)) * magnitude
-    excess = (got.double() - want).abs() - tolerance
-    assert got.shape == want.shape and not got.isnan().any(), what
-    assert excess.max() <= 0, f"{what}: off by up to {(got.double() - want).abs().max():.3g}, allowed {tolerance.max():.3g}"
-
-
-def roundings(shape):
-    """An upper bound on the FP32 roundings of any one entry: the longest chain adds K, then r, N or M terms, plus a product each
-    and a handful of scalings, casts and outer sums."""
-    return shape[0] + shape[1] + M + sum(RANKS) + 16
 
 
 # ---------------------------------------------------------------------------------------------- values and gradients
@@ -423,77 +330,6 @@ def test_branches_over_an_unquantised_input_share_it():
     assert sum(map(stored, kept)) == stored(x) + sum(M * r * 4 for r in RANKS) + 2 * 8 + copies(branches)
 
 
-# ---------------------------------------------------------------------------------------------- ways of calling
-
-
-def test_layer_used_twice_before_backward():
-    """Gradients of two uses add up; a sum of two FP32 numbers has the same bits in either order."""
-    shape = (64, 64)
-    layer, (branch,) = make_layer(shape, 2), make_branches(shape, 1, 0.3)
-    xs, dys = [make_input(64), make_input(64)], [torch.randn(M, 64), torch.randn(M, 64)]
-    separate = []
-    for seed, x, dy in zip((1, 2), xs, dys):
-        x.grad = branch.a.grad = branch.b.grad = layer.bias.grad = None
-        forward(layer, x, [branch], seed).backward(dy)
-        separate.append([x.grad, branch.a.grad, branch.b.grad, layer.bias.grad])
-        x.grad = None
-    branch.a.grad = branch.b.grad = layer.bias.grad = None
-    first, second = forward(layer, xs[0], [branch], 1), forward(layer, xs[1], [branch], 2)
-    torch.autograd.backward([first, second], dys)
-    assert_same_bits(xs[0].grad, separate[0][0], "dx of the first use")
-    assert_same_bits(xs[1].grad, separate[1][0], "dx of the second use")
-    for i, (name, parameter) in enumerate({"dA": branch.a, "dB": branch.b, "dbias": layer.bias}.items(), 1):
-        assert_same_bits(parameter.grad, separate[0][i] + separate[1][i], name)
-
-
-def test_layer_applied_to_its_own_output():
-    """dx of a chain is the chain of the two input gradients."""
-    layer, (branch,) = make_layer((64, 64)), make_branches((64, 64), 1)
-    x, dy = make_input(64), torch.randn(M, 64)
-    middle = layer.lora_forward(x, [branch])
-    layer.lora_forward(middle, [branch]).backward(dy)
-    leaf = middle.detach().requires_grad_()
-    layer.lora_forward(leaf, [branch]).backward(dy)
-    again = x.detach().requires_grad_()
-    layer.lora_forward(again, [branch]).backward(leaf.grad)
-    assert_same_bits(x.grad, again.grad, "dx")
-
-
-def test_forward_without_gradient():
-    layer, x, branches = make_layer((64, 64), 2), make_input(64), make_branches((64, 64), 1, 0.3)
-    with torch.no_grad():
-        y = forward(layer, x, branches)
-    assert not y.requires_grad
-    assert_same_bits(y, forward(layer, x, branches).detach(), "y")
-
-
-@by_gradients
-def test_eval_mode_changes_no_gradient(gradients):
-    """Gradients in eval mode (from_pretrained's; a loop may train in it to switch dropout off) are those of training."""
-    layer, (branch,) = make_layer((64, 64), 1, gradients), make_branches((64, 64), 1)
-    x, dy = make_input(64), torch.randn(M, 64)
-    results = []
-    for training in (True, False):
-        x.grad = branch.a.grad = None
-        forward(layer.train(training), x, [branch]).backward(dy)
-        results.append((x.grad, branch.a.grad))
-    assert_same_bits(results[1][0], results[0][0], "dx")
-    assert_same_bits(results[1][1], results[0][1], "dA")
-
-
-@pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad, torch.inference_mode), ids=lambda m: m.__name__)
-def test_an_input_edited_in_place_is_quantised_again(mode):
-    """A static buffer that is refilled between two calls must not find the codes of its old content."""
-    layer, branches = make_layer((64, 7), 2), make_branches((64, 7), 1)
-    with mode():
-        x = torch.randn(M, 64)
-        old = layer.lora_forward(x, branches)
-        x.copy_(torch.randn(M, 64))
-        new, fresh = layer.lora_forward(x, branches), layer.lora_forward(x.clone(), branches)
-    assert (new != old).any()
-    assert_same_bits(new.detach(), fresh.detach(), "y")
-
-
 def test_linears_of_one_input_share_its_codes_and_no_more():
     """Two layers with the same input spec keep the codes once; one with another number of terms, or a centre, makes its own."""
     shape = (576, 64)
@@ -511,223 +347,6 @@ def test_linears_of_one_input_share_its_codes_and_no_more():
     assert sum(stored(t) for pointer, t in kept.items() if pointer not in own) == formula
     for layer, branch, y in zip(layers, branches, outputs):
         assert_same_bits(y.detach(), layer.lora_forward(x.detach().clone(), [branch]).detach(), "y")
-
-
-def test_input_that_needs_no_gradient(monkeypatch):
-    """The first layer of a model: adapter gradients have the same bits, and dx, the dearest product of backward, is not made."""
-    layer, (branch,) = make_layer((64, 64), 2), make_branches((64, 64), 1, 0.3)
-    x, dy = make_input(64), torch.randn(M, 64)
-    forward(layer, x, [branch]).backward(dy)
-    da, db = branch.a.grad, branch.b.grad
-    branch.a.grad = branch.b.grad = None
-    detached = x.detach()
-    monkeypatch.setattr(linear, "_input_gradient", lambda *args: pytest.fail("dx was computed"))
-    forward(layer, detached, [branch]).backward(dy)
-    assert_same_bits(branch.a.grad, da, "dA")
-    assert_same_bits(branch.b.grad, db, "dB")
-    assert detached.grad is None
-
-
-@pytest.mark.parametrize("which", ("a", "b"))
-def test_one_factor_frozen(which):
-    layer, (branch,) = make_layer((64, 64)), make_branches((64, 64), 1)
-    other = branch.b if which == "a" else branch.a
-    getattr(branch, which).requires_grad_(False)
-    layer.lora_forward(make_input(64), [branch]).sum().backward()
-    assert getattr(branch, which).grad is None
-    assert other.grad.abs().sum() > 0
-
-
-def test_layer_and_bias_frozen_without_adapter_has_only_an_input_gradient():
-    layer, x = make_layer((64, 64)), make_input(64)
-    layer.bias.requires_grad_(False)
-    layer(x).sum().backward()
-    assert x.grad.abs().sum() > 0
-    assert all(p.grad is None for p in layer.parameters())
-
-
-@pytest.mark.parametrize("leading", ((M,), (2, 3), (1, 2, 3)), ids=("2d", "3d", "4d"))
-def test_leading_dimensions_are_flattened(leading):
-    layer, branches = make_layer((64, 7), 2), make_branches((64, 7), 1, 0.3)
-    flat, dy = make_input(64), torch.randn(M, 7)
-    forward(layer, flat, branches).backward(dy)
-    x = flat.detach().view(*leading, 64).requires_grad_()
-    y = forward(layer, x, branches)
-    assert y.shape == (*leading, 7)
-    y.backward(dy.view(*leading, 7))
-    assert_same_bits(x.grad.view(M, 64), flat.grad, "dx")
-    assert_same_bits(y.detach().view(M, 7), forward(layer, flat, branches).detach(), "y")
-
-
-def test_single_vector():
-    layer, (branch,) = make_layer((64, 7)), make_branches((64, 7), 1)
-    x = torch.randn(64, requires_grad=True)
-    y = layer.lora_forward(x, [branch])
-    y.backward(torch.ones(7))
-    row = x.detach().view(1, 64).requires_grad_()
-    as_row = layer.lora_forward(row, [branch])
-    as_row.backward(torch.ones(1, 7))
-    assert_same_bits(y.detach(), as_row.detach()[0], "y")
-    assert_same_bits(x.grad, row.grad[0], "dx")
-
-
-@pytest.mark.parametrize("adapters", (0, 1), ids=("plain", "adapter"))
-@by_gradients
-@pytest.mark.parametrize("leading", ((0,), (2, 0)), ids=("2d", "3d"))
-def test_empty_batch(adapters, gradients, leading):
-    """No token: an empty output, and zero gradients of everything trainable, as nn.Linear gives."""
-    layer, branches = make_layer((64, 7), 2, gradients), make_branches((64, 7), adapters, 0.3)
-    x = torch.randn(*leading, 64, requires_grad=True)
-    y = layer.lora_forward(x, branches)
-    assert y.shape == (*leading, 7)
-    y.sum().backward()
-    assert x.grad.shape == x.shape
-    assert layer.bias.grad.abs().sum() == 0
-    assert all(t.grad.abs().sum() == 0 for b in branches for t in (b.a, b.b))
-
-
-@pytest.mark.parametrize(
-    "view",
-    (lambda x: x.T.contiguous().T, lambda x: torch.stack([x, x], -1)[..., 0], lambda x: x.repeat(1, 2)[:, :64]),
-    ids=("transposed", "strided", "slice"),
-)
-def test_non_contiguous_input(view):
-    layer, branches = make_layer((64, 7), 2), make_branches((64, 7), 1, 0.3)
-    x = make_input(64)
-    y = forward(layer, view(x), branches)
-    assert not view(x).is_contiguous()
-    y.backward(torch.ones_like(y))
-    plain = x.detach().requires_grad_()
-    want = forward(layer, plain, branches)
-    want.backward(torch.ones_like(want))
-    assert_same_bits(y.detach(), want.detach(), "y")
-    assert_same_bits(x.grad, plain.grad, "dx")
-
-
-def test_non_contiguous_gradient():
-    """y.sum() hands back an expanded gradient (stride 0); a transposed one has the wrong order in memory."""
-    layer, branches = make_layer((64, 7), 2, "nvfp4_sr"), make_branches((64, 7), 1, 0.3)
-    dy = torch.randn(7, M).T
-    for strange in (dy, torch.randn(1, 1).expand(M, 7)):
-        results = []
-        for g in (strange, strange.contiguous()):
-            x = torch.ones(M, 64).requires_grad_()
-            forward(layer, x, branches).backward(g)
-            results.append(x.grad)
-        assert_same_bits(results[0], results[1], "dx")
-
-
-# ---------------------------------------------------------------------------------------------- bad input
-
-
-def test_wrong_last_dimension_names_both_sizes():
-    layer = make_layer((64, 7))
-    for shape in ((M, 60), (2, 3, 128), (60,)):
-        with pytest.raises(ValueError, match=re.escape(f"must be 64, got shape {shape}")):
-            layer(torch.randn(*shape))
-
-
-@pytest.mark.parametrize("dtype", (torch.uint8, torch.int64, torch.float64), ids=str)
-def test_input_of_another_dtype_raises_and_names_it(dtype):
-    """As nn.Linear does for an input whose dtype is not its weight's. A byte tensor must not pass for packed codes."""
-    with pytest.raises(RuntimeError, match=str(dtype)):
-        make_layer((64, 7))(torch.zeros(M, 64).to(dtype))
-
-
-@by_terms
-@pytest.mark.parametrize("centre", (False, True), ids=("plain", "centred"))
-@pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")), ids=str)
-def test_a_token_that_is_not_finite_spoils_only_itself(terms, centre, value):
-    layer, branches = make_layer((576, 64), terms, centre=centre), make_branches((576, 64), 1)
-    with torch.no_grad():
-        x = make_input(576, requires_grad=False)
-        clean = layer.lora_forward(x, branches)
-        x[2, 100] = value
-        y = layer.lora_forward(x, branches)
-    others = torch.arange(M) != 2
-    assert y[2].isnan().all()
-    assert_same_bits(y[others], clean[others], "the other tokens")
-
-
-@by_gradients
-def test_a_gradient_that_is_not_finite_is_seen_and_spoils_only_its_token(gradients):
-    layer, (branch,) = make_layer((64, 64), 1, gradients), make_branches((64, 64), 1)
-    x, dy = make_input(64), torch.randn(M, 64)
-    forward(layer, x, [branch]).backward(dy)
-    clean = x.grad
-    x.grad = branch.a.grad = branch.b.grad = None
-    dy[2, 5] = float("inf")
-    forward(layer, x, [branch]).backward(dy)
-    others = torch.arange(M) != 2
-    assert_same_bits(x.grad[others], clean[others], "the other tokens")
-    assert not x.grad[2].isfinite().any()
-    assert not branch.a.grad.isfinite().any() and not branch.b.grad[5].isfinite().any()
-
-
-# ---------------------------------------------------------------------------------------------- autocast, checkpointing
-
-
-def test_autocast_equals_casting_the_input_first():
-    """FP32 in, BF16 out, and the same bits as with a BF16 input; the gradient comes back in FP32."""
-    layer, branches = make_layer((64, 7), 2, centre=True), make_branches((64, 7), 1, 0.3)
-    x = make_input(64)
-    cast = x.detach().bfloat16().requires_grad_()
-    want = forward(layer, cast, branches)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = forward(layer, x, branches)
-    assert_same_bits(y.detach(), want.detach(), "y")
-    assert y.dtype == torch.bfloat16
-    dy = torch.randn(M, 7).bfloat16()
-    y.backward(dy)
-    got = [x.grad.bfloat16(), *(t.grad for t in branches[0][:2])]
-    branches[0].a.grad = branches[0].b.grad = None
-    want.backward(dy)
-    for name, a, b in zip(("dx", "dA", "dB"), got, [cast.grad, *(t.grad for t in branches[0][:2])]):
-        assert_same_bits(a, b, name)
-
-
-@by_gradients
-@pytest.mark.parametrize("kind", ("layer", "branch"))
-def test_backward_under_autocast_is_not_cast(gradients, kind):
-    """loss.backward() inside the autocast block must not turn the FP32 products of the backward into BF16 ones."""
-    layer, (branch,) = make_layer((64, 7), 1, gradients), make_branches((64, 7), 1)
-    x, dy = make_input(64), torch.randn(M, 7)
-    results = []
-    for autocast in (False, True):
-        x.grad = branch.a.grad = branch.b.grad = None
-        torch.manual_seed(SEED)
-        y = layer.lora_forward(x, [branch]) if kind == "layer" else lora_branch(x, branch)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            y.backward(dy)
-        results.append([x.grad, branch.a.grad, branch.b.grad])
-    for name, plain, inside in zip(("dx", "dA", "dB"), *results):
-        assert_same_bits(inside, plain, name)
-
-
-@by_gradients
-@pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "non_reentrant"))
-def test_activation_checkpointing_changes_no_bit(gradients, reentrant):
-    """The recomputed forward draws the seeds of the first one. Two layers, so that a seed too many or too few in the first of
-    them shifts those of the second; reentrant checkpointing runs its first pass without gradient."""
-    layers = [make_layer((64, 64), 1, gradients) for _ in range(2)]
-    branches = [make_branches((64, 64), 1, 0.3)[0] for _ in range(2)]
-    x, dy = make_input(64), torch.randn(M, 64)
-
-    def block(x):
-        for layer, branch in zip(layers, branches):
-            x = layer.lora_forward(x, [branch])
-        return x
-
-    results = []
-    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
-        for t in (x, *(t for b in branches for t in (b.a, b.b))):
-            t.grad = None
-        torch.manual_seed(SEED)
-        y = run(x)
-        y.backward(dy)
-        results.append([y.detach(), x.grad, *(t.grad for b in branches for t in (b.a, b.b))])
-    for name, plain, recomputed in zip(("y", "dx", "dA of layer 0", "dB of 0", "dA of layer 1", "dB of 1"), *results):
-        assert_same_bits(recomputed, plain, name)
 
 
 def test_layouts_with_and_without_padding_are_views_of_the_parameters():
