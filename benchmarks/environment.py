@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -27,6 +28,7 @@ def environment() -> dict[str, str]:
     return stamp
 
 
+@cache
 def commit() -> str:
     """The commit of the source, from git or (where the tree travels without it) from $PEFT_NVFP4_COMMIT."""
     if "PEFT_NVFP4_COMMIT" in os.environ:

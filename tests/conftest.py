@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from peft_nvfp4 import BACKENDS
+
 torch.set_num_threads(1)
 
 
@@ -33,6 +35,14 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request):
+    """Every backend; bitsandbytes' where it is installed."""
+    if request.param == "nf4":
+        pytest.importorskip("bitsandbytes")
+    return request.param
 
 
 def tiny_llama(dtype=torch.float32, **overrides):

@@ -29,20 +29,13 @@ from peft import (
 )
 from torch import nn
 
-from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.lora import FrozenLoraLinear
 
 # dB of a weight after one requantisation: measured 21.5 (nvfp4) and 20.8 (nf4); exact for bf16, which holds FP32 here.
 REQUANTISED_SQNR = {"nvfp4": 20.0, "nf4": 20.0, "bf16": float("inf")}
 REWRITING = ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
 R, SCALING = 4, 2.0
-
-
-@pytest.fixture(params=list(BACKENDS))
-def backend(request):
-    if request.param == "nf4":
-        pytest.importorskip("bitsandbytes")
-    return request.param
 
 
 def lora_config(backend, **settings):

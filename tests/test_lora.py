@@ -13,17 +13,9 @@ from _lora_layers import HIDDEN, LAYERS, TOKENS, D, Mlp, adapt, assert_close, by
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from peft_nvfp4 import BACKENDS, FrozenLinear, freeze_model, ops
+from peft_nvfp4 import FrozenLinear, freeze_model, ops
 from peft_nvfp4.linear import draw_seed
 from peft_nvfp4.lora import FrozenLoraLinear
-
-
-@pytest.fixture(params=list(BACKENDS))
-def backend(request):
-    if request.param == "nf4":
-        pytest.importorskip("bitsandbytes")
-    return request.param
-
 
 # ---------------------------------------------------------------------------------------------- forward
 

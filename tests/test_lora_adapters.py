@@ -28,16 +28,7 @@ from _lora_layers import (
 from peft import LoraConfig, LoraModel, get_layer_status, get_model_status, get_peft_model
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
 
-from peft_nvfp4 import BACKENDS
 from peft_nvfp4.lora import FrozenLoraLinear
-
-
-@pytest.fixture(params=list(BACKENDS))
-def backend(request):
-    if request.param == "nf4":
-        pytest.importorskip("bitsandbytes")
-    return request.param
-
 
 # ---------------------------------------------------------------------------------------------- several adapters
 

@@ -28,17 +28,8 @@ from _lora_layers import (
 from peft import get_peft_model
 from torch import nn
 
-from peft_nvfp4 import BACKENDS
 from peft_nvfp4.freeze import frozen_layers
 from peft_nvfp4.lora import FrozenLoraLinear
-
-
-@pytest.fixture(params=list(BACKENDS))
-def backend(request):
-    if request.param == "nf4":
-        pytest.importorskip("bitsandbytes")
-    return request.param
-
 
 # ---------------------------------------------------------------------------------------------- merging in place
 

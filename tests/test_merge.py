@@ -16,7 +16,7 @@ from test_moe import mixtral
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, PactConfig, attach, freeze_model, merge, ops
+from peft_nvfp4 import NVFP4LoraConfig, PactConfig, attach, freeze_model, merge, ops
 from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.dataflow.attach import attached
 from peft_nvfp4.formats import E2M1_GRID, WEIGHT
@@ -35,13 +35,6 @@ from peft_nvfp4.retention import (
 IDS = torch.arange(24).reshape(2, 12) * 7 % 128
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 quiet = pytest.mark.filterwarnings("ignore:near no-op", "ignore:rounding to nvfp4")
-
-
-@pytest.fixture(params=list(BACKENDS))
-def backend(request):
-    if request.param == "nf4":
-        pytest.importorskip("bitsandbytes")
-    return request.param
 
 
 def config(backend="nvfp4", **settings):

@@ -15,7 +15,20 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from _peft_models import ALL, BACKENDS, U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
+from _peft_models import (
+    ALL,
+    BACKENDS,
+    DEFAULTS,
+    U,
+    adapter_tensors,
+    by_backend,
+    config,
+    frozen_lora,
+    logits,
+    same_tensors,
+    train,
+    trained,
+)
 from conftest import tiny_llama
 from peft import AutoPeftModelForCausalLM, LoraConfig, LoraModel, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -233,22 +246,7 @@ def test_what_an_adapter_folder_holds(stock, backend):
     theirs = json.loads((root / "stock" / "adapter_config.json").read_text())
     assert ours.keys() == theirs.keys() and ours["peft_type"] == "LORA"
     side_car = json.loads((root / f"{backend}-fp32" / SIDE_CAR).read_text())
-    assert side_car == dict(
-        format_version=1,
-        backend=backend,
-        accuracy="high",
-        weight_layouts="cached",
-        gradients="nvfp4",
-        activations="bf16",
-        fused=True,
-        recompute_mlp=False,
-        recompute_attention=False,
-        cuda_graphs=False,
-        skip_modules=None,
-        calibration=None,
-        merge_aware=False,
-        offload=None,
-    )
+    assert side_car == {"format_version": 1, **DEFAULTS, "backend": backend}
 
 
 def test_an_adapter_of_stock_peft_loads(stock):

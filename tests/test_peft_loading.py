@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from _peft_models import U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
+from _peft_models import DEFAULTS, U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.utils.hotswap import hotswap_adapter
 
@@ -71,21 +71,7 @@ def test_configuration_in_a_subfolder(tmp_path):
 def test_configuration_without_a_side_car_gets_defaults(tmp_path):
     config(backend="nf4", accuracy="paper").save_pretrained(str(tmp_path))
     (tmp_path / SIDE_CAR).unlink()
-    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == dict(
-        backend="nvfp4",
-        accuracy="high",
-        weight_layouts="cached",
-        gradients="nvfp4",
-        activations="bf16",
-        fused=True,
-        recompute_mlp=False,
-        recompute_attention=False,
-        cuda_graphs=False,
-        skip_modules=None,
-        calibration=None,
-        merge_aware=False,
-        offload=None,
-    )
+    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == DEFAULTS
 
 
 @pytest.mark.parametrize("field", VALUES)

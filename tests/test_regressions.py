@@ -37,13 +37,6 @@ from peft_nvfp4.lora import FrozenLoraLinear
 RANDOM = dict(init_lora_weights=False)  # A and B both random: the adapter matters
 
 
-@pytest.fixture(params=list(BACKENDS))
-def backend(request):
-    if request.param == "nf4":
-        pytest.importorskip("bitsandbytes")
-    return request.param
-
-
 @pytest.fixture
 def saved(llama, tmp_path):
     llama(torch.bfloat16).save_pretrained(tmp_path)

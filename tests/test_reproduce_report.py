@@ -93,10 +93,13 @@ def test_largest_batches_are_added_to_what_a_file_has(tmp_path):
     peaks, there = [{"case": "bf16", "batch": 1, "seq": 8}], {"case": "nvfp4-paper", "cap_gib": 16.0, "largest_batch": 7}
     path = tmp_path / "memory.json"
     for largest, expected in (([there], 7), ([{**there, "error": "of another day"}], memory.SMALL["most"])):
-        path.write_text(json.dumps({"environment": {"commit": "abc"}, "settings": {}, "peaks": peaks, "largest": largest}))
+        left = {"not_run": ["peaks of bf16", f"{memory.LARGEST} nvfp4-paper under 16 GiB"]}
+        path.write_text(
+            json.dumps({"environment": {"commit": "abc"}, "settings": {}, "peaks": peaks, "largest": largest, **left})
+        )
         memory.main(["--small", "--largest", "--out", str(tmp_path)])
         data = json.loads(path.read_text())
-        assert data["peaks"] == peaks and data["settings"]["kept_from"] == "abc"
+        assert data["peaks"] == peaks and data["settings"]["kept_from"] == "abc" and data["not_run"] == ["peaks of bf16"]
         assert [row["largest_batch"] for row in data["largest"]] == [expected]
 
 
@@ -107,10 +110,11 @@ def test_naming_cases_leaves_the_rows_of_others(tmp_path, monkeypatch):
         path = tmp_path / f"{name}.json"
         others, own = {"case": "bf16", "batch": 7, "seq": 8, "cap_gib": 9}, {"case": "nvfp4-paper", "batch": 7, "seq": 8}
         before = {"environment": {"commit": "b"}, "settings": {"kept_from": "a"}} | {t: [others, own] for t in tables}
+        before["not_run"] = ["peaks of nvfp4-paper", "peaks of nvfp4-paper-graphs"]  # what is named is tried again
         path.write_text(json.dumps(before))
         module.main(["--small", "--cases", "nvfp4-paper", "--out", str(tmp_path)])
         data = json.loads(path.read_text())
-        assert data["settings"]["kept_from"] == "a, b"
+        assert data["settings"]["kept_from"] == "a, b" and data["not_run"] == ["peaks of nvfp4-paper-graphs"]
         for table in tables:
             kept, new = data[table]
             assert kept == others and new["case"] == "nvfp4-paper" and new.get("batch") != 7 and "error" not in new

@@ -14,18 +14,11 @@ from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.freeze import frozen_layers
 
 IDS = torch.arange(24).view(2, 12) * 5 % 128
 HIDDEN = 64
-
-
-@pytest.fixture(params=list(BACKENDS))
-def backend(request):
-    if request.param == "nf4":
-        pytest.importorskip("bitsandbytes")
-    return request.param
 
 
 def tuned(backend, base=None, *, dtype=torch.float32, autocast_adapter_dtype=True, **settings):

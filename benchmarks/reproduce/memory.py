@@ -80,6 +80,7 @@ CAPPED = {
     "nvfp4-paper-graphs": CAPS[:1],
 }
 CAPPED_SEQ, MOST = 1024, 96
+LARGEST = "largest batch of"
 SMALL = {
     "cases": {"bf16": ((1, 32), (2, 32)), "bf16-codes": ((1, 32),), "nvfp4-paper": ((1, 32),), "nvfp4-ckpt": ((1, 32),)},
     "capped": {"nvfp4-paper": (16.0,)},
@@ -105,7 +106,7 @@ class Run:
     def keep(self, *tables: str, but: Container[str] = ()) -> None:
         """What the file has, ``but`` the rows of these cases; ``kept_from`` says of which commits."""
         before = json.loads(self.path.read_text())
-        self.data["not_run"] = [what for what in before.get("not_run", []) if not any(f" {case}" in f"{what} " for case in but)]
+        self.data["not_run"] = [what for what in before.get("not_run", []) if not any(case in what.split() for case in but)]
         for table in tables:
             self.data[table] = [row for row in before.get(table, []) if "error" not in row and row["case"] not in but]
         commits = [*before["settings"].get("kept_from", "").split(", "), before["environment"]["commit"]]
@@ -114,7 +115,7 @@ class Run:
     def keep_others(self, *tables: str) -> None:
         """With ``--cases``: the rows of all others."""
         if self.args.cases and self.path.is_file():
-            self.keep(*tables, but=self.args.cases.split(","))
+            self.keep(*tables, but=self.args.cases)
 
     def over(self, what: str, share: float = 1.0) -> bool:
         """Whether the time, or this share of it, is up; what is therefore left out goes into the file."""
@@ -265,7 +266,7 @@ def largest(run: Run, capped: dict[str, tuple], seq: int, most: int) -> None:
     for name, caps in capped.items():
         trainer = None
         for cap in caps:
-            if (name, cap) in there or run.over(f"largest batch of {name} under {cap:g} GiB"):
+            if (name, cap) in there or run.over(f"{LARGEST} {name} under {cap:g} GiB"):
                 continue
 
             def fill() -> dict:
@@ -295,7 +296,8 @@ def arguments(doc: str, argv: list[str] | None, *flags: tuple[str, str]) -> argp
     parser.add_argument("--shape", default="1b", choices=tuple(bench_train.SHAPES))
     parser.add_argument("--small", action="store_true", help="a tiny model, a few steps, on the CPU")
     parser.add_argument("--seconds", type=float, default=0, help="begin no row after so many; 0: no limit")
-    parser.add_argument("--cases", default="", help="comma-separated, of those that are run by default; others stay as they are")
+    text = "comma-separated, of those that are run by default; others stay as they are"
+    parser.add_argument("--cases", default=[], type=lambda names: [name for name in names.split(",") if name], help=text)
     parser.add_argument("--out", type=Path, default=RESULTS)
     for name, text in flags:
         parser.add_argument(name, action="store_true", help=text)
@@ -310,13 +312,13 @@ def arguments(doc: str, argv: list[str] | None, *flags: tuple[str, str]) -> argp
 
 def chosen(cases: dict[str, tuple], args: argparse.Namespace) -> dict[str, tuple]:
     """Those of ``--cases``; all, where it is empty."""
-    return {name: value for name, value in cases.items() if not args.cases or name in args.cases.split(",")}
+    return {name: value for name, value in cases.items() if not args.cases or name in args.cases}
 
 
 def check_cases(args: argparse.Namespace, *known: dict[str, tuple]) -> None:
     """Ends the script if ``--cases`` names something else."""
     names = {name for cases in known for name in cases}
-    if unknown := [name for name in args.cases.split(",") if name and name not in names]:
+    if unknown := [name for name in args.cases if name not in names]:
         raise SystemExit(f"unknown cases {', '.join(unknown)}; there are {', '.join(sorted(names))}")
 
 
@@ -326,6 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     run = Run(args, "memory", ("peaks", "largest"))
     if args.largest:
         run.keep("peaks", "largest")
+        run.data["not_run"] = [what for what in run.data["not_run"] if not what.startswith(LARGEST)]  # tried again
     else:
         run.keep_others("peaks", "largest")
         peaks(run, chosen(SMALL["cases"] if args.small else CASES, args))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,11 +150,9 @@ def difference(
     seeds)."""
     table = summaries.by_method(summaries.finals(accuracy["runs"], weights)) if accuracy else {}
     names = tasks(accuracy, weights) if accuracy else []
-    found = [summaries.paired(table[task].get(one, {}), table[task].get(other, {}), value) for task in names]
-    if not found or None in found:
-        return None
-    error = math.sqrt(sum(d["se"] ** 2 for d in found)) / len(found)
-    return scale * statistics.fmean(d["mean"] for d in found), scale * error
+    pairs = [summaries.paired(table[task].get(one, {}), table[task].get(other, {}), value) for task in names]
+    whole = summaries.combined(pairs)
+    return None if whole is None else (scale * whole["mean"], scale * whole["se"])
 
 
 def signed(value: float, digits: int = 1) -> str:

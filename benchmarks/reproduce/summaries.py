@@ -96,11 +96,18 @@ def counted(content: Mapping[str, Any], weights: str = "shipped") -> list[str]:
     return [task for task in common_tasks(content, weights) if task not in dropped]
 
 
-def average(runs: Sequence[Run], method: str, tasks: Sequence[str], value=score_of) -> dict[str, float] | None:
-    """Mean over tasks of a method's medians, and of its paired differences from the reference with their standard error (tasks
-    and their noise are independent); None unless the method has all of the tasks."""
-    if not tasks:
+def combined(differences: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
+    """Mean of paired differences of several tasks, and its standard error (tasks and their noise are independent); None if one is
+    missing."""
+    if not differences or None in differences:
         return None
+    error = math.sqrt(sum(d["se"] ** 2 for d in differences)) / len(differences)
+    return {"mean": statistics.fmean(d["mean"] for d in differences), "se": error}
+
+
+def average(runs: Sequence[Run], method: str, tasks: Sequence[str], value=score_of) -> dict[str, float] | None:
+    """Mean over tasks of a method's medians, and of its paired differences from the reference with their standard error; None
+    without tasks, or unless the method has all of them."""
     table = by_method(finals(runs))
     cells, differences = [], []
     for task in tasks:
@@ -110,11 +117,12 @@ def average(runs: Sequence[Run], method: str, tasks: Sequence[str], value=score_
             return None
         cells.append(statistics.median(values))
         differences.append(paired(own, table[task].get(REFERENCE, {}), value))
-    result = {"median": statistics.fmean(cells), "tasks": len(cells)}
-    if all(differences):
-        result["difference"] = statistics.fmean(d["mean"] for d in differences)
-        result["se"] = math.sqrt(sum(d["se"] ** 2 for d in differences)) / len(differences)
-    return result
+    if not cells:
+        return None
+    whole = combined(differences)
+    return {"median": statistics.fmean(cells), "tasks": len(cells)} | (
+        {"difference": whole["mean"], "se": whole["se"]} if whole else {}
+    )
 
 
 # ---------------------------------------------------------------------------------------------- text

@@ -99,7 +99,6 @@ class Lane:
         self.stream = torch.cuda.Stream() if cuda else None
         self.capture = torch.cuda.Stream() if cuda else None
         self.pace = 0.0  # seconds of the last run, by its steps
-        self.commit = commit()
         self.work = self.groups()
 
     @contextmanager
@@ -237,7 +236,7 @@ class Lane:
         self.record(group, kind, lr, seed, result, runs)
 
     def record(self, group: Group, kind: str, lr, seed, result: dict, runs: Runs) -> None:
-        made = {"label": group.method.label, "commit": self.commit}  # a table may be of several sessions
+        made = {"label": group.method.label, "commit": commit()}  # a table may be of several sessions
         row = dict(zip(KEY, group.key(kind, lr, seed))) | made | _rounded(result)
         runs.add(row)
         self.board.record(self.worker, row)
