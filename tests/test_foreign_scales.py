@@ -17,7 +17,7 @@ from _interpreter import run_interpreted
 from test_emulated import packed
 from torch import nn
 
-from peft_nvfp4 import kernels, linear_ops, ops, reference
+from peft_nvfp4 import kernels, linear_ops, matmul_helpers, ops, reference
 from peft_nvfp4.backends import FrozenOptions
 from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.expert_packing import FROM_PACKED, significands
@@ -118,7 +118,7 @@ def test_matmul_is_exact_but_for_its_sums(m, terms, bias, dtype, g, device):
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_a_cpu_looks_for_itself(bias, has_bf16, monkeypatch):
     """Also with BF16 instructions, and with a scale for every row of the weight."""
-    monkeypatch.setattr(reference, "_CPU_HAS_BF16", has_bf16)
+    monkeypatch.setattr(matmul_helpers, "_CPU_HAS_BF16", has_bf16)
     x, w = gaussian(5, 320, ACTIVATION), foreign(48, 320)
     b = None if bias is None else torch.randn(48, generator=generator(7))
     for scales in (w.gscale, w.gscale * torch.linspace(0.5, 3, 48)):

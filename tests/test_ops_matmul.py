@@ -4,7 +4,7 @@ import pytest
 import torch
 from _assertions import assert_same_bits, by_device, by_dtype, gaussian, generator, to, unit
 
-from peft_nvfp4 import ops, reference
+from peft_nvfp4 import matmul_helpers, ops, reference
 from peft_nvfp4.formats import ACTIVATION, WEIGHT, QuantizedMatrix
 
 SHAPES_NK = [(48, 32), (33, 10), (96, 576), (50, 1000)]
@@ -79,7 +79,7 @@ def test_matmul_of_a_long_exact_sum(m, dtype, device):
 def test_matmul_rounds_once_with_bf16_operands(m, dtype, terms, bias, monkeypatch):
     """The same where the CPU (as every GPU) multiplies BF16 natively: operands are exact, and the bias joins before the one
     rounding."""
-    monkeypatch.setattr(reference, "_CPU_HAS_BF16", True)
+    monkeypatch.setattr(matmul_helpers, "_CPU_HAS_BF16", True)
     xs, w = [exact_matrix(m, 576, True, seed) for seed in range(terms)], exact_matrix(50, 576, False, 9)
     b = whole_bias(50, bias)
     expected = float64_product(xs, w) + (b.double() if bias else 0)

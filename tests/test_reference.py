@@ -9,7 +9,7 @@ import scalar_nvfp4 as scalar
 import torch
 from _assertions import DISTRIBUTIONS, FORMATS, SEED, assert_same_bits, assert_same_matrix, sample
 
-from peft_nvfp4 import reference
+from peft_nvfp4 import matmul_helpers, reference
 from peft_nvfp4.formats import ACTIVATION, GRADIENT_STOCHASTIC, SCALE_RULES, NVFP4Format, QuantizedMatrix
 
 by_rule = pytest.mark.parametrize("rule", SCALE_RULES)
@@ -300,7 +300,7 @@ def test_a_weight_on_a_gpu_is_multiplied_there(monkeypatch):
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_a_cpu_with_bf16_instructions_adds_two_terms_in_fp32(monkeypatch, has_bf16):
     """6 + 1/16 is no BF16 number; one term is, and so are its products with 1, of which one is not zero."""
-    monkeypatch.setattr(reference, "_CPU_HAS_BF16", has_bf16)
+    monkeypatch.setattr(matmul_helpers, "_CPU_HAS_BF16", has_bf16)
     large, small = (torch.zeros(1, 32) for _ in range(2))
     large[0, 0], small[0, 0] = 6.0, 0.0625
     q = [reference.quantize(x, ACTIVATION) for x in (large, small)]
@@ -311,5 +311,5 @@ def test_a_cpu_with_bf16_instructions_adds_two_terms_in_fp32(monkeypatch, has_bf
         y = reference.matmul(q[:1], w, torch.tensor([0.0625, 0.0]), dtype)
         assert_same_bits(y, torch.tensor([[36.0625, 0.0]]).to(dtype), "one term and a bias")
         assert_same_bits(reference.matmul(q[:1], w, None, dtype), torch.tensor([[36.0, 0.0]]).to(dtype), "one term")
-    assert reference.cpu_operand(torch.bfloat16) == (torch.bfloat16 if has_bf16 else torch.float32)
-    assert reference.cpu_operand(torch.float32) == reference.cpu_operand(torch.float16) == torch.float32
+    assert matmul_helpers.cpu_operand(torch.bfloat16) == (torch.bfloat16 if has_bf16 else torch.float32)
+    assert matmul_helpers.cpu_operand(torch.float32) == matmul_helpers.cpu_operand(torch.float16) == torch.float32

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import fused_ops
 from .formats import QuantizedMatrix
-from .reference import cpu_operand
+from .matmul_helpers import mm
 
 
 class Branch(NamedTuple):
@@ -53,25 +53,8 @@ def no_autocast(x: Tensor):
 # ---------------------------------------------------------------------------------------------- products
 
 
-def mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``a @ b`` in ``dtype`` (default: a's), accumulated in FP32, rounded once. Where a CPU is slow in 16 bits: through FP32."""
-    dtype = dtype or a.dtype
-    if a.is_cuda:
-        if dtype == a.dtype:
-            return a @ b
-        return torch.mm(a, b, out_dtype=dtype) if dtype == torch.float32 else (a @ b).to(dtype)
-    operand = cpu_operand(a.dtype)
-    return a @ b if operand == a.dtype == dtype else (a.to(operand) @ b.to(operand)).to(dtype)
 
 
-def add_mm(y: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """``y + a @ b`` with FP32 accumulation and one rounding, into y; without y, ``a @ b``."""
-    if y is None:
-        return mm(a, b)
-    operand = a.dtype if a.is_cuda else cpu_operand(a.dtype)
-    if operand == a.dtype == y.dtype:
-        return y.addmm_(a, b)
-    return torch.addmm(y.to(operand), a.to(operand), b.to(operand)).to(y.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- any number of branches

@@ -16,6 +16,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import LoraConfig
 
+from ._registered import registered
 from .backends import BACKENDS, FrozenOptions
 from .sites import check_accuracy
 
@@ -104,8 +105,6 @@ class NVFP4LoraConfig(LoraConfig):
             raise ValueError(f"a calibration is for backend='nvfp4', got {self.backend!r}")
         self.calibration = None if self.calibration is None else str(self.calibration)
         FrozenOptions(self.weight_layouts, self.gradients, activations=self.activations)
-        from .tuner import registered  # not at the top: the tuner imports this module
-
         if not registered():
             warnings.warn(
                 "peft_nvfp4 is not registered with PEFT: this config freezes nothing. Call peft_nvfp4.register()", stacklevel=3

@@ -21,8 +21,8 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from .branches import Branch
-from .calibration.hessian import exact_matmul
 from .experts import FrozenExperts
+from .matmul_helpers import exact_matmul
 
 
 class ParamWrapper(PeftParamWrapper):

@@ -18,7 +18,7 @@ other BF16 neighbour. ``act(gate) * up`` is rounded once here and twice there, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -293,3 +293,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotate_gradient(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     h1, h2 = (g * sin).chunk(2, dim=-1)
     return (g * cos + torch.cat((h2, -h1), dim=-1)) + 0.0
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh")}

@@ -30,8 +30,9 @@ from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from .backends import FrozenLinear
-from .calibration.hessian import Moments, exact_matmul
+from .calibration.hessian import Moments
 from .freeze import plan
+from .matmul_helpers import exact_matmul
 from .sites import fused_siblings
 
 if TYPE_CHECKING:

@@ -34,8 +34,9 @@ from torch import Tensor
 
 from . import branches as lora
 from . import fused_ops, linear_ops, ops
-from .branches import Branch, Needs, add_mm, draw_seed, lora_branch, mm, no_autocast
+from .branches import Branch, Needs, draw_seed, lora_branch, no_autocast
 from .formats import WEIGHT_BACKWARD, QuantizedMatrix
+from .matmul_helpers import add_mm, mm
 from .reference import without_significand
 
 __all__ = ["Branch", "draw_seed", "lora_branch"]  # this module's users need them with it

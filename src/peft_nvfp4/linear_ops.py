@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from . import fused_ops, ops
-from .branches import mm
 from .formats import GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix
+from .matmul_helpers import mm
 from .ops import FLOATS, _check, _check_packed, _check_seed, _define
 
 Parts = Sequence[Tensor]

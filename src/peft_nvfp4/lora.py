@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from . import inits, merge_aware, ops
 from .backends import FrozenLinear
 from .branches import Branch, lora_branch, no_autocast
-from .calibration.hessian import exact_matmul
 from .inits import RESIDUAL_INITS
+from .matmul_helpers import exact_matmul
 from .offload_layers import computing
 
 DENSE_INITS = ("pissa", "corda", "olora", "mica", "orthogonal", "lora_ga")

@@ -37,9 +37,9 @@ from . import branches as lora
 from . import ops
 from .backends import FrozenLinear, autocast_input
 from .backends.nvfp4 import NVFP4FrozenLinear, next_power_of_two, product
-from .calibration.hessian import exact_matmul
 from .formats import WEIGHT, QuantizedMatrix
 from .linear import dequantize_input, no_autocast
+from .matmul_helpers import exact_matmul
 
 if TYPE_CHECKING:
     from .lora import FrozenLoraLinear

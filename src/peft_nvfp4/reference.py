@@ -40,6 +40,7 @@ from .formats import (
     QuantizedMatrix,
     padded_k,
 )
+from .matmul_helpers import cpu_operand
 
 # ---------------------------------------------------------------------------------------------- scales
 
@@ -227,13 +228,8 @@ def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatri
 # ---------------------------------------------------------------------------------------------- matrix product
 
 
-def cpu_operand(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which a CPU multiplies matrices of ``dtype`` fast: FP32 for 16-bit ones, unless it has BF16 instructions. (Without
-    AVX512-BF16 a BF16 product takes five times as long: measured 44 ms against 8 ms for 240x576x1536.)"""
-    return torch.bfloat16 if dtype == torch.bfloat16 and _CPU_HAS_BF16 else torch.float32
 
 
-_CPU_HAS_BF16 = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
 
 
 def matmul(

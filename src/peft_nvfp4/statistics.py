@@ -38,9 +38,8 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
-from .statistics_hooks import SITES, Measurement, TensorStatistics
-
-NUMBERS = ("error", "underflow", "saturation", "amax", "scale_min", "scale_max")
+from .plots import heat_map
+from .statistics_hooks import NUMBERS, SITES, Measurement, TensorStatistics
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,6 @@ class Statistics:
 
     def png(self, path: str | Path | BinaryIO, number: str = "error") -> None:
         """Heat maps, layer by site (needs matplotlib)."""
-        from .tools.statistics import heat_map
-
         heat_map(self, path, number)
 
     def __str__(self) -> str:

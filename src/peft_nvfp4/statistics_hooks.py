@@ -28,6 +28,8 @@ from .offload_layers import computing
 from .reference import e4m3_decode
 
 SITES = ("weight", "input", "gradient")
+NUMBERS = ("error", "underflow", "saturation", "amax", "scale_min", "scale_max")
+"""Of a :class:`TensorStatistics`, in the order in which they are shown."""
 CHUNK = 1 << 22
 """Values that are compared at a time: bounds the temporary memory."""
 

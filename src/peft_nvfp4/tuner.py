@@ -29,6 +29,7 @@ from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
 from . import distributed
+from ._registered import ORIGINALS
 from .backends import FrozenLinear, FrozenOptions
 from .config import NVFP4LoraConfig
 from .dataflow.attach import attach, attached, detach
@@ -46,13 +47,11 @@ from .merge_aware import refuse_dense
 from .offload import disable_offload, enable_offload, offloaded
 from .sites import ACCURACY, input_terms
 
-_ORIGINALS: list[tuple[type, str, Any]] = []
-
 
 def register() -> None:
     """Install the hooks. Done by ``import peft_nvfp4``; calling it again changes nothing."""
     distributed.register()
-    if _ORIGINALS:
+    if ORIGINALS:
         return
     published.install()
     _wrap(LoraModel, "_prepare_model", _prepare_model)
@@ -68,17 +67,14 @@ def unregister() -> None:
     freeze nothing (it warns), and a new adapter over a frozen layer could not be merged."""
     published.remove()
     distributed.unregister()
-    while _ORIGINALS:
-        owner, name, original = _ORIGINALS.pop()
+    while ORIGINALS:
+        owner, name, original = ORIGINALS.pop()
         if original is None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
 
 
-def registered() -> bool:
-    """Whether the hooks are installed."""
-    return bool(_ORIGINALS)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> None:
@@ -89,7 +85,7 @@ def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> No
     def hooked(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    _ORIGINALS.append((owner, name, owner.__dict__.get(name)))
+    ORIGINALS.append((owner, name, owner.__dict__.get(name)))
     setattr(owner, name, staticmethod(hooked) if static else hooked)
 
 

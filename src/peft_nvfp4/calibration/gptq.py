@@ -36,7 +36,8 @@ from torch import Tensor
 
 from .. import ops, reference
 from ..formats import SCALE_RULES, QuantizedMatrix
-from .hessian import Moments, exact_matmul
+from ..matmul_helpers import exact_matmul
+from .hessian import Moments
 from .levels import Levels, NF4Levels, NVFP4Levels
 
 DAMPING_STEPS = (1.0, 10.0, 100.0)

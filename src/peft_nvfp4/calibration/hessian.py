@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..matmul_helpers import exact_matmul
+
 
 class Moments:
     """Running H, and where asked for C, of a linear with ``k`` inputs.
@@ -78,14 +80,3 @@ def _average(total: Tensor, a: Tensor, b: Tensor, old: float, new: float) -> Non
         total.addmm_(a.float().T, b.float(), beta=old, alpha=new)
 
 
-class exact_matmul:
-    """Within the context FP32 products on a GPU are FP32 products, whatever the user allows elsewhere (TF32 has 10 bits)."""
-
-    def __enter__(self) -> None:
-        self._before = torch.get_float32_matmul_precision()
-        if self._before != "highest":
-            torch.set_float32_matmul_precision("highest")
-
-    def __exit__(self, *exc) -> None:
-        if self._before != "highest":
-            torch.set_float32_matmul_precision(self._before)

@@ -21,8 +21,9 @@ from ..dataflow.probe import standing_in
 from ..formats import WEIGHT
 from ..freeze import _carry_attributes
 from ..linear import rounded_input
+from ..matmul_helpers import exact_matmul
 from .gptq import GPTQOptions, gptq
-from .hessian import Moments, exact_matmul
+from .hessian import Moments
 from .store import share_centre
 
 

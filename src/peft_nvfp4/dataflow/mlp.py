@@ -20,39 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import fused_ops as fused
 from .. import handoff
 from ..backends import autocast_input
 from ..backends.nvfp4 import NVFP4FrozenLinear
+from ..fused_functions import GatedQuantize, as_parts
+from ..fused_reference import ACTIVATIONS
 from ..handoff import GatedSource, QuantizedInput
-from .norm import as_parts
 from .probe import base_of, modes_kept, share_hooks, standing_in
-
-
-class GatedQuantize(torch.autograd.Function):
-    """(D(h~) (M, f), codes, scales and gscale of every term of h~, then of gate and of up) of gate and up (M, f). ``hollow``: of
-    D(h~) only the shape, the dtype and the gradient (one number in memory)."""
-
-    @staticmethod
-    def forward(ctx, gate, up, centre, act: str, terms: int, hollow: bool = False):
-        out = fused.silu_mul_quantize(gate, up, centre, act, terms, not hollow)
-        flat = [t for part in (*out.parts, out.gate, out.up) for t in part[:3]]
-        ctx.save_for_backward(*flat[-6:])
-        ctx.act, ctx.k = act, gate.shape[1]
-        ctx.mark_non_differentiable(*flat)
-        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        h = gate.new_zeros(1).expand(gate.shape) if hollow else out.h
-        return h, *flat
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dh, *unused):
-        gate, up = as_parts(ctx.saved_tensors, ctx.k)
-        grads = fused.silu_mul_backward(dh, gate, up, ctx.act, False)
-        return grads.dgate, grads.dup, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -144,7 +120,6 @@ def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
 
 # ---------------------------------------------------------------------------------------------- recognising one
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh")}
 
 
 def looks_like_gated_mlp(module: nn.Module) -> bool:

@@ -14,38 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .. import fused_ops as fused
 from .. import fused_reference, handoff
 from ..backends.nvfp4 import NVFP4FrozenLinear
-from ..formats import QuantizedMatrix
+from ..fused_functions import RMSNormQuantize, as_parts
 from ..handoff import QuantizedInput
 from .probe import share_hooks
-
-
-class RMSNormQuantize(torch.autograd.Function):
-    """(D(y~) (M, d), codes, scales and gscale of every term) of x (M, d)."""
-
-    @staticmethod
-    def forward(ctx, x, gamma, centre, eps: float, plus_one: bool, terms: int):
-        out = fused.rmsnorm_quantize(x, None, gamma, centre, eps, plus_one, terms)
-        flat = [t for part in out.parts for t in part[:3]]
-        ctx.save_for_backward(gamma, centre, out.rstd, *flat)
-        ctx.plus_one = plus_one
-        ctx.mark_non_differentiable(*flat)
-        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        return out.y, *flat
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy, *unused):
-        gamma, centre, rstd, *flat = ctx.saved_tensors
-        parts = as_parts(flat, gamma.shape[0])
-        return fused.rmsnorm_backward(dy, parts, centre, gamma, rstd, None, ctx.plus_one), None, None, None, None, None
-
-
-def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
-    """(codes, scales, gscale) * terms -> terms."""
-    return tuple(QuantizedMatrix(*flat[i : i + 3], k) for i in range(0, len(flat), 3))
 
 
 class NVFP4RMSNorm(nn.Module):

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from .. import linear_ops, ops
-from ..branches import mm
 from ..formats import GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix
+from ..matmul_helpers import mm
 
 Gemms = Callable[..., list[Tensor]]
 
