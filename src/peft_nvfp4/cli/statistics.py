@@ -47,7 +47,7 @@ def statistics(
         own = own if adapter is None else {}
         found = tools.measure(model, dataset, adapter=adapter, columns=pairs(columns), **sizes, **own)
         if png is not None:
-            tools.heat_map(found, png, by)
+            found.png(png, by)
     write_json(found.as_dict(), json_file)
     if json_file == "-":
         return
