@@ -11,7 +11,7 @@ sequence. FSDP2 units: decoder layers, and the rest around them, as accelerate a
 
 Memory is that of PyTorch's allocator (NCCL's own buffers are outside), over what was allocated before the case, on the process
 that takes most; the step time is the slowest process's median. ``sent`` is what a card sends in a step in a ring: counted where
-PyTorch asks for collectives, not on the link. The report sets the peaks beside those of :mod:`peft_nvfp4.estimate`, which has
+PyTorch asks for collectives, not on the link. The report sets the peaks beside those of :mod:`peft_nvfp4.memory`, which has
 seen none of them, and BF16's peak under the same strategy over each.
 """
 
@@ -34,9 +34,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
-from peft_nvfp4.distributed import WireCount, count_bytes
-from peft_nvfp4.distributed.wire import count_ddp
-from peft_nvfp4.estimate import BUILTIN, Settings, estimate
+from peft_nvfp4.memory import BUILTIN, Settings, estimate
+from peft_nvfp4.training.distributed import WireCount, count_bytes
+from peft_nvfp4.training.distributed.wire import count_ddp
 
 CASES = "ddp-nvfp4 ddp-nvfp4-transient ddp-nvfp4-graphs ddp-nf4 ddp-bf16 fsdp2-nvfp4 fsdp2-nvfp4-transient fsdp2-nf4 fsdp2-bf16"
 STRATEGIES, BACKENDS = ("ddp", "fsdp2"), ("nvfp4", "nf4", "bf16")

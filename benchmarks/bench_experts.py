@@ -4,7 +4,7 @@
     python benchmarks/bench_experts.py --shape tiny --device cpu           # does it run?
 
 Random weights, every token to its own random experts. Frozen experts are computed one after the other
-(:mod:`peft_nvfp4.experts`), so with many of them a step is bound by Python and by launches: the table says how far. Before it
+(:mod:`peft_nvfp4.nn.experts.frozen_experts`), so with many of them a step is bound by Python and by launches: the table says how far. Before it
 is timed, the first experts are compared, bit for bit, with single frozen linears. ``peak``: over weights and inputs.
 """
 
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from peft_nvfp4.backends import BACKENDS, FrozenOptions
-from peft_nvfp4.branches import Branch
-from peft_nvfp4.experts import FrozenExperts, linear_of
+from peft_nvfp4.autograd.lora import Branch
+from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, linear_of
+from peft_nvfp4.nn.frozen_linear import FrozenOptions
+from peft_nvfp4.nn.registry import BACKENDS
 
 RANK, COMPARED = 16, 2
 

@@ -27,7 +27,7 @@ from bench_train import SHAPES
 from environment import environment
 from transformers import StaticCache
 
-from peft_nvfp4.tools import profiling
+from peft_nvfp4.cli._run import profiling
 
 CASES = "bf16 bf16-merged qlora nvfp4-paper nvfp4-paper-merged nvfp4 nvfp4-merged"
 ATTENTION = "sdpa"

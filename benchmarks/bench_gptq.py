@@ -26,10 +26,11 @@ import torch
 from environment import environment
 from torch import Tensor
 
-from peft_nvfp4 import ops, reference
+from peft_nvfp4 import ops
 from peft_nvfp4.calibration.gptq import GPTQOptions, gptq, gptq_backward
 from peft_nvfp4.calibration.hessian import Moments
-from peft_nvfp4.formats import ACTIVATION, WEIGHT, WEIGHT_BACKWARD, NVFP4Format, QuantizedMatrix
+from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, WEIGHT_BACKWARD, NVFP4Format, QuantizedMatrix
 
 N, K, TOKENS, HELD_OUT = 256, 512, 32768, 4096
 SHAPES = {  # linears of one input: (rows, columns)

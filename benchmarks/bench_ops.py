@@ -33,8 +33,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "src")]
 from environment import environment  # noqa: E402
 from triton_cases import BF16, GROUPS, ON_GPU, cases, normal, run_case  # noqa: E402
 
-from peft_nvfp4 import fused_reference, kernels, reference  # noqa: E402
-from peft_nvfp4.formats import ACTIVATION, WEIGHT, NVFP4Format  # noqa: E402
+from peft_nvfp4 import kernels
+from peft_nvfp4.numerics import fused_reference, reference  # noqa: E402
+from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, NVFP4Format  # noqa: E402
 
 SHAPES = ((4096, 2048), (4096, 8192))
 WEIGHTS = ((8192, 2048),)
@@ -46,7 +47,7 @@ TARGET = 0.75
 
 def check_worker(index: int, workers: int) -> None:
     """This worker's share of the cases, one JSON line each. Cases of one label share a worker: they share compiled kernels."""
-    from peft_nvfp4.kernels import triton_tables
+    from peft_nvfp4.kernels.triton import tables
 
     torch.set_num_threads(1)
     todo = [(case, True) for group in GROUPS for case in cases(group, *ON_GPU[group])]
@@ -55,7 +56,7 @@ def check_worker(index: int, workers: int) -> None:
     for case, packed in todo:
         if zlib.crc32(f"{case.operator} {case.label} {packed}".encode()) % workers != index:
             continue
-        triton_tables.PACKED_FP16 = packed
+        tables.PACKED_FP16 = packed
         started = time.perf_counter()
         try:
             found = run_case(case, "cuda")
@@ -230,8 +231,8 @@ SWEPT = {  # operator -> (table or module attribute, key, values)
 
 
 def sweep(out: Path) -> None:
-    """The launch constants of triton_tables, one at a time; 1-term and plain cases only."""
-    from peft_nvfp4.kernels import triton_tables
+    """The launch constants of tables, one at a time; 1-term and plain cases only."""
+    from peft_nvfp4.kernels.triton import tables
 
     timer, copies, rows = Timer(), {}, []
     with torch.no_grad():
@@ -239,7 +240,7 @@ def sweep(out: Path) -> None:
             if operator not in SWEPT or "stochastic" in label or "tensor" in label:
                 continue
             name, key, values = SWEPT[operator]
-            table = getattr(triton_tables, name)
+            table = getattr(tables, name)
             before = table[key]
             for value in values:
                 table[key] = value

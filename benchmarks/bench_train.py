@@ -30,8 +30,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from peft_nvfp4 import NVFP4LoraConfig, disable_cuda_graphs, enable_cuda_graphs, graph_status, handoff
-from peft_nvfp4.tools import profiling
+from peft_nvfp4 import NVFP4LoraConfig, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.cli._run import profiling
 
 #         hidden, inter, layers, heads, kv heads, head_dim, vocab, tied, RoPE factor
 SHAPES = {
@@ -302,7 +303,7 @@ def measure(trainer: Trainer, args: argparse.Namespace, before: dict[str, int]) 
     common.release(args.device)
     held = common.allocated(args.device) - before["allocated"]
     row["held_outside_model"] = held - common.owned_bytes(trainer.model, trainer.optimizer, trainer.inputs.values())
-    row["side_table"] = handoff.live()
+    row["side_table"] = activation_cache.live()
     return row
 
 

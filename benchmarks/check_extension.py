@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peft_nvfp4 import reference
-from peft_nvfp4.formats import QuantizedMatrix, padded_k
-from peft_nvfp4.kernels import extension
+from peft_nvfp4.kernels.fp4 import extension
+from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics.formats import QuantizedMatrix, padded_k
 
 # (M, (N, ...), K): linears of Llama-3.2-1B, 3B, Llama-3.1-8B, Qwen2.5/3, then tails. Several N: one launch.
 SHAPES = (

@@ -33,13 +33,14 @@ from environment import environment
 from peft import get_peft_model
 from torch import Tensor, nn
 
-from peft_nvfp4 import NVFP4LoraConfig, data, linear, ops
-from peft_nvfp4.backends import frozen
+from peft_nvfp4 import NVFP4LoraConfig, data, ops
+from peft_nvfp4.autograd import frozen_linear
+from peft_nvfp4.autograd.frozen_linear import rounded_input
 from peft_nvfp4.calibration.backward import BACKWARD
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
-from peft_nvfp4.formats import WEIGHT, WEIGHT_BACKWARD
-from peft_nvfp4.freeze import frozen_layers
-from peft_nvfp4.linear import rounded_input
+from peft_nvfp4.nn.frozen_linear import frozen
+from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD
+from peft_nvfp4.quantization.freeze import frozen_layers
 
 EXACT = "exact: dy not rounded, D(W_f)"
 ROUNDED = "dy rounded, D(W_f) exact"
@@ -54,7 +55,7 @@ def with_adapters(model: nn.Module, backend: str, accuracy: str) -> nn.Module:
     """Adapters of rank 16 on all linears, the same numbers whatever the backend."""
     torch.manual_seed(0)
     config = NVFP4LoraConfig(
-        r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend, accuracy=accuracy, fused=False
+        r=16, lora_alpha=32, target_modules="all-frozen_linear", task_type="CAUSAL_LM", backend=backend, accuracy=accuracy, fused=False
     )  # fmt: skip
     home = next(model.parameters()).device
     peft = get_peft_model(model.cpu(), config).to(home)
@@ -115,8 +116,8 @@ def backward_of(variant: str, model: nn.Module, dense: dict[str, Tensor], solved
     if variant != ROUNDED:
         yield
         return
-    product = linear.mm
-    with mock.patch.object(linear, "mm", lambda dy, w: product(rounded_input(dy), w)):
+    product = frozen_linear.mm
+    with mock.patch.object(frozen_linear, "mm", lambda dy, w: product(rounded_input(dy), w)):
         yield
 
 

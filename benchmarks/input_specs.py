@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear
+from peft_nvfp4.autograd.frozen_linear import rounded_input
 from peft_nvfp4.calibration.store import share_centre
-from peft_nvfp4.dataflow.probe import standing_in
-from peft_nvfp4.freeze import frozen_layers
-from peft_nvfp4.linear import rounded_input
+from peft_nvfp4.fusion.probe import standing_in
+from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
+from peft_nvfp4.quantization.freeze import frozen_layers
 
 SITES = {
     "q/k/v": ("q_proj", "k_proj", "v_proj"),

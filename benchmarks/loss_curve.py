@@ -26,8 +26,9 @@ import torch
 from environment import environment
 from peft import get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig, data, handoff
-from peft_nvfp4.backends.nvfp4 import NVFP4FrozenLinear
+from peft_nvfp4 import NVFP4LoraConfig, data
+from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -70,7 +71,7 @@ def run(args) -> None:
             for module in patched:
                 del module._quantized_input
         if step % 20 == 0:
-            print(f"{args.out.name} step {step} loss {loss:.4f} side table {handoff.live()}", flush=True)
+            print(f"{args.out.name} step {step} loss {loss:.4f} side table {activation_cache.live()}", flush=True)
 
     losses = data.fine_tune(
         model, tokenizer, train, steps=args.steps, batch_size=args.batch_size, lr=args.lr, warmup=max(args.steps // 10, 1),

@@ -23,7 +23,7 @@ import torch
 from bench_train import Case, Trainer
 from environment import environment
 
-from peft_nvfp4.estimate import Settings, estimate, model_shape
+from peft_nvfp4.memory import Settings, estimate, model_shape
 
 CASES = {
     "bf16-ours": Settings(backend="bf16"),

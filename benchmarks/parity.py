@@ -19,9 +19,10 @@ from environment import environment
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, data, ops
-from peft_nvfp4.backends import FrozenLinear, nvfp4
-from peft_nvfp4.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC
-from peft_nvfp4.freeze import frozen_layers
+from peft_nvfp4.nn import nvfp4
+from peft_nvfp4.nn.frozen_linear import FrozenLinear
+from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC
+from peft_nvfp4.quantization.freeze import frozen_layers
 
 
 def count_mismatches(a, b) -> tuple[int, int]:

@@ -32,8 +32,9 @@ from environment import environment
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peft_nvfp4 import NVFP4LoraConfig, handoff
-from peft_nvfp4.graphs import graph_status
+from peft_nvfp4 import NVFP4LoraConfig
+from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.training.cuda_graphs import graph_status
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MB = 1e6
@@ -81,7 +82,7 @@ def reading(model: torch.nn.Module, started: float) -> dict[str, float]:
         "objects": len(gc.get_objects()),
         "allocated_mb": torch.cuda.memory_allocated() / MB if cuda else 0.0,
         "reserved_mb": torch.cuda.memory_reserved() / MB if cuda else 0.0,
-        "side_table": handoff.live(),
+        "side_table": activation_cache.live(),
         "graphs": len(status.graphs),
         "replays": sum(status.graphs.values()),
         "discarded": status.discarded,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peft_nvfp4 import reference
-from peft_nvfp4.formats import NVFP4Format, QuantizedMatrix
+from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics.formats import NVFP4Format, QuantizedMatrix
 
 FORMATS = {
     f"{rule}-{scale}": NVFP4Format(rule=rule, global_scale=scale)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from peft_nvfp4.calibration.run import CalibrationOptions
-from peft_nvfp4.freeze import frozen_layers
+from peft_nvfp4.quantization.freeze import frozen_layers
 
 IDS = torch.randint(1, 128, (8, 24), generator=torch.Generator().manual_seed(3))
 FAST = dict(device="cpu", progress=False)

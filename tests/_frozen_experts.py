@@ -8,8 +8,8 @@ from peft import get_peft_model
 from test_moe import IDS
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.backends import FrozenOptions
-from peft_nvfp4.experts import FrozenExperts
+from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts
+from peft_nvfp4.nn.frozen_linear import FrozenOptions
 
 OPTIONS = {"gate_up_proj": FrozenOptions(terms=2), "down_proj": FrozenOptions()}
 ATTENTION_DENSE = {"skip_modules": ["self_attn"]}

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.freeze import frozen_layers
+from peft_nvfp4.quantization.freeze import frozen_layers
 
 by_backend = pytest.mark.parametrize("backend", ["nvfp4", "nf4", "bf16"])
 by_packed_backend = pytest.mark.parametrize("backend", ["nvfp4", "nf4"])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from peft_nvfp4.kernels.native import Gemms
+from peft_nvfp4.kernels.fp4.native import Gemms
 
 
 def one_by_one(gemm: Callable[..., Tensor]) -> Gemms:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
 
 def run_interpreted(file: str) -> subprocess.CompletedProcess:
     """The finished process; skips the test that asks where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("not run: Triton is not installed")
-    here = Path(file).parent
-    path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(entry for entry in [str(SOURCE), *sys.path] if entry)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True)

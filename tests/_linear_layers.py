@@ -1,4 +1,4 @@
-"""What the tests of peft_nvfp4.linear share: layers, branches and inputs, and the formulas written out in FP64, with bounds.
+"""What the tests of peft_nvfp4.autograd.frozen_linear share: layers, branches and inputs, and the formulas written out in FP64, with bounds.
 
 Tolerances are bounds, not guesses. Every result here is a polynomial with sums of products, so two ways of computing it differ by
 no more than (roundings on the way) x (unit roundoff) x (the same polynomial on absolute values); see Higham, "Accuracy and
@@ -10,8 +10,9 @@ from _assertions import unit
 from torch import nn
 
 from peft_nvfp4 import ops
-from peft_nvfp4.backends import BACKENDS, FrozenOptions
-from peft_nvfp4.linear import Branch, dequantize_input, draw_seed, quantize_input
+from peft_nvfp4.autograd.frozen_linear import Branch, dequantize_input, draw_seed, quantize_input
+from peft_nvfp4.nn.frozen_linear import FrozenOptions
+from peft_nvfp4.nn.registry import BACKENDS
 
 M = 6
 SEED = 1234

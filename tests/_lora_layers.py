@@ -10,7 +10,7 @@ from peft import get_peft_model
 from torch import nn
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.lora import FrozenLoraLinear
+from peft_nvfp4.lora.layer import FrozenLoraLinear
 
 D, HIDDEN, TOKENS = 64, 96, 6
 LAYERS = ("up_proj", "down_proj")  # two NVFP4 terms and one, with accuracy="balanced"

@@ -7,7 +7,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.lora import FrozenLoraLinear
+from peft_nvfp4.lora.layer import FrozenLoraLinear
 
 BACKENDS = ("nvfp4", "nf4", "bf16")
 by_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -5,6 +5,11 @@ skipped with that reason, never passed.
 """
 
 import os
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir() and folder.name[0] not in "._"]
+"""Test files share helpers, whichever of them are run."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

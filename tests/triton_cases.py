@@ -14,8 +14,9 @@ from _assertions import DISTRIBUTIONS, SEED, sample
 from test_ops_matmul import exact_matrix, whole_bias
 from torch import Tensor
 
-from peft_nvfp4 import fused_reference, kernels, reference
-from peft_nvfp4.formats import ACTIVATION, NVFP4Format
+from peft_nvfp4 import kernels
+from peft_nvfp4.numerics import fused_reference, reference
+from peft_nvfp4.numerics.formats import ACTIVATION, NVFP4Format
 
 GROUPS = ("quantize", "terms", "dequantize", "transpose", "norm", "mlp", "random", "rope")
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16

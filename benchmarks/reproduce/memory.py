@@ -39,7 +39,7 @@ import torch
 from bench_train import Case, Trainer
 from environment import environment
 
-from peft_nvfp4.estimate import Settings, estimate
+from peft_nvfp4.memory import Settings, estimate
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "reproduce"
 CROSS = ((4, 1024), (4, 512), (8, 512), (4, 256), (4, 2048), (1, 1024), (16, 1024))

@@ -24,7 +24,7 @@ from torch import nn
 from peft_nvfp4 import NVFP4LoraConfig, data, freeze_model
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
-from peft_nvfp4.freeze import dequantize_model
+from peft_nvfp4.quantization.freeze import dequantize_model
 
 from .training import Trainee
 

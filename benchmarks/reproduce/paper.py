@@ -79,7 +79,7 @@ BREAKDOWN = {  # Table 11: category -> (ms in BF16 LoRA, ms in PACT) of a step o
     "Elementwise / other": (21.5, 21.8),
     "Reported profile total": (239.4, 130.1),
 }
-PROFILED = {  # category there -> categories of peft_nvfp4.tools.profiling
+PROFILED = {  # category there -> categories of peft_nvfp4.cli._run.profiling
     "BF16 GEMMs": ("BF16 GEMMs",),
     "NVFP4 GEMMs": ("NVFP4 GEMMs",),
     "Quantization / fused kernels": ("dequantise", "quantise/fused"),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from peft_nvfp4.tools import metrics
+from peft_nvfp4.cli._run import metrics
 
 from .encoding import IGNORED, WithTexts, encode, prompt_ids, supervised, target_ids
 from .prompts import Item

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import common
 from bench_train import Case, Trainer
 
-from peft_nvfp4.tools import profiling
+from peft_nvfp4.cli._run import profiling
 from reproduce.memory import Run, arguments, check_cases, chosen
 
 FIRST = (4, 1024)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from peft_nvfp4.graph_recording import SeedTape
-from peft_nvfp4.graphs import GraphedForward, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from peft_nvfp4.training.cuda_graphs import GraphedForward, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from peft_nvfp4.training.graph_recording import SeedTape
 
 from .encoding import IGNORED, Encoded, order
 from .recording import Piece, Throttle, arrived

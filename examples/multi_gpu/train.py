@@ -21,8 +21,8 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.distributed import make_resumable
-from peft_nvfp4.guards import StopOnNonFinite, memory_advice
+from peft_nvfp4.training.callbacks import StopOnNonFinite, memory_advice
+from peft_nvfp4.training.distributed import make_resumable
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", required=True)

@@ -5,27 +5,29 @@
 Importing the package installs its hooks into PEFT (:func:`register`); :func:`unregister` removes them.
 """
 
-from . import distributed, kernels
-from .backends import BACKENDS, FrozenLinear, FrozenOptions
+from . import kernels
+from ._version import __version__
 from .calibration.gptq import GPTQOptions
 from .calibration.run import CalibrationOptions, apply_calibration, calibrate
 from .checkpoints import ExportReport, export_checkpoint
-from .config import NVFP4LoraConfig
-from .dataflow.attach import attach, detach
-from .dataflow.loss import linear_cross_entropy
-from .dataflow.loss_attach import attach_loss, detach_loss
-from .freeze import dense_share, dequantize_model, freeze_model, frozen_bytes
-from .graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
-from .guards import StopOnNonFinite, deterministic, memory_advice
-from .hf import PactConfig, prepare_model_for_nvfp4_training
-from .inits import preprocess_eora
-from .inspection import AdapterReport, inspect_adapter
-from .merging import merge
-from .offload import disable_offload, enable_offload, offload_status
-from .retention import MergeReport
-from .statistics import NVFP4StatisticsCallback, tensor_statistics
-from .tuner import register, unregister
-from .version import __version__
+from .diagnostics.statistics import NVFP4StatisticsCallback, tensor_statistics
+from .fusion.attach import attach, detach
+from .fusion.loss import linear_cross_entropy
+from .fusion.loss_attach import attach_loss, detach_loss
+from .lora.config import NVFP4LoraConfig
+from .lora.hooks import register, unregister
+from .lora.inits import preprocess_eora
+from .lora.inspection import AdapterReport, inspect_adapter
+from .lora.merge import merge
+from .lora.merge_report import MergeReport
+from .nn.frozen_linear import FrozenLinear, FrozenOptions
+from .nn.registry import BACKENDS
+from .quantization.freeze import dense_share, dequantize_model, freeze_model, frozen_bytes
+from .training import distributed
+from .training.callbacks import StopOnNonFinite, deterministic, memory_advice
+from .training.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .training.offload.enable import disable_offload, enable_offload, offload_status
+from .transformers import PactConfig, prepare_model_for_nvfp4_training
 
 __all__ = [
     "__version__",

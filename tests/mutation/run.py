@@ -34,10 +34,10 @@ RESULTS = HERE / "results.json"
 PACKAGE = "src/peft_nvfp4"
 
 TESTS = {
-    "reference.py": ["reference", "reference_layout", "reference_rounding", "properties", "ops_matmul", "mutants"],
-    "ops.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
-    "lora.py": ["lora", "lora_adapters", "lora_merging", "inits", "merge", "merge_aware", "residual_inits"],
-    "merging.py": ["merge", "merge_aware", "experts_adapters", "mutants"],
+    "numerics/reference.py": ["reference", "reference_layout", "reference_rounding", "properties", "ops_matmul", "mutants"],
+    "ops/__init__.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
+    "lora/layer.py": ["lora", "lora_adapters", "lora_merging", "inits", "merge", "merge_aware", "residual_inits"],
+    "lora/merge.py": ["merge", "merge_aware", "experts_adapters", "mutants"],
     "calibration/gptq.py": ["gptq", "mutants"],
     "checkpoints/layouts.py": ["layouts", "layouts_scales", "layouts_hostile", "mutants"],
     "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_scales", "layouts_hostile", "streaming_load"],
@@ -145,7 +145,7 @@ def judge(mutant: Mutant, module: Path, watched: dict, budget: float) -> dict:
 def run_module(name: str, tree: Path, arguments: argparse.Namespace, earlier: list[dict]) -> list[dict]:
     module = tree / PACKAGE / name
     text = module.read_text()
-    files = [f"tests/test_{test}.py" for test in arguments.tests or TESTS[name]]
+    files = [str(next((ROOT / "tests").glob(f"*/test_{test}.py")).relative_to(ROOT)) for test in arguments.tests or TESTS[name]]
     watched = forked(lambda: watch(module, files), 3600)
     if not watched or not watched["lines"]:
         raise SystemExit(f"the tests of {name} did not run")

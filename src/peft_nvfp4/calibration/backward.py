@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops, reference
-from ..backends.nvfp4 import NVFP4FrozenLinear
-from ..dataflow.probe import modes_kept, standing_in
-from ..formats import GRADIENT
+from .. import ops
+from ..fusion.probe import modes_kept, standing_in
+from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..numerics import reference
+from ..numerics.formats import GRADIENT
 from .data import Batch
 from .gptq import GPTQOptions, gptq_backward, output_error
 from .hessian import Moments

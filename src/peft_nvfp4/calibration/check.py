@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..backends import FrozenOptions
-from ..formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS, padded_k
+from ..nn.frozen_linear import FrozenOptions
+from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS, padded_k
 
 
 def check_manifest(manifest: Mapping[str, Any], parts: Sequence[str]) -> None:

@@ -34,9 +34,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops, reference
-from ..formats import SCALE_RULES, QuantizedMatrix
-from ..matmul_helpers import exact_matmul
+from .. import ops
+from ..numerics import reference
+from ..numerics.formats import SCALE_RULES, QuantizedMatrix
+from ..numerics.matmul import exact_matmul
 from .hessian import Moments
 from .levels import Levels, NF4Levels, NVFP4Levels
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..matmul_helpers import exact_matmul
+from ..numerics.matmul import exact_matmul
 
 
 class Moments:

@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops, reference
-from ..backends import FrozenOptions
-from ..backends.nvfp4 import NVFP4FrozenLinear
-from ..dataflow.probe import standing_in
-from ..formats import WEIGHT
-from ..freeze import _carry_attributes
-from ..linear import rounded_input
-from ..matmul_helpers import exact_matmul
+from .. import ops
+from ..autograd.frozen_linear import rounded_input
+from ..fusion.probe import standing_in
+from ..nn.frozen_linear import FrozenOptions
+from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..numerics import reference
+from ..numerics.formats import WEIGHT
+from ..numerics.matmul import exact_matmul
+from ..quantization.freeze import _carry_attributes
 from .gptq import GPTQOptions, gptq
 from .hessian import Moments
 from .store import share_centre

@@ -5,7 +5,7 @@ The solver (:mod:`peft_nvfp4.calibration.gptq`) goes through a weight column by 
     scales(w, importance)         -> what the weight's blocks are multiplied by, fixed before the first column
     round(w, thresholds, scale)   -> codes and values of one column
 
-:class:`NVFP4Levels` rounds exactly as :func:`peft_nvfp4.reference.quantize` does: by comparing ``|w|`` with ``s * g * {.25, .75,
+:class:`NVFP4Levels` rounds exactly as :func:`peft_nvfp4.numerics.reference.quantize` does: by comparing ``|w|`` with ``s * g * {.25, .75,
 ...}``, ties to the even code, sign kept. :class:`NF4Levels` writes what bitsandbytes reads: blocks of 64 along the row, absmax
 quantised again, the 16 NF4 levels.
 
@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import reference
-from ..backends import FrozenOptions
-from ..formats import (
+from ..nn.frozen_linear import FrozenOptions
+from ..numerics import reference
+from ..numerics.formats import (
     BLOCK,
     E2M1_MAX,
     E2M1_THRESHOLDS,
@@ -72,7 +72,7 @@ class NVFP4Levels:
     """NVFP4 with one global scale.
 
     Args:
-        rule: choice of the block scale, of :data:`peft_nvfp4.formats.SCALE_RULES`.
+        rule: choice of the block scale, of :data:`peft_nvfp4.numerics.formats.SCALE_RULES`.
         gscale: (1,) float32, a power of two; fixed before the first column.
     """
 
@@ -239,7 +239,7 @@ def nf4_frozen_linear(linear: nn.Linear, q: NF4Matrix, options: FrozenOptions) -
     """The frozen layer that stores ``q`` in place of ``linear``'s weight."""
     import bitsandbytes as bnb
 
-    from ..backends.nf4 import NF4FrozenLinear
+    from ..nn.nf4 import NF4FrozenLinear
 
     layer = NF4FrozenLinear(linear.in_features, linear.out_features, linear.bias, q.state.dtype, options)
     layer.weight = bnb.nn.Params4bit(

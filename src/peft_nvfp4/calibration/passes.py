@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..backends import FrozenOptions
-from ..sites import input_terms
+from ..nn.frozen_linear import FrozenOptions
+from ..quantization.sites import input_terms
 from .backward import BackwardPass, last_gradient, solve_layer
 from .data import Batch, token_mask
 from .gptq import GPTQOptions

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends import FrozenOptions
-from ..freeze import _mark_quantised, frozen_layers, plan
-from ..sites import check_accuracy
+from ..nn.frozen_linear import FrozenOptions
+from ..quantization.freeze import _mark_quantised, frozen_layers, plan
+from ..quantization.sites import check_accuracy
 from .check import check_layer
 from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions

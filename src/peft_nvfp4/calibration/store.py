@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..backends import FrozenOptions, frozen
-from ..backends.nvfp4 import NVFP4FrozenLinear
-from ..formats import QuantizedMatrix
+from ..nn.frozen_linear import FrozenOptions, frozen
+from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..numerics.formats import QuantizedMatrix
 from .check import check_manifest
 
 MANIFEST = "manifest.json"

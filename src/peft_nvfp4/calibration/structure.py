@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..dataflow.probe import modes_kept, standing_in
+from ..fusion.probe import modes_kept, standing_in
 from .data import Batch
 
 

@@ -16,7 +16,7 @@ read.
 
 * :mod:`.layouts`: names and conversions of one linear's tensors.
 * :mod:`.settings`: the ``quantization_config`` of either, and what in it cannot be represented.
-* :mod:`.load`: from files to frozen layers, inside ``from_pretrained`` (:mod:`peft_nvfp4.hf`).
+* :mod:`.load`: from files to frozen layers, inside ``from_pretrained`` (:mod:`peft_nvfp4.transformers`).
 * :mod:`.export`: :func:`export_checkpoint`.
 """
 

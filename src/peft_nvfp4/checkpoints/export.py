@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from ..backends import FrozenLinear
-from ..backends.nvfp4 import NVFP4FrozenLinear
-from ..experts import FrozenExperts, frozen_experts
-from ..formats import BLOCK
-from ..version import __version__
+from .._version import __version__
+from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
+from ..nn.frozen_linear import FrozenLinear
+from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..numerics.formats import BLOCK
 from .layouts import MODELOPT, Layout
 from .settings import layout_named, write_hf_quant_config, write_settings
 

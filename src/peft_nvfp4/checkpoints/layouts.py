@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import BLOCK, QuantizedMatrix, padded_k
+from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..backends import FrozenOptions
-from ..backends.nvfp4 import NVFP4FrozenLinear
-from ..formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS
+from ..nn.frozen_linear import FrozenOptions
+from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS
 from ..ops import dequantize
 from .files import Stored
 from .layouts import PARTS, REFUSED, Layout

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..formats import BLOCK
+from ..numerics.formats import BLOCK
 from .layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout
 
 FORMAT = "nvfp4-pack-quantized"

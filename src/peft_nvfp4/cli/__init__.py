@@ -1,4 +1,4 @@
-"""The command line, ``peft-nvfp4``. One file per command; what it does is in :mod:`peft_nvfp4.tools`, which needs no typer.
+"""The command line, ``peft-nvfp4``. One file per command; what it does is in :mod:`peft_nvfp4.cli._run`, which needs no typer.
 
 It needs ``pip install 'peft_nvfp4[cli]'`` (typer, rich, matplotlib, PyYAML).
 """

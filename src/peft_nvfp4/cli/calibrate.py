@@ -38,7 +38,7 @@ def calibrate(
     }
     out = console(stderr=json_file == "-")
     with quiet_libraries():
-        from ..tools import conversion
+        from ._run import conversion
 
         report = conversion.calibrate(model, dataset, output, options, limit, pairs(columns) or {}, layers)
     write_json({**asdict(report), "means": report.means()}, json_file)

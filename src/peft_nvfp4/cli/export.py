@@ -20,7 +20,7 @@ def export(
     """Write an NVFP4 model in the layout of a serving engine."""
     out = console(stderr=json_file == "-")
     with quiet_libraries(), out.status("Exporting"):
-        from ..tools import conversion
+        from ._run import conversion
 
         written, report = conversion.export(model, output, layout, layers)
     write_json({**asdict(written), "report": asdict(report)}, json_file)

@@ -19,7 +19,7 @@ def inspect(
     """Does an adapter fit a base model, and is that the one it was trained on? Exit code 1 if it does not fit."""
     out = console(stderr=json_file == "-")
     with quiet_libraries(), out.status("Inspecting"):
-        from ..tools import conversion
+        from ._run import conversion
 
         report = conversion.inspect(adapter, model, probe, dtype, layers)
     write_json(report.as_dict(), json_file)

@@ -25,7 +25,7 @@ def merge(
     """Merge an adapter into its base model, and say how much of it is left."""
     out = console(stderr=json_file == "-")
     with quiet_libraries(), out.status("Merging"):
-        from ..tools import conversion
+        from ._run import conversion
 
         written, report = conversion.merge(adapter, output, model, to, layout, probe, dtype, layers, gguf)
     write_json({**asdict(written), "report": report.as_dict()}, json_file)

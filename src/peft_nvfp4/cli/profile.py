@@ -31,7 +31,7 @@ def profile(
     """Time of a training step by category, as the paper's Table 11, with random weights of the model's shape."""
     out = console(stderr=json_file == "-")
     with quiet_libraries(), out.status("Profiling"):
-        from ..tools import profiling
+        from ._run import profiling
 
         settings = {"r": rank, "lora_alpha": 2 * rank, "accuracy": accuracy, "weight_layouts": layouts}
         settings |= {"cuda_graphs": cuda_graphs, "recompute_mlp": recompute_mlp}

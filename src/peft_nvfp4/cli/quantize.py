@@ -34,7 +34,7 @@ def quantize(
     """Pack a model's linears in NVFP4 and save it: 4.5 bits a weight, loaded with from_pretrained."""
     out = console(stderr=json_file == "-")
     with quiet_libraries(), out.status("Packing"):
-        from ..tools import conversion
+        from ._run import conversion
 
         written = conversion.quantize(model, output, names(skip_modules), layers)
     write_json(asdict(written), json_file)

@@ -38,7 +38,7 @@ def statistics(
     """
     out = console(stderr=json_file == "-")
     with quiet_libraries(), out.status("Measuring"):
-        from ..tools import statistics as tools
+        from ._run import statistics as tools
 
         if by not in tools.PERCENT:
             raise ValueError(f"--by must be one of {', '.join(tools.PERCENT)}, got {by!r}")
@@ -60,7 +60,7 @@ def statistics(
 
 
 def _means(found) -> Table:
-    from ..tools import statistics as tools
+    from ._run import statistics as tools
 
     title = f"{len(found.layers)} frozen linears, on average"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
@@ -73,7 +73,7 @@ def _means(found) -> Table:
 
 
 def _worst(found, count: int, by: str) -> Table:
-    from ..tools import statistics as tools
+    from ._run import statistics as tools
 
     table = Table(
         title=f"the largest {by} (in per cent)", title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False

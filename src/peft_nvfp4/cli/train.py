@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..tools.options import gathered
+from ._run.options import gathered
 from .common import UserError, command, console, quiet_libraries, write_json
 
 Text = Optional[str]  # noqa: UP045
@@ -17,7 +17,7 @@ Flag = Optional[bool]  # noqa: UP045
 Option = typer.Option
 KEPT = "Kept for backward"  # a panel: its columns have room for the longest name
 APART = {"config", "resume", "json_file", "columns"}
-"""Options that are no option of :class:`~peft_nvfp4.tools.options.TrainOptions` under their own name, as they are."""
+"""Options that are no option of :class:`~peft_nvfp4.cli._run.options.TrainOptions` under their own name, as they are."""
 
 
 def pairs(text: str | None) -> dict[str, str] | None:
@@ -88,8 +88,8 @@ def train(
     options = gathered(flags | {"columns": pairs(columns)}, config, resume)
     out = console(stderr=json_file == "-")
     with quiet_libraries():
-        from ..guards import NonFiniteError, OutOfMemory
-        from ..tools import training
+        from ..training.callbacks import NonFiniteError, OutOfMemory
+        from ._run import training
 
         with out.status("Loading and freezing the model"):
             job = training.prepare(options)
@@ -115,7 +115,7 @@ def train(
 
 
 def _run(job, resume: bool, out):
-    from ..tools import training
+    from ._run import training
 
     columns = (
         *(TextColumn("Training"), BarColumn(bar_width=24), MofNCompleteColumn()),

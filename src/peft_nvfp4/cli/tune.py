@@ -27,6 +27,6 @@ def tune() -> None:
             err=True,
         )
         raise typer.Exit(1)
-    from ..kernels import tiles
+    from ..kernels.fp4 import tiles
 
     tiles.tune(say=typer.echo)

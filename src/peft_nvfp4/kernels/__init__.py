@@ -24,7 +24,8 @@ from functools import cache
 
 import torch
 
-from .. import fused_ops, ops
+from .. import ops
+from ..ops import fused
 from . import tiers, weight_cache
 
 cache_weights = weight_cache.limit
@@ -38,7 +39,7 @@ WIDEST_ROW = 32768
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Triton implementation: ``function`` of ``peft_nvfp4.kernels.triton_<module>``, for arguments that ``check`` accepts.
+    """A Triton implementation: ``function`` of ``peft_nvfp4.kernels.triton.<module>``, for arguments that ``check`` accepts.
     ``whole_row``: its first argument is a matrix whose rows must fit in one program. ``note``: what else :func:`status` says."""
 
     module: str
@@ -50,7 +51,7 @@ class Kernel:
 
 
 def _fused(module: str, function: str, whole_row: bool = True) -> Kernel:
-    return Kernel(module, function, *fused_ops.OPERATORS[function], whole_row)
+    return Kernel(module, function, *fused.OPERATORS[function], whole_row)
 
 
 KERNELS = {
@@ -103,7 +104,7 @@ def _obstacle() -> str:
     if capability < CAPABILITY:
         return f"needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, this GPU has {capability[0]}.{capability[1]}"
     try:
-        importlib.import_module(f"{__name__}.triton_blocks")
+        importlib.import_module(f"{__name__}.triton.blocks")
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
     return ""
@@ -113,7 +114,7 @@ def _obstacle() -> str:
 def implementation(name: str) -> Callable:
     """The Triton implementation of an operator with its argument check, whether or not this machine can run it."""
     kernel = KERNELS[name]
-    function = getattr(importlib.import_module(f"{__name__}.triton_{kernel.module}"), kernel.function)
+    function = getattr(importlib.import_module(f"{__name__}.triton.{kernel.module}"), kernel.function)
 
     def run(*args):
         kernel.check(*args)
@@ -182,7 +183,7 @@ def generation(x: torch.Tensor):
 
 @cache
 def _matmul_module():
-    return importlib.import_module(f"{__name__}.triton_matmul")
+    return importlib.import_module(f"{__name__}.triton.matmul")
 
 
 def load() -> None:

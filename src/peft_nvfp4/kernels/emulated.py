@@ -15,19 +15,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import linear_ops, ops
-from ..formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
-from ..reference import full_precision_sums, without_significand
-from . import triton_matmul
-from . import triton_operands as operands
-from .triton_tables import MAX_BLOCKS
+from .. import ops
+from ..numerics.formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
+from ..numerics.reference import full_precision_sums, without_significand
+from ..ops import linear
+from .triton import matmul, operands
+from .triton.tables import MAX_BLOCKS
 
 ROWS = 2048
 """Rows of an operand at a time, where all of them would take more than :data:`OPERAND_BYTES`. Fewer would leave a large GPU's
 multiprocessors without a tile."""
 OPERAND_BYTES = 48 << 20
-SMALL_ROWS = triton_matmul.ROWS
-"""Up to here a product is bound by the weight's bytes, and decoding it in the loop (triton_matmul) is faster."""
+SMALL_ROWS = matmul.ROWS
+"""Up to here a product is bound by the weight's bytes, and decoding it in the loop (matmul) is faster."""
 WIDEST = MAX_BLOCKS * BLOCK
 
 
@@ -64,12 +64,12 @@ def fprop(
     factors = factors or [1.0] * len(w_codes)
     arguments = (x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k)
     arguments += (dtype, factors)
-    linear_ops.check_fprop(*arguments)
-    terms = linear_ops._matrices(x_codes, x_scales, x_gscale, k)
-    weights = linear_ops._matrices(w_codes, w_scales, w_gscale, k)
+    linear.check_fprop(*arguments)
+    terms = linear._matrices(x_codes, x_scales, x_gscale, k)
+    weights = linear._matrices(w_codes, w_scales, w_gscale, k)
     m = x_codes[0].shape[0]
     if dtype != torch.bfloat16 or k == 0:
-        return linear_ops.reference_fprop(*arguments)
+        return linear.reference_fprop(*arguments)
     plain = all(c is None for c in constants)
     if m <= SMALL_ROWS or len(terms) == 1 and not ups and plain:
         return _separate(terms, weights, constants, values, hidden, ups, owner, a, factors)
@@ -78,7 +78,7 @@ def fprop(
     inside = inside and all(f == 1.0 for f in factors)
     made = None
     if not inside:
-        hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, dtype)
+        hidden, made = linear.low_rank(terms, values, a, hidden, ups, dtype)
     extras, columns = [], []
     for i, constant in enumerate(constants):
         own = [j for j, of in enumerate(owner) if of == i]
@@ -102,12 +102,12 @@ def _join(pieces: Sequence[Tensor]) -> Tensor | None:
 
 def _separate(terms, weights, constants, values, hidden, ups, owner, a, factors) -> list[Tensor]:
     """Every product by itself, with the low-rank one in its sum (:mod:`triton_matmul`) or, for many rows, added in BF16."""
-    hidden, made = linear_ops.low_rank(terms, values, a, hidden, ups, torch.bfloat16)
+    hidden, made = linear.low_rank(terms, values, a, hidden, ups, torch.bfloat16)
     ys = []
     for i, (w, constant) in enumerate(zip(weights, constants)):
         own = [j for j, of in enumerate(owner) if of == i]
         h, up = (hidden[own[0]], ups[own[0]]) if own else (None, None)
-        y = triton_matmul.product(terms, w, constant, torch.bfloat16, values, h, up, factor=factors[i])
+        y = matmul.product(terms, w, constant, torch.bfloat16, values, h, up, factor=factors[i])
         for j in own[1:]:
             y.addmm_(hidden[j], ups[j].T)
         ys.append(y)
@@ -177,11 +177,11 @@ def _fill(out: Tensor, columns: Tensor | None, rows: slice) -> None:
 
 def dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k: int) -> Tensor:
     """The operator ``dgrad``."""
-    linear_ops.check_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
-    weights = linear_ops._matrices(w_codes, w_scales, w_gscale, [dy.shape[1] for dy in dys])
+    linear.check_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
+    weights = linear._matrices(w_codes, w_scales, w_gscale, [dy.shape[1] for dy in dys])
     m, columns = dys[0].shape[0], sum(w.k for w in weights)
     if dys[0].dtype != torch.bfloat16 or m <= SMALL_ROWS or k == 0 or not all(0 < w.k <= WIDEST for w in weights):
-        return linear_ops.reference_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
+        return linear.reference_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
     together = len(dys) == 1 or m * columns * 2 <= OPERAND_BYTES
     dx = dys[0].new_empty(m, k)
     for group in [range(len(dys))] if together else [[i] for i in range(len(dys))]:

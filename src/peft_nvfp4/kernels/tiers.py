@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import linear_ops
-from . import extension, native, probe
+from ..ops import linear
+from .fp4 import extension, native, probe
 
 NAMES = ("cutlass", "scaled_mm", "emulated", "reference")
 """Best first."""
@@ -63,7 +63,7 @@ def _cutlass() -> list[tuple[str, native.Gemms]]:
 
 
 def _scaled_mm() -> list[tuple[str, native.Gemms]]:
-    from . import scaled_mm
+    from .fp4 import scaled_mm
 
     found = scaled_mm.variants()
     if not found:
@@ -85,7 +85,7 @@ def _emulated(triton_obstacle: str) -> tuple[Callable, Callable, str]:
 
 
 def _reference() -> tuple[Callable, Callable, str]:
-    return linear_ops.reference_fprop, linear_ops.reference_dgrad, "plain PyTorch"
+    return linear.reference_fprop, linear.reference_dgrad, "plain PyTorch"
 
 
 def first_line(error: BaseException) -> str:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..formats import QuantizedMatrix
-from ..reference import without_significand
+from ..numerics.formats import QuantizedMatrix
+from ..numerics.reference import without_significand
 
 VARIABLE = "PEFT_NVFP4_WEIGHT_CACHE"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}

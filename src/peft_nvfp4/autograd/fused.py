@@ -1,0 +1,66 @@
+"""Autograd Functions of the producers that emit NVFP4: RMSNorm and the product of a gated MLP.
+
+Both return the dequantised form of what they quantised, with its codes as further outputs that are not differentiable. What they
+keep for backward are codes. With w a norm's weight, D = D(y~), c the mean over a row of dy * D:
+
+    RMSNorm     dx = rstd * (w * dy - (D / w) * c)
+    gated MLP   h = act(gate) * up; the gradients are those of D(gate~) and D(up~), in FP32
+
+Source: PACT, Table 7, rows RMSNorm and SiLU-multiply.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..numerics.formats import QuantizedMatrix
+from ..ops import fused
+
+
+class RMSNormQuantize(torch.autograd.Function):
+    """(D(y~) (M, d), codes, scales and gscale of every term) of x (M, d)."""
+
+    @staticmethod
+    def forward(ctx, x, gamma, centre, eps: float, plus_one: bool, terms: int):
+        out = fused.rmsnorm_quantize(x, None, gamma, centre, eps, plus_one, terms)
+        flat = [t for part in out.parts for t in part[:3]]
+        ctx.save_for_backward(gamma, centre, out.rstd, *flat)
+        ctx.plus_one = plus_one
+        ctx.mark_non_differentiable(*flat)
+        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
+        return out.y, *flat
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, *unused):
+        gamma, centre, rstd, *flat = ctx.saved_tensors
+        parts = as_parts(flat, gamma.shape[0])
+        return fused.rmsnorm_backward(dy, parts, centre, gamma, rstd, None, ctx.plus_one), None, None, None, None, None
+
+
+def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
+    """(codes, scales, gscale) * terms -> terms."""
+    return tuple(QuantizedMatrix(*flat[i : i + 3], k) for i in range(0, len(flat), 3))
+
+
+class GatedQuantize(torch.autograd.Function):
+    """(D(h~) (M, f), codes, scales and gscale of every term of h~, then of gate and of up) of gate and up (M, f). ``hollow``: of
+    D(h~) only the shape, the dtype and the gradient (one number in memory)."""
+
+    @staticmethod
+    def forward(ctx, gate, up, centre, act: str, terms: int, hollow: bool = False):
+        out = fused.silu_mul_quantize(gate, up, centre, act, terms, not hollow)
+        flat = [t for part in (*out.parts, out.gate, out.up) for t in part[:3]]
+        ctx.save_for_backward(*flat[-6:])
+        ctx.act, ctx.k = act, gate.shape[1]
+        ctx.mark_non_differentiable(*flat)
+        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
+        h = gate.new_zeros(1).expand(gate.shape) if hollow else out.h
+        return h, *flat
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dh, *unused):
+        gate, up = as_parts(ctx.saved_tensors, ctx.k)
+        grads = fused.silu_mul_backward(dh, gate, up, ctx.act, False)
+        return grads.dgate, grads.dup, None, None, None, None

@@ -1,0 +1,1 @@
+"""Measuring and explaining: quantisation statistics, heat maps, the doctor."""

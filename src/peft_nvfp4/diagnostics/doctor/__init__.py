@@ -1,0 +1,1 @@
+"""What this machine can run and whether it computes right: environment, conformance of operators and GEMMs."""

@@ -1,0 +1,249 @@
+"""Whether this machine computes NVFP4 as it is defined: the checks of ``peft-nvfp4 doctor``.
+
+From the bottom up, each on what the one before has shown: the reference against the formats as published (:mod:`oracle`), the
+kernels against the reference (in every bit), every FP4 matrix product against exact ones (:mod:`conformance_gemm`; how a mistake
+is named: :mod:`~peft_nvfp4.kernels.fp4.probe`), products with LoRA against the operators' definition, a training step against the
+same step with the reference's products. Shapes are small: all of it takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...kernels import tiers
+from ...kernels.fp4 import known_products, native, probe
+from ...numerics import reference
+from ...numerics.formats import ACTIVATION, WEIGHT
+from ...ops import linear
+from . import oracle
+from .conformance_gemm import gemm_checks, product_checks
+from .results import FAILED, NOT_RUN, Result, checked, require
+
+# ---------------------------------------------------------------------------------------------- reference
+
+
+def reference_checks() -> Iterator[Result]:
+    for name, check in oracle.CHECKS.items():
+        yield checked("reference", name, check)
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+def awkward(rows: int, k: int) -> Tensor:
+    """Values of all sizes, zeros of both signs, ties, a row of zeros, Inf and NaN, on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(rows + k)
+    x = torch.randn(rows, k, generator=generator, device="cpu")
+    x *= torch.randint(-30, 30, (rows, 1), generator=generator, device="cpu").float().exp2()
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], device="cpu").repeat(-(-k // 8))[:k]
+    x[0], x[1], x[2, ::3] = 0.0, ties, -0.0
+    x[3, k // 2], x[4, 0] = float("nan"), float("-inf")
+    x[5, ::2] = 1e-6 * x[5].abs().max()
+    return x
+
+
+def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
+    """Operator -> arguments, for every operator that has a kernel."""
+    x = awkward(41, 1000).to(device, dtype)
+    seed = torch.tensor(-6148914691236517206)
+    q = reference.quantize(x[5:], ACTIVATION)
+    w = reference.quantize(torch.randn(72, 96, generator=torch.Generator("cpu").manual_seed(1)).to(device), WEIGHT)
+    gamma = torch.linspace(-1, 2, 1000, device="cpu").to(device)
+    finite = x[5:].nan_to_num(0.0, 0.0, 0.0).clamp(-100, 100)
+    return {
+        "quantize": (x, None, None, "max6", True, False),
+        "quantize (stochastic)": (x, None, seed, "max6", True, True),
+        "quantize (four over six)": (finite, None, None, "four_over_six", False, False),
+        "quantize (mse)": (finite, None, None, "mse", False, False),
+        "quantize_terms": (x, None, 2),
+        "dequantize": (*q, dtype),
+        "transpose_requantize": (*w, "four_over_six"),
+        "rmsnorm_quantize": (finite, None, gamma, None, 1e-6, False, 2),
+        "silu_mul_quantize": (finite, finite.flip(0), None, "silu", 1, True),
+        "dropout_mask": (x, 0.3, seed),
+        "swizzle_scales": (q.scales,),
+    }
+
+
+def _kernel(name: str) -> tuple[Callable, Callable]:
+    """(what runs on a GPU, the reference) of an operator."""
+    operator = name.split(" ")[0]
+    if operator in kernels.KERNELS:
+        return kernels.implementation(operator), kernels.KERNELS[operator].reference
+    return reference.swizzle_scales, reference.swizzle_scales
+
+
+def _flat(value) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [t for v in value for t in _flat(v)]
+
+
+def _to_cpu(arguments: Sequence) -> list:
+    return [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
+
+
+EXACT_ON_ANY_DEVICE = ("quantize", "dequantize", "transpose_requantize", "dropout_mask", "swizzle_scales")
+"""Compared with the CPU; norms and activations, which use functions a GPU rounds otherwise, with the reference on the same
+GPU."""
+
+
+def _same_bits(name: str, arguments: tuple) -> str:
+    function, expected = _kernel(name)
+    got = _flat(function(*arguments))
+    on_cpu = name.split(" ")[0] in EXACT_ON_ANY_DEVICE
+    right = _flat(expected(*(_to_cpu(arguments) if on_cpu else arguments)))
+    for i, (g, r) in enumerate(zip(got, right)):
+        g, r = g.cpu(), r.cpu()
+        wrong = (g != r) & ~(g.isnan() & r.isnan() if g.is_floating_point() else torch.zeros_like(g, dtype=torch.bool))
+        if bool(wrong.any()):
+            at = tuple(wrong.nonzero()[0].tolist())
+            raise AssertionError(
+                f"output {i}: {int(wrong.sum())} of {g.numel()} differ, first at {at}: {g[at].item()}, expected {r[at].item()}"
+            )
+    return f"{sum(t.nbytes for t in got):,} bytes equal"
+
+
+def kernel_checks(device: torch.device) -> Iterator[Result]:
+    """The Triton kernels, and the layout of scales on the device."""
+    if device.type != "cuda":
+        yield Result("kernels", "all", NOT_RUN, "no CUDA device")
+        return
+    obstacle = kernels._obstacle() or kernels._loaded
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, arguments in _operators(device, dtype).items():
+            if obstacle and name != "swizzle_scales":
+                yield Result("kernels", f"{name} {str(dtype)[6:]}", NOT_RUN, obstacle)
+            else:
+                yield checked("kernels", f"{name} {str(dtype)[6:]}", lambda: _same_bits(name, arguments))
+
+
+# ---------------------------------------------------------------------------------------------- products
+
+
+def tier_checks(device: torch.device) -> Iterator[Result]:
+    """Every FP4 tier that is there."""
+    if device.type == "cuda":
+        yield from tiers_on(device)
+    else:
+        yield from (Result(name, "all", NOT_RUN, "no CUDA device") for name in tiers.NATIVE)
+
+
+def tiers_on(device: torch.device) -> Iterator[Result]:
+    for name in tiers.NATIVE:
+        try:
+            found = tiers.NATIVE[name]()
+        except tiers.Unavailable as reason:
+            yield Result(name, "all", FAILED if reason.broken else NOT_RUN, str(reason))
+            continue
+        for word, gemms in found:
+            group = f"{name} ({word})" if word else name
+            try:
+                probe.run(native.single(gemms), known_products.cases()[0], device)
+            except Exception as error:  # on a GPU that it was not made for: expected of what is part of PyTorch
+                tiers._check_alive(name, device, error)
+                expected = name in tiers.ANYWHERE
+                yield Result(
+                    group, "all", NOT_RUN if expected else FAILED, f"cannot run on this device ({tiers.first_line(error)})"
+                )
+                continue
+            yield from gemm_checks(group, gemms, device)
+
+
+def chosen_checks(device: torch.device) -> Iterator[Result]:
+    """What fprop and dgrad run on this device."""
+    try:
+        chosen = kernels.choice(device) if device.type == "cuda" and kernels._forced != "reference" else reference_choice()
+    except RuntimeError as error:
+        yield Result("chosen products", "choice", FAILED, str(error))
+        return
+    yield from product_checks(f"chosen products ({chosen.tier})", chosen.fprop, chosen.dgrad, device)
+
+
+def reference_choice() -> tiers.Choice:
+    return tiers.Choice("reference", "", linear.reference_fprop, linear.reference_dgrad, {})
+
+
+# ---------------------------------------------------------------------------------------------- a training step
+
+
+def _tiny_model(device: torch.device):
+    from peft import get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ...lora.config import NVFP4LoraConfig
+
+    torch.manual_seed(0)
+    settings = dict(hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(**settings, vocab_size=128)).to(device, torch.bfloat16)
+    model = get_peft_model(model, NVFP4LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, backend="nvfp4"))
+    return model.train()
+
+
+def _step(model, device: torch.device) -> tuple[float, Tensor]:
+    """(loss, all gradients) of 96 tokens: more than the rows up to which a product is left to the Triton kernel."""
+    ids = torch.randint(0, 128, (3, 32), generator=torch.Generator("cpu").manual_seed(3), device="cpu").to(device)
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    grads = [p.grad.flatten().double().cpu() for p in model.parameters() if p.requires_grad]
+    return loss.item(), torch.cat(grads)
+
+
+def separate_gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16) -> list[Tensor]:
+    """The reference's products, joined as FP4 tensor core kernels join them (:mod:`..kernels.native`): the low-rank part comes
+    rounded, and dgrad adds linear by linear."""
+    ys = []
+    for w, constant, add in zip(weights, constants, adds):
+        y = reference.matmul(terms, w, constant, torch.float32)
+        ys.append((y if add is None else y + add.float()).to(dtype))
+    return ys if outs is None else [y if out is None else out.copy_(y) for y, out in zip(ys, outs)]
+
+
+def separate_choice() -> tiers.Choice:
+    return tiers.Choice("reference", "", partial(native.fprop, separate_gemms), partial(native.dgrad, separate_gemms), {})
+
+
+def _training(device: torch.device) -> str:
+    """The step with the chosen tier against the one with the reference's products, rounded where the tier rounds: a value moved
+    by one rounding to BF16 moves a few over a rounding to 4 bits, which later layers see (rounding the low-rank part or not alone
+    turns this model's gradients to a cosine of 0.984). What is left is the order of the sums within a product."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model = _tiny_model(device)
+        loss, grads = _step(model, device)
+        require(bool(grads.isfinite().all()) and loss == loss, f"loss {loss}, gradients finite: {bool(grads.isfinite().all())}")
+        if device.type != "cuda" or kernels._forced == "reference":
+            return f"loss {loss:.4f} (only the reference runs here)"
+        before = kernels.choice(device)
+        try:
+            kernels._choices[device] = separate_choice() if before.tier in tiers.NATIVE else reference_choice()
+            right_loss, right = _step(model, device)
+        finally:
+            kernels._choices[device] = before
+    return _agree(before.tier, (loss, grads), (right_loss, right))
+
+
+def _agree(tier: str, got: tuple[float, Tensor], right: tuple[float, Tensor]) -> str:
+    """Sums in another order change about one BF16 output in 10,000, and 4-bit codes of a few of those: 0.999."""
+    cosine = torch.nn.functional.cosine_similarity(got[1], right[1], dim=0).item()
+    said = f"{tier}: loss {got[0]:.5f}, reference {right[0]:.5f}; cosine of all gradients {cosine:.6f}"
+    require(abs(got[0] - right[0]) <= 1e-3 * right[0] and cosine >= 0.999, said)
+    return said
+
+
+def training_checks(device: torch.device) -> Iterator[Result]:
+    yield checked("training", "a LoRA step of a tiny Llama", lambda: _training(device))
+
+
+def all_checks(device: torch.device) -> Iterator[Result]:
+    """In the order in which a failure explains those after it."""
+    yield from reference_checks()
+    for checks in (kernel_checks, tier_checks, chosen_checks, training_checks):
+        try:
+            yield from checks(device)
+        except RuntimeError as error:  # the GPU cannot be used any more: nothing after this would mean anything
+            yield Result(checks.__name__, "all", FAILED, str(error))
+            return

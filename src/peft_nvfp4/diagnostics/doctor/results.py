@@ -1,0 +1,53 @@
+"""What a check says: passed, noticed, failed or not run."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...kernels.tiers import first_line
+
+PASSED, WARNING, FAILED, NOT_RUN = "passed", "warning", "FAILED", "not run"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check. ``detail``: what was found, or why it was not run."""
+
+    group: str
+    name: str
+    outcome: str
+    detail: str = ""
+    seconds: float = 0.0
+
+
+class NotRun(Exception):
+    """A check cannot be made here; the message says why."""
+
+
+class Noticed(Exception):
+    """Not wrong, but worth saying."""
+
+
+def checked(group: str, name: str, check: Callable[[], str | None]) -> Result:
+    """Runs a check: it raises AssertionError with what is wrong, or returns what to say."""
+    start = time.perf_counter()
+    try:
+        outcome, detail = PASSED, check() or ""
+    except NotRun as reason:
+        outcome, detail = NOT_RUN, str(reason)
+    except Noticed as reason:
+        outcome, detail = WARNING, str(reason)
+    except AssertionError as wrong:
+        outcome, detail = FAILED, str(wrong)
+    except Exception as error:  # the report is for finding out what happens on unknown machines: everything is kept
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        outcome, detail = FAILED, f"{first_line(error)} ({frame.name}, line {frame.lineno})"
+    return Result(group, name, outcome, detail, round(time.perf_counter() - start, 3))
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

@@ -1,0 +1,103 @@
+"""``peft-nvfp4 doctor``: what this machine has, what is wrong with it, and whether it computes what it should.
+
+On a GPU with FP4 tensor cores this is the acceptance test: nothing about such a GPU is taken for granted, and every mistake that
+was thought of has a name (:mod:`~peft_nvfp4.kernels.fp4.probe`). The report is made to be pasted into an issue.
+
+>>> from peft_nvfp4.cli._run import doctor
+>>> report = doctor.run()
+>>> print(report)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from ... import kernels
+from . import conformance, environment
+from .environment import Advice
+from .results import FAILED, NOT_RUN, PASSED, WARNING, Result
+
+
+@dataclass
+class Report:
+    """What :func:`run` found. Prints as text.
+
+    Attributes:
+        machine: versions, GPUs, settings.
+        advice: what is wrong or could be better about the set-up.
+        kernels: implementation of every operator.
+        checks: what was computed and compared.
+    """
+
+    machine: dict[str, str]
+    advice: list[Advice]
+    kernels: kernels.Status
+    checks: list[Result] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong: no check failed, and no advice says that something does not work."""
+        return not any(c.outcome == FAILED for c in self.checks) and not any(a.wrong for a in self.advice)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        counts = {outcome: sum(c.outcome == outcome for c in self.checks) for outcome in (PASSED, WARNING, FAILED, NOT_RUN)}
+        wrong = sum(a.wrong for a in self.advice)
+        said = ", ".join(f"{n} {outcome.lower()}" for outcome, n in counts.items() if n)
+        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: checks: {said}" + (
+            f"; set-up: {wrong} wrong" if wrong else ""
+        )
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "machine": self.machine,
+            "advice": [asdict(a) for a in self.advice],
+            "kernels": asdict(self.kernels),
+            "checks": [asdict(c) for c in self.checks],
+        }
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.machine)
+        lines = ["peft_nvfp4 doctor", "", *(f"{name.ljust(width)}  {value}" for name, value in self.machine.items())]
+        if self.advice:
+            lines += ["", "set-up", *(f"  {'WRONG' if a.wrong else 'note'}: {a.text}" for a in self.advice)]
+        lines += ["", str(self.kernels), "", "checks"]
+        for check in self.checks:
+            lines.append(
+                f"  {check.outcome.ljust(8)}{check.group}: {check.name}" + (f" ({check.detail})" if check.detail else "")
+            )
+        return "\n".join([*lines, "", self.verdict])
+
+
+def _fp4_advice(status: kernels.Status) -> list[Advice]:
+    """A GPU that has FP4 tensor cores, and nothing that uses them."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < environment.FP4_CAPABILITY:
+        return []
+    used = next(o.implementation for o in status.operators if o.operator == "fprop")
+    if used in kernels.tiers.NATIVE or kernels._forced in ("emulated", "reference"):
+        return []
+    why = "; ".join(f"{name}: {reason}" for name, reason in status.skipped.items()) or "see the kernels below"
+    return [Advice(True, f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]
+
+
+def run(say: Callable[[Result], None] | None = None) -> Report:
+    """Looks at everything. Changes nothing; takes seconds.
+
+    Args:
+        say: called with every result as it comes.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    status = kernels.status()
+    report = Report(environment.describe(), environment.advice() + _fp4_advice(status), status)
+    for result in conformance.all_checks(device):
+        report.checks.append(result)
+        if say is not None:
+            say(result)
+    return report

@@ -1,0 +1,96 @@
+"""NVFP4 activations for backends that do not compute with them: ``activations="nvfp4"`` of ``nf4`` and ``bf16``.
+
+The forward pass is the backend's own, bit for bit. Only what is kept for backward changes: the norms keep the codes of their
+output and 1/rms instead of their input, gated MLPs the codes of gate and up, LoRA branches the codes of what they read: 0.56
+bytes a value instead of 2. The gradients are those at the 4-bit values, as with ``backend="nvfp4"``.
+
+Source: PACT's data flow (Table 7) without its arithmetic; the idea of compressing only what is kept is older (ActNN, 2021).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..autograd import activation_cache
+from ..autograd.activation_cache import QuantizedInput
+from ..numerics.formats import QuantizedMatrix
+from ..ops import fused
+from .mlp import FusedGatedMLP
+from .norm import NVFP4RMSNorm
+
+
+class CompressedNorm(torch.autograd.Function):
+    """(y, codes, scales and gscale of y) of x (M, d); y is what the original norm computes."""
+
+    @staticmethod
+    def forward(ctx, x, gamma, compute, eps: float, plus_one: bool):
+        y = compute(x)
+        (q,) = fused.quantize_terms(y, None, 1)
+        norm = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+        rstd = torch.rsqrt(norm * norm / x.shape[1] + eps)
+        ctx.save_for_backward(gamma, rstd, *q[:3])
+        ctx.plus_one = plus_one
+        ctx.mark_non_differentiable(*q[:3])
+        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
+        return y, *q[:3]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, *unused):
+        gamma, rstd, *codes = ctx.saved_tensors
+        parts = [QuantizedMatrix(*codes, gamma.shape[0])]
+        return fused.rmsnorm_backward(dy, parts, None, gamma, rstd, None, ctx.plus_one), None, None, None, None
+
+
+class CompressedRMSNorm(NVFP4RMSNorm):
+    """Takes the place of an RMSNorm that only frozen linears with compressed activations read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        original = self.original
+        if not torch.is_grad_enabled() or self.weight.requires_grad or (self.weight.dtype != x.dtype and not self.plus_one):
+            return original.forward(x)
+        x2 = x.reshape(-1, x.shape[-1])
+        y, *codes = CompressedNorm.apply(x2, self.weight, original.forward, self.eps, self.plus_one)
+        y = y.view(x.shape)
+        activation_cache.put(y, QuantizedInput((QuantizedMatrix(*codes, x.shape[-1]),), None, y.dtype))
+        return y
+
+
+class CompressedGate(torch.autograd.Function):
+    """(h = act(gate) * up, codes, scales and gscale of h) of gate and up (M, f); h rounded as PyTorch does."""
+
+    @staticmethod
+    def forward(ctx, gate, up, act: str):
+        h = (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
+        (q,), (g,), (u,) = (fused.quantize_terms(t, None, 1) for t in (h, gate, up))
+        ctx.save_for_backward(*g[:3], *u[:3])
+        ctx.act, ctx.k = act, gate.shape[1]
+        ctx.mark_non_differentiable(*q[:3])
+        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
+        return h, *q[:3]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dh, *unused):
+        saved = ctx.saved_tensors
+        gate, up = QuantizedMatrix(*saved[:3], ctx.k), QuantizedMatrix(*saved[3:], ctx.k)
+        grads = fused.silu_mul_backward(dh, gate, up, ctx.act, False)
+        return grads.dgate, grads.dup, None
+
+
+class CompressedGatedMLP(FusedGatedMLP):
+    """Takes the place of a gated MLP whose ``down`` has compressed activations. Without autograd it runs the original."""
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        if args or kwargs or not torch.is_grad_enabled():
+            return self.original.forward(x, *args, **kwargs)
+        parts = self.parts
+        gate, up = self._gate_and_up(x)
+        shape, f = gate.shape, gate.shape[-1]
+        h, *codes = CompressedGate.apply(gate.reshape(-1, f), up.reshape(-1, f), parts.act)
+        del gate, up  # the largest activations of a layer: nothing needs them any more
+        h = h.view(shape)
+        activation_cache.put(h, QuantizedInput((QuantizedMatrix(*codes, f),), None, h.dtype))
+        return self._modules[parts.down](h)

@@ -1,0 +1,375 @@
+"""A model of transformers that computes its loss at supervised positions only (:mod:`peft_nvfp4.fusion.loss`).
+
+:func:`attach_loss` needs no code per architecture. While ``forward`` runs, the output head hands over its input instead of logits
+and ``model.loss_function`` computes the loss from that; the rest (router losses, which labels count, the class of the output)
+stays the model's own code. Only the class of that one instance is swapped, for a subclass with another ``forward``, so replicas,
+copies and pickles keep it. It works in training mode with ``labels``; evaluation, generation and calls with ``logits_to_keep``
+are untouched, and so are heads that somebody has put hooks on (ZeRO-3, tensor parallelism). ``logits`` of the output is a
+:class:`LazyLogits`. torch.compile from 2.13 traces all that without a break, with logits at all positions in 8 chunks; older
+compilers, and heads that are not a plain linear, get the model's own loss there (:func:`linear_cross_entropy` alone compiles with
+every version). TRL 1.16's SFTTrainer has a fused head of its own and never asks the model for a loss.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from .loss import Targets, Transform, _compute_dtype, _losses, _shifted, _supervised_loss, _targets
+
+# ---------------------------------------------------------------------------------------------- models of transformers
+
+TRACEABLE = torch.__version__ >= (2, 13)  # 2.10 cannot trace that an instance attribute is taken away
+_SETTINGS = "_supervised_loss"  # attribute of a model that computes this loss
+
+
+class Settings(NamedTuple):
+    transform: Transform
+    vocabulary: int
+    chunk: int | None
+    max_supervised: int | None = None
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What :func:`attach_loss` did: whether it ``attached`` the loss, and how or why not."""
+
+    attached: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"loss at supervised positions: {self.reason}" if self.attached else f"ordinary loss: {self.reason}"
+
+
+def attach_loss(model: nn.Module, chunk: int | None = None, max_supervised: int | None = None) -> LossReport:
+    """Make a causal LM of transformers, bare or inside a ``PeftModel``, compute its training loss at supervised positions only.
+
+    It is tried first, on 2 x 8 random tokens: the logits must be a known function of the head's output, and loss and gradient
+    must equal the model's own. If they do not, or the model cannot run here and now, nothing changes and the report says why.
+
+    Args:
+        chunk, max_supervised: see :func:`linear_cross_entropy`.
+    """
+    model = _causal_lm(model)
+    detach_loss(model)
+    try:
+        settings = _examine(model, chunk)
+    except _Unsuitable as reason:
+        return LossReport(False, str(reason))
+    except Exception as error:  # whatever a model may raise on an input it does not expect: said, not hidden
+        return LossReport(False, f"the run on 2 x 8 random tokens failed ({type(error).__name__}: {error})")
+    _set_class(model, _with_loss(type(model)))
+    setattr(model, _SETTINGS, settings._replace(max_supervised=max_supervised))
+    plain = _plain(model.get_output_embeddings()) is not None
+    return LossReport(True, "from the head's weight" if plain else "through the head's own forward")
+
+
+def detach_loss(model: nn.Module) -> nn.Module:
+    """Give the model its own loss back."""
+    inner = _causal_lm(model)
+    inner.__dict__.pop(_SETTINGS, None)  # enough where somebody has swapped the class again since
+    if original := type(inner).__dict__.get("_without_loss"):
+        _set_class(inner, original)
+    return model
+
+
+def _causal_lm(model: nn.Module) -> nn.Module:
+    model = getattr(model, "_orig_mod", model)  # torch.compile
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _set_class(model: nn.Module, cls: type) -> None:
+    model.__class__ = cls
+    if "_old_forward" in model.__dict__:  # accelerate, where a model is spread over devices, calls this
+        model._old_forward = types.MethodType(cls.forward, model)
+
+
+@functools.cache
+def _with_loss(original: type) -> type:
+    """Subclass of a model's class, under the same name, whose forward computes the loss here where it can. A method of the class,
+    not a function set on the instance: DataParallel's replicas, copies and pickles get it with their own ``self``."""
+
+    @functools.wraps(original.forward)  # Trainer and generate read the signature
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        settings = self.__dict__.get(_SETTINGS)
+        if settings is None or not _applies(self, kwargs):
+            return original.forward(self, *args, **kwargs)
+        call = _Call(self, settings)
+        call.install()
+        try:
+            output = original.forward(self, *args, **kwargs)
+        finally:
+            call.remove()
+        return call.finish(output)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        reduced = original.__reduce_ex__(self, protocol)
+        same = type(self).__dict__.get("_without_loss") is original
+        return (_new_with_loss, (original,), *reduced[2:]) if same else reduced
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return type(
+        original.__name__, (original,), names | dict(forward=forward, __reduce_ex__=__reduce_ex__, _without_loss=original)
+    )
+
+
+def _new_with_loss(original: type) -> nn.Module:
+    return copyreg.__newobj__(_with_loss(original))
+
+
+def _applies(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    head, keep = model.get_output_embeddings(), kwargs.get("logits_to_keep", 0)
+    return (
+        model.training
+        and kwargs.get("labels") is not None
+        and isinstance(keep, int)
+        and keep == 0
+        and kwargs.get("return_dict", model.config.return_dict) is not False
+        and model.loss_function is ForCausalLMLoss
+        and not any(_hooked(m) for m in head.modules())
+        and not (torch.compiler.is_compiling() and (not TRACEABLE or _plain(head) is None))
+    )
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody watches or serves this module's calls (sharding, tensor parallelism, a user): then it keeps them."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+class _Call:
+    """One forward of a model: what its head was given, and the loss of that."""
+
+    def __init__(self, model: nn.Module, settings: Settings):
+        self.model, self.head, self.settings = model, model.get_output_embeddings(), settings
+        self.hidden: Tensor | None = None
+        self.loss: Tensor | None = None
+
+    def install(self) -> None:
+        """The head's forward and the model's loss are this call's, on these instances (a replica has its own ``__dict__``)."""
+        self.own = self.head.__dict__.get("forward"), self.model.__dict__.get("_loss_function")  # the former: accelerate's
+        self.head.forward, self.model._loss_function = self.head_forward, self.loss_function
+
+    def remove(self) -> None:
+        _set(self.head, "forward", self.own[0])
+        _set(self.model, "_loss_function", self.own[1])
+
+    def head_forward(self, hidden: Tensor) -> Tensor:
+        _set(self.head, "forward", self.own[0])  # the loss may call the head
+        self.hidden = hidden
+        return hidden.new_empty(*hidden.shape[:-2], 0, self.settings.vocabulary)
+
+    def loss_function(
+        self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+    ) -> Tensor:
+        """In the place of ``ForCausalLMLoss``, with its arguments; these logits are empty."""
+        labels = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        head, settings = self.head, self.settings
+        device = next((p.device for p in head.parameters() if not p.is_meta), self.hidden.device)
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1]).to(device)
+        labels, options = labels.reshape(-1).to(device), (0.0, settings.chunk, settings.max_supervised)
+        self.loss = _head_loss(hidden, head, settings, _targets(labels, ignore_index, num_items_in_batch, *options))
+        return self.loss
+
+    def finish(self, output: Any) -> Any:
+        if self.hidden is None:  # somebody else's forward, which does not ask the head
+            return output
+        if self.loss is None:
+            raise RuntimeError(f"{type(self.model).__name__} took its loss from elsewhere this time; call detach_loss(model)")
+        if isinstance(output, dict) and "logits" in output:
+            replica = getattr(self.model, "_is_replica", False)  # DataParallel would gather them
+            output["logits"] = None if replica else LazyLogits.of(self.head, self.hidden, self.settings)
+        return output
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    """An attribute of the instance, or none. (Not by ``delattr``, which torch.compile would do again after its graph.)"""
+    if value is None:
+        module.__dict__.pop(name, None)
+    else:
+        module.__dict__[name] = value
+
+
+def _head_loss(hidden: Tensor, head: nn.Module, settings: Settings, targets: Targets) -> Tensor:
+    if (plain := _plain(head)) is not None:
+        return _supervised_loss(hidden, None, plain[0].shape[0], targets, settings.transform, *plain)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # A sharded head gathers its weights when it is called: one call on every rank, whatever the number of its positions.
+        h = hidden if targets.positions is None else hidden.index_select(0, targets.positions)
+        losses, _ = _losses(settings.transform.forward(head(h))[0], targets.labels, targets.smoothing)
+        return (losses if targets.valid is None else torch.where(targets.valid, losses, 0)).sum() / targets.denominator
+    trained = [p for p in head.parameters() if p.requires_grad]
+    return _supervised_loss(hidden, head, settings.vocabulary, targets, settings.transform, *trained)
+
+
+def _plain(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """(weight, bias) of a head that is a linear and nothing else, also as PEFT's ``modules_to_save``."""
+    if isinstance(head, ModulesToSaveWrapper):
+        active = [] if head.disable_adapters else [a for a in head.active_adapters if a in head.modules_to_save]
+        head = head.modules_to_save[active[0]] if active else head.original_module
+    weight = getattr(head, "weight", None)
+    usable = type(head) is nn.Linear and "forward" not in head.__dict__ and type(weight) in (nn.Parameter, Tensor)
+    return (weight, head.bias) if usable and weight.is_floating_point() and not weight.is_meta else None
+
+
+# ---------------------------------------------------------------------------------------------- the trial
+
+
+class _Unsuitable(Exception):
+    pass
+
+
+class _Ordinary(_Call):
+    """The model's own loss, watched: with the head's output z (or large random numbers instead) and the logits made from it."""
+
+    noise = False
+
+    def head_forward(self, hidden: Tensor) -> Tensor:
+        _set(self.head, "forward", self.own[0])
+        self.hidden = hidden.detach().requires_grad_()
+        self.z = self.head(self.hidden)
+        if self.noise:
+            self.z = (30 * torch.randn(self.z.shape, generator=torch.Generator().manual_seed(0))).to(self.z)
+        return self.z
+
+    def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.logits, self.loss = logits, ForCausalLMLoss(logits, *args, **kwargs)
+        return self.loss
+
+
+class _Trial(_Call):
+    def head_forward(self, hidden: Tensor) -> Tensor:
+        return super().head_forward(hidden.detach().requires_grad_())
+
+
+def _examine(model: nn.Module, chunk: int | None) -> Settings:
+    """Raises :class:`_Unsuitable` unless the loss here is the model's own."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "loss_function") or not hasattr(model, "get_output_embeddings"):
+        raise _Unsuitable("it is not a model of transformers")
+    if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise _Unsuitable("it is not a causal LM with one output head")
+    if model.loss_function is not ForCausalLMLoss:
+        raise _Unsuitable(f"its loss is {getattr(model.loss_function, '__name__', model.loss_function)}")
+    own = model.__dict__.get("_old_forward", model.__dict__.get("forward"))
+    if own is not None and getattr(own, "__func__", None) is not type(model).forward:
+        raise _Unsuitable("something has replaced its forward on the instance; attach the loss before that")
+    settings = Settings(Transform(), config.get_text_config().vocab_size, chunk)
+    watched = _Ordinary(model, settings)
+    watched.noise = True
+    _try(model, watched)
+    settings = settings._replace(transform=_transform_of(watched.z.detach(), watched.logits.detach(), config))
+    pairs = [(loss, torch.autograd.grad(loss, c.hidden)[0]) for c in (_Trial(model, settings), _Ordinary(model, settings))
+             for loss in (_try(model, c),)]  # fmt: skip
+    # The same arithmetic but for the order of FP32 sums; where that flips the rounding of a 16-bit value, a few last places.
+    bound = max(1e-4, 8 * torch.finfo(watched.z.dtype).eps)
+    for what, a, b in zip(("loss", "gradient"), *pairs):
+        error = ((a - b).float().norm() / b.float().norm()).item()
+        if not error <= bound:
+            raise _Unsuitable(f"its {what} on random tokens differs by {error:.1e} of what the model itself computes")
+    return settings
+
+
+def _try(model: nn.Module, call: _Call) -> Tensor:
+    """The model's whole loss on random tokens, router losses and all."""
+    config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
+    special = {
+        v for k, v in {**model.config.to_dict(), **config.to_dict()}.items() if k.endswith("token_id") and isinstance(v, int)
+    }
+    ids = torch.tensor([i for i in range(min(config.vocab_size, 1000)) if i not in special])
+    ids = ids[torch.randint(len(ids), (2, 8), generator=generator)].to(model.get_input_embeddings().weight.device)
+    labels = ids.clone()
+    labels[:, :3] = labels[0, 6] = -100
+    training = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    call.install()
+    try:
+        with torch.random.fork_rng(list(devices)), torch.enable_grad():  # a run to come draws what it would have drawn
+            loss = model.eval()(input_ids=ids, labels=labels, use_cache=False).loss
+    finally:
+        call.remove()
+        for module, flag in training.items():
+            module.training = flag
+    if call.hidden is None or call.loss is None:
+        raise _Unsuitable("it does not take its loss from model.loss_function and the output of its head")
+    return loss
+
+
+def _transform_of(z: Tensor, logits: Tensor, config: Any) -> Transform:
+    """What the model makes of the head's output: a scale and a cap that are numbers of its configuration, found bit for bit."""
+    z, logits = z.flatten(0, -2)[:, :64], logits.flatten(0, -2)[:, :64].float()
+    values = [*config.to_dict().values(), *config.get_text_config().to_dict().values()]
+    numbers = sorted({float(v) for v in values if type(v) in (int, float) and 0 < v < math.inf and v != 1})
+    scales = [{}] + [{key: v} for v in numbers for key in ("scale", "divisor")]
+    for softcap in (None, *numbers):
+        for scale in scales:
+            transform = Transform(softcap=softcap, **scale)
+            if torch.equal(transform.forward(z)[0].float(), logits):
+                return transform
+    raise _Unsuitable("between its head and its loss is more than a scale and a cap of the logits")
+
+
+# ---------------------------------------------------------------------------------------------- logits for whoever still asks
+
+
+class LazyLogits:
+    """The logits of a training output, computed when they are used: at all positions, part of the graph, anew at each use.
+
+    Whatever is done to it (indexing, a method of tensors, a function of torch, arithmetic) is done to the tensor; a move or a
+    cast waits until then. So metrics that read ``output.logits`` stay right and pay for it; who does not read it pays nothing.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self._compute, self.shape, self.dtype, self.device = compute, torch.Size(shape), dtype, device
+
+    @classmethod
+    def of(cls, head: nn.Module, hidden: Tensor, settings: Settings) -> LazyLogits:
+        kind = hidden.device.type
+        autocast = dict(device_type=kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+
+        def compute() -> Tensor:
+            with torch.autocast(**autocast):
+                return settings.transform.forward(head(hidden))[0]
+
+        shape = (*hidden.shape[:-1], getattr(head, "out_features", settings.vocabulary))
+        return cls(compute, shape, _compute_dtype(hidden), hidden.device)
+
+    def tensor(self) -> Tensor:
+        """The logits now."""
+        return self._compute()
+
+    def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
+        like = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        return LazyLogits(lambda: self._compute().to(*args, **kwargs), self.shape, like.dtype, like.device)
+
+    def float(self) -> LazyLogits:
+        return self.to(torch.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        if callable(getattr(Tensor, name)):  # to ask for a method computes nothing
+            return lambda *args, **kwargs: getattr(self.tensor(), name)(*args, **kwargs)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.tensor, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args: getattr(self.tensor(), name)(*args)
+
+
+for _name in "getitem len add radd sub rsub mul rmul truediv rtruediv neg pow matmul eq ne lt le gt ge".split():
+    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))

@@ -1,0 +1,184 @@
+"""Who reads what: the structure of a model, found by running it once on two tokens.
+
+Fusing a norm with the quantisation of its output is right only if nothing but frozen linears of one input spec reads that
+output. Names do not tell (``post_attention_layernorm`` feeds the MLP in Llama and the residual stream in Gemma 2), so
+:func:`observe` runs the model and watches every PyTorch function that is handed the output of a norm. Frozen linears return
+zeros meanwhile: the run costs next to nothing, also for a large model on a CPU.
+
+Linears of one module that are handed the same tensor (q, k and v; gate and up) form a site. Of one module only: the cross
+attention of all decoder layers reads one tensor, too, but each layer is computed in its own time, and checkpointed by itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..nn.frozen_linear import FrozenLinear
+
+HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride data_ptr get_device".split())
+"""Functions that look at a tensor without reading its values."""
+CONVERSIONS = frozenset({"to", "contiguous"})
+"""Functions that return the very tensor where there is nothing to do. accelerate moves the input of every module that way when it
+spreads a model over devices."""
+
+
+@dataclass
+class Readers:
+    """What reads the output of one module, and how the module is called.
+
+    Attributes:
+        linears: dotted names of frozen linears (their LoRA layers), in order of use.
+        others: names of other functions.
+        calls: how often the module ran.
+        simple: always with one tensor and nothing else, and returned a tensor.
+        converted: something asked for it elsewhere or otherwise, where it was so already, and was given the same tensor.
+    """
+
+    linears: list[str] = field(default_factory=list)
+    others: set[str] = field(default_factory=set)
+    calls: int = 0
+    simple: bool = True
+    converted: bool = False
+
+
+class _Watch(TorchFunctionMode):
+    """Notes functions that receive a watched tensor."""
+
+    def __init__(self, produced: WeakTensorKeyDictionary, readers: dict[str, Readers]):
+        self.produced, self.readers = produced, readers
+
+    def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", str(func))
+        watched = () if name in HARMLESS else [leaf for leaf in tree_leaves((args, kwargs or {})) if self._is_watched(leaf)]
+        result = func(*args, **(kwargs or {}))
+        for leaf in watched:
+            readers = self.readers[self.produced[leaf]]
+            if name in CONVERSIONS and result is leaf:
+                readers.converted = True
+            else:
+                readers.others.add(name)
+        return result
+
+    def _is_watched(self, leaf: object) -> bool:
+        return isinstance(leaf, Tensor) and leaf in self.produced
+
+
+class _Run:
+    """What one run of a model has shown so far."""
+
+    def __init__(self) -> None:
+        self.readers: dict[str, Readers] = defaultdict(Readers)
+        self.produced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # output of a producer -> its name
+        self.sites: list[list[str]] = []
+        self.site_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> {module: its site}, version
+
+    def produces(self, name: str) -> Callable:
+        """Forward hook of a producer."""
+
+        def note(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+            reader = self.readers[name]
+            reader.calls += 1
+            reader.simple &= len(args) == 1 and not kwargs and isinstance(output, Tensor)
+            if isinstance(output, Tensor):
+                self.produced[output] = name
+
+        return note
+
+    def stand_in(self, name: str, linear: FrozenLinear) -> Callable:
+        """Forward of a linear: notes what it is called with, returns zeros."""
+
+        def forward(x: Tensor, *args, **kwargs) -> Tensor:
+            with torch._C.DisableTorchFunction():
+                if x in self.produced:
+                    self.readers[self.produced[x]].linears.append(name)
+                self._read(x, name)
+                return x.new_zeros(*x.shape[:-1], linear.out_features)
+
+        return forward
+
+    def _read(self, x: Tensor, name: str) -> None:
+        version, sites = self.site_of.get(x, (None, {}))
+        if version != x._version:
+            self.site_of[x] = x._version, (sites := {})
+        parent = name.rpartition(".")[0]
+        if parent not in sites:
+            self.sites.append(sites.setdefault(parent, []))
+        sites[parent].append(name)
+
+
+def observe(
+    model: nn.Module, producers: Mapping[str, nn.Module], run: Callable[[], object]
+) -> tuple[dict[str, Readers], list[list[str]]]:
+    """Readers of every producer's output during ``run()``, which calls the model, and the sites: names of the frozen linears of
+    one module that were handed the same tensor. Nothing of the model changes: it runs in evaluation mode, without gradient, and
+    is put back as it was."""
+    seen, linears = _Run(), frozen_linears(model)
+    handles = [module.register_forward_hook(seen.produces(name), with_kwargs=True) for name, module in producers.items()]
+    try:
+        with standing_in({m: seen.stand_in(name, base_of(m)) for name, m in linears.items()}), modes_kept(model), torch.no_grad():
+            model.eval()
+            with _Watch(seen.produced, seen.readers):
+                run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return dict(seen.readers), seen.sites
+
+
+@contextmanager
+def standing_in(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
+    """Within the context these modules have another ``forward``, on the instance. What stood there (a hook of accelerate's, say)
+    comes back."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Training flags of all modules are put back."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The layer below an adapter, or the module itself."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def frozen_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Dotted name -> frozen linear, or the LoRA layer around it."""
+    found: dict[str, nn.Module] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if not name.startswith(inside or ("\0",)) and isinstance(base_of(module), FrozenLinear):
+            found[name] = module
+            inside += (name + ".",)
+    return found
+
+
+def share_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Hooks of ``source``, and those that are added to or removed from either module later, are hooks of both."""
+    for name, hooks in vars(source).items():
+        if "hook" in name and name.startswith(("_forward_", "_backward_", "_is_full_backward_")):
+            setattr(target, name, hooks)

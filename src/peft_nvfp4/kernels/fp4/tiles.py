@@ -1,0 +1,205 @@
+"""Which tile of the extension's GEMM computes a product: a model of waves and tails, or what was measured on this card.
+
+A GEMM is cut into output tiles, which the multiprocessors (SMs) take in turn. With s SMs and t tiles the busiest SM computes
+ceil(t / s) of them, and the launch lasts as long as that SM:
+
+    time = ceil(t / s) * (k tiles * (products / rate + step) + exposed epilogue) + fill + start
+
+Small tiles waste less in the last wave; large ones load fewer bytes a product and pay the cost of a step and of an epilogue less
+often. The ping-pong schedule hides the epilogue of all tiles but the last behind the next tile's products. Several weights of one
+input are one launch: their tiles are counted together, so the 64 tiles of a (2048 x 512) product, which leave a quarter of 84 SMs
+idle, fill the last wave of a larger one.
+
+The rates (:class:`Rates`) are estimates from a data sheet, not measured: only their proportion matters here. :func:`tune`
+measures on the card at hand and stores the winners in the user's cache folder (``PEFT_NVFP4_CACHE``, ``XDG_CACHE_HOME`` or
+``~/.cache``); :func:`choose` then prefers them. One file per GPU model and build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+
+from ...numerics.formats import BLOCK, QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One column of the extension's table."""
+
+    m: int
+    n: int
+    k: int
+    schedule: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}_{self.schedule}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A launch: x (m, k) in one or two terms times weights of ``ns`` rows; ``c``: is something added? ``d``: output type."""
+
+    m: int
+    ns: tuple[int, ...]
+    k: int
+    terms: int = 1
+    c: bool = False
+    d: str = "bf16"
+
+    @property
+    def key(self) -> str:
+        """Name in the file of measured tiles: rows in powers of two, since a batch's length varies."""
+        rows = 1 << max(0, self.m - 1).bit_length()
+        return f"m{rows} n{'+'.join(map(str, self.ns))} k{self.k} terms{self.terms} {'c' if self.c else '-'} {self.d}"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Microseconds on one SM, estimated (RTX 5080: 900 TFLOP/s dense FP4 on 84 SMs)."""
+
+    block: float = 0.39  # a product of 128 x 128 x 128
+    step: float = 0.04  # barriers of one k tile
+    epilogue: float = 1.0  # 128 x 128 outputs of two bytes
+    addend: float = 0.5  # as many values added
+    start: float = 4.0  # launch, descriptors
+    fill: float = 0.3  # first loads of a tile of 128 x 128 x 128, before anything can be multiplied
+
+
+ESTIMATED = Rates()
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def modelled_us(problem: Problem, tile: Tile, sms: int, rates: Rates = ESTIMATED) -> float:
+    """Time of a launch by the model above."""
+    tiles = _ceil(problem.m, tile.m) * sum(_ceil(n, tile.n) for n in problem.ns)
+    mine = _ceil(tiles, sms)
+    area = tile.m * tile.n / 128**2
+    loop = problem.terms * _ceil(problem.k, tile.k) * (area * tile.k / 128 * rates.block + rates.step)
+    width = 2 if problem.d == "f32" else 1
+    epilogue = area * width * (rates.epilogue + (rates.addend if problem.c else 0))
+    exposed = epilogue if tile.schedule == "pingpong" else mine * epilogue
+    fill = rates.fill * (tile.m + tile.n) * tile.k / (2 * 128**2)
+    return mine * loop + exposed + fill + rates.start
+
+
+def choose(problem: Problem, tiles: Sequence[Tile], sms: int, measured: dict[str, str] | None = None) -> Tile:
+    """The tile for a problem: the measured one if there is one, else the model's; of equals the earlier in the table."""
+    name = (measured or {}).get(problem.key)
+    for tile in tiles:
+        if tile.name == name:
+            return tile
+    return min(tiles, key=lambda tile: modelled_us(problem, tile, sms))
+
+
+@lru_cache(maxsize=4096)
+def choose_once(problem: Problem, tiles: tuple[Tile, ...], sms: int, file: Path) -> Tile:
+    """:func:`choose` with what ``file`` holds; a training step asks the same questions again and again."""
+    return choose(problem, tiles, sms, read(file))
+
+
+# ---------------------------------------------------------------------------------------------- measured
+
+
+def cache_file(gpu: str, source: str) -> Path:
+    """Where the tiles measured on a GPU model with a build of the extension are kept."""
+    base = os.environ.get("PEFT_NVFP4_CACHE")
+    folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peft_nvfp4"
+    return folder / f"tiles-{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-').lower()}-{source}.json"
+
+
+@cache
+def read(file: Path) -> dict[str, str]:
+    """``{problem key: tile name}``; empty where nothing usable was stored, since a cache may be lost at any time."""
+    try:
+        stored = json.loads(file.read_text())["tiles"]
+        return {str(key): str(name) for key, name in stored.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def store(file: Path, times_us: dict[str, dict[str, float]]) -> dict[str, str]:
+    """Adds measurements ``{problem key: {tile name: microseconds}}`` to the file; returns all winners that it holds now."""
+    winners = {**read(file), **{key: min(times, key=times.get) for key, times in times_us.items() if times}}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps({"tiles": winners, "last_times_us": times_us}, indent=1, sort_keys=True))
+    partial.replace(file)  # a reader sees the old file or the new one
+    read.cache_clear()
+    choose_once.cache_clear()
+    return winners
+
+
+LLAMA_1B = ((2048, 512, 512), (2048,), (8192, 8192), (2048,)), (2048, 2048, 2048, 8192)
+LLAMA_8B = ((4096, 1024, 1024), (4096,), (14336, 14336), (4096,)), (4096, 4096, 4096, 14336)
+
+
+def usual_problems(rows: Iterable[int] = (512, 1024, 2048, 4096)) -> list[Problem]:
+    """Launches of a training step of Llama-3.2-1B and Llama-3.1-8B: fprop with LoRA-up added, as one and as two terms."""
+    shapes = [(ns, k) for weights, ks in (LLAMA_1B, LLAMA_8B) for ns, k in zip(weights, ks)]
+    return [Problem(m, ns, k, terms, c=True) for m in rows for ns, k in shapes for terms in (1, 2)]
+
+
+def _random(rows: int, k: int, per_row: bool) -> QuantizedMatrix:
+    """Codes and scales as real data has them: speed depends on the bits that flip."""
+    codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(0x40, 0x78, (rows, k // BLOCK), dtype=torch.uint8, device="cuda")
+    return QuantizedMatrix(codes, scales, torch.full((rows if per_row else 1,), 2.0**-20, device="cuda"), k)
+
+
+def measure_us(problem: Problem, tile: Tile, rounds: int = 7, calls: int = 20) -> float:
+    """Microseconds of one launch: the median of rounds of calls queued back to back, so that the host's part is hidden."""
+    from . import extension
+
+    dtype = {name: dtype for dtype, name in extension.DTYPES.items()}[problem.d]
+    terms = [_random(problem.m, problem.k, True) for _ in range(problem.terms)]
+    weights = [_random(n, problem.k, False) for n in problem.ns]
+    adds = [torch.randn(problem.m, n, dtype=dtype, device="cuda") if problem.c else None for n in problem.ns]
+    times = []
+    for _ in range(rounds + 1):  # the first is a warm-up
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(calls):
+            extension.gemms(terms, weights, adds=adds, dtype=dtype, tile=tile)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / calls)
+    return statistics.median(times[1:])
+
+
+def tune(
+    problems: Iterable[Problem] | None = None, measure: Callable[[Problem, Tile], float] | None = None, say: Callable = print
+) -> dict[str, str]:
+    """Measures every tile on the current GPU and stores the fastest of each problem.
+
+    Args:
+        problems: default: :func:`usual_problems`.
+        measure: microseconds of a problem with a tile; default: the extension on random operands, median of several runs.
+
+    Raises:
+        RuntimeError: the extension is not there.
+    """
+    from . import extension
+
+    tiles, file = extension.tiles_of_library(), extension.measured_file()
+    measure = measure or measure_us
+    times: dict[str, dict[str, float]] = {}
+    for problem in problems or usual_problems():
+        times[problem.key] = {tile.name: round(measure(problem, tile), 2) for tile in tiles}
+        best = min(times[problem.key], key=times[problem.key].get)
+        say(f"{problem.key}: {best} {times[problem.key][best]:.1f} us")
+    winners = store(file, times)
+    say(f"stored in {file}")
+    return winners

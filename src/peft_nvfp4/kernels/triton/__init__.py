@@ -1,0 +1,1 @@
+"""Triton kernels for any CUDA GPU of compute capability 8.0 or later."""

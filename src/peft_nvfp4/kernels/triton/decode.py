@@ -1,0 +1,193 @@
+"""Codes to the operands of a product, in registers: NVFP4 blocks as signed bytes and as BF16, for :mod:`triton_matmul`.
+
+The instructions matter: an H200 can read a code faster than it can execute three instructions on it. A thread takes a block's 16
+codes as one 64-bit word. A byte permutation (``prmt``) is a table of eight bytes looked up by four codes at once; another one
+spreads the four signs to masks. So 11 instructions turn 8 codes into signed bytes, 15 into BF16, and 4 scale them.
+
+Triton has no such instructions; they are inline PTX. The CPU interpreter cannot run it: without ``PTX``, the same integers come
+from ordinary arithmetic, and :func:`operand` gives FP32 (the interpreter multiplies BF16 wrongly).
+"""
+
+import triton
+import triton.language as tl
+
+from .codes import decode_e2m1
+from .rows import BLOCK
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+@triton.jit
+def _scale(bits):
+    """FP32 value of E4M3 bits (uint8, sign clear): the exponent moved to FP32's is 120 too small, also for subnormals."""
+    value = (bits.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    return tl.where(bits == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def significand(g):
+    """Of a normal number, in [1, 2)."""
+    return (g.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_blocks(
+    codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB, MASKED: tl.constexpr, SPLIT: tl.constexpr = False
+):  # fmt: skip
+    """(codes as one int64 a block, scale s g) of the blocks ``blk`` < ``end`` of the rows ``row``; zero beyond. SPLIT: g without
+    its significand, which is for the epilogue."""
+    at = row * NB + blk
+    # A thread takes 2 neighbours, 16 bytes of codes: left alone it would take 16, for wide loads of scales, and the loads of
+    # codes would be 128 bytes apart. In two dimensions 4: loading ahead (cp.async) wants 4 bytes of scales.
+    at = tl.max_contiguous(at, [1, 1, 2] if len(at.shape) == 3 else [1, 4])
+    codes_ptr = codes_ptr.to(tl.pointer_type(tl.int64))
+    if MASKED:
+        codes = tl.load(codes_ptr + at, mask=blk < end, other=0)
+        bits = tl.load(scales_ptr + at, mask=blk < end, other=0)
+    else:
+        codes = tl.load(codes_ptr + at)
+        bits = tl.load(scales_ptr + at)
+    g = tl.load(gscale_ptr + row * g_stride)
+    if SPLIT:
+        g = (g.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return codes, _scale(bits) * g
+
+
+# ---------------------------------------------------------------------------------------------- signed bytes
+
+
+@triton.jit
+def _four_bytes(codes, SHIFT: tl.constexpr):
+    """Twice the values of the four codes from bit SHIFT, as the bytes of an int32."""
+    packed = tl.zeros(codes.shape, tl.int32)
+    for j in tl.static_range(4):
+        twice = (decode_e2m1(((codes >> (SHIFT + 4 * j)) & 15).to(tl.int32)) * 2.0).to(tl.int32)
+        packed |= (twice & 0xFF) << (8 * j)
+    return packed
+
+
+@triton.jit
+def signed_bytes(codes, PTX: tl.constexpr):
+    """Twice the values of 16 codes (int64) as signed bytes: four int32. In PTX, per four codes: p and n are the bytes of the
+    magnitudes 0 1 2 3 4 6 8 12 with either sign, k the signs as byte masks (from bit 7 of a byte: of h for odd codes, of h << 4
+    for even ones)."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 h<2>, s, m, p, n, k;
+            mov.b64 {h0, h1}, $4;
+            and.b32 m, h0, 0x77777777;
+            shl.b32 s, h0, 4;
+            prmt.b32 p, 0x03020100, 0x0C080604, m;
+            prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;
+            prmt.b32 k, h0, s, 0x9D8C;
+            lop3.b32 $0, k, n, p, 0xCA;
+            shr.u32 m, m, 16;
+            prmt.b32 p, 0x03020100, 0x0C080604, m;
+            prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;
+            prmt.b32 k, h0, s, 0xBFAE;
+            lop3.b32 $1, k, n, p, 0xCA;
+            and.b32 m, h1, 0x77777777;
+            shl.b32 s, h1, 4;
+            prmt.b32 p, 0x03020100, 0x0C080604, m;
+            prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;
+            prmt.b32 k, h1, s, 0x9D8C;
+            lop3.b32 $2, k, n, p, 0xCA;
+            shr.u32 m, m, 16;
+            prmt.b32 p, 0x03020100, 0x0C080604, m;
+            prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;
+            prmt.b32 k, h1, s, 0xBFAE;
+            lop3.b32 $3, k, n, p, 0xCA;
+            }""",
+            "=&r,=&r,=&r,=&r,l", [codes], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return _four_bytes(codes, 0), _four_bytes(codes, 16), _four_bytes(codes, 32), _four_bytes(codes, 48)
+
+
+@triton.jit
+def _four_products(a, b):
+    """Sum of the products of the signed bytes of two int32 tensors."""
+    total = ((a << 24) >> 24) * ((b << 24) >> 24)
+    for j in tl.static_range(1, 4):
+        total += ((a << (24 - 8 * j)) >> 24) * ((b << (24 - 8 * j)) >> 24)
+    return total
+
+
+@triton.jit
+def block_product(x, w, PTX: tl.constexpr):
+    """Sum of the 16 products of two blocks of signed bytes in FP32, exact. In PTX the sum starts from the bits of FP32 3 * 2**22,
+    whose last bit counts 1: no conversion of an integer."""
+    x0, x1, x2, x3 = x
+    w0, w1, w2, w3 = w
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .s32 t;
+            dp4a.s32.s32 t, $1, $5, 0x4B400000;
+            dp4a.s32.s32 t, $2, $6, t;
+            dp4a.s32.s32 t, $3, $7, t;
+            dp4a.s32.s32 t, $4, $8, t;
+            mov.b32 $0, t;
+            add.f32 $0, $0, 0fCB400000;
+            }""",
+            "=f,r,r,r,r,r,r,r,r", [x0, x1, x2, x3, w0, w1, w2, w3], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        total = _four_products(x0, w0) + _four_products(x1, w1) + _four_products(x2, w2) + _four_products(x3, w3)
+        return total.to(tl.float32)
+
+
+# ---------------------------------------------------------------------------------------------- BF16
+
+
+def _pairs_asm() -> str:
+    """Four codes at a time: p and n are the high and low bytes of the magnitudes, k the signs. fma with -0 is a product (before
+    SM90 there is no other on pairs)."""
+    lines = [".reg .b32 h<2>, s, m, p, n, k, z;", "mov.b64 {h0, h1}, $8;", "mov.b32 z, 0x80008000;"]
+    for four in range(4):
+        half, upper = divmod(four, 2)
+        lines += ["shr.u32 m, m, 16;"] if upper else [f"and.b32 m, h{half}, 0x77777777;", f"shl.b32 s, h{half}, 4;"]
+        lines += [
+            "prmt.b32 p, 0x3F3F3F00, 0x40404040, m;",
+            "prmt.b32 n, 0xC0800000, 0xC0804000, m;",
+            f"prmt.b32 k, h{half}, s, {'0xBFAE' if upper else '0x9D8C'};",
+            "lop3.b32 p, k, 0x80808080, p, 0xEA;",
+            f"prmt.b32 ${2 * four}, n, p, 0x5140;",
+            f"prmt.b32 ${2 * four + 1}, n, p, 0x7362;",
+        ]
+    lines += [f"fma.rn.bf16x2 ${i}, ${i}, $9, z;" for i in range(8)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+PAIRS_ASM: tl.constexpr = tl.constexpr(_pairs_asm())
+
+
+@triton.jit
+def _bf16_pairs(codes, scale):
+    """Scaled values of 16 codes (int64) as eight int32, each a pair of BF16 numbers; scale (int32): such a pair, twice the
+    same."""
+    return tl.inline_asm_elementwise(
+        PAIRS_ASM,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r", [codes, scale], dtype=(tl.int32,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def operand(
+    codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB,
+    R: tl.constexpr, KB: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr, SPLIT: tl.constexpr = False,
+):  # fmt: skip
+    """D of R rows by KB blocks, (R, 16 KB): in BF16, or in FP32 without PTX (the CPU interpreter multiplies BF16 wrongly). The
+    global scales must be powers of two, or SPLIT (:func:`load_blocks`)."""
+    codes, scale = load_blocks(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB, MASKED, SPLIT)
+    if PTX:
+        half = (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF  # exact: 4 significant bits
+        a0, a1, a2, a3, a4, a5, a6, a7 = _bf16_pairs(codes, half | (half << 16))
+        even, odd = tl.join(tl.join(a0, a4), tl.join(a2, a6)), tl.join(tl.join(a1, a5), tl.join(a3, a7))
+        pairs = tl.join(even, odd)  # joining adds a last axis inside the thread: the block in order
+        pairs = tl.join((pairs & 0xFFFF).to(tl.int16), (pairs >> 16).to(tl.int16))
+        return tl.reshape(pairs, [R, KB * BLOCK]).to(tl.bfloat16, bitcast=True)
+    else:
+        nibbles = ((codes[:, :, None] >> (tl.arange(0, BLOCK) * 4)[None, None, :]) & 15).to(tl.int32)
+        return tl.reshape(decode_e2m1(nibbles) * scale[:, :, None], [R, KB * BLOCK])

@@ -1,0 +1,86 @@
+"""Dequantisation in Triton: ``dequantize`` and ``dequantize_terms``.
+
+A thread turns one 32-bit word of codes into 8 values and writes them with one 16-byte store (BF16); neighbouring threads take
+neighbouring words. Two terms and a centre are summed in FP32, in the reference's order, and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...numerics.formats import padded_k
+from .blocks import decode_e4m3
+from .codes import decode_e2m1
+from .rows import BLOCK
+from .tables import DEQUANTIZE, EXACT_MATH
+
+
+@triton.jit
+def _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW: tl.constexpr):
+    """Values (NW, 8) of the words ``word`` of row ``row``."""
+    inside = word * 8 < KP
+    codes = tl.load(codes_ptr + row * (KP // 8) + word, mask=inside, other=0)
+    bits = tl.load(scales_ptr + row * (KP // BLOCK) + word // 2, mask=inside, other=0).to(tl.int32)
+    sg = decode_e4m3(bits) * tl.load(gscale_ptr + row * g_stride)
+    return decode_e2m1(codes[:, None] >> (tl.arange(0, 8) * 4)[None, :]) * sg[:, None]
+
+
+@triton.jit
+def dequantize_kernel(
+    codes_ptr,  # (R, KP / 8) int32
+    scales_ptr,  # (R, KP / 16) uint8
+    gscale_ptr,  # (R,) or (1,) float32
+    codes2_ptr,  # the second term's, where TERMS == 2
+    scales2_ptr,
+    gscale2_ptr,
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    out_ptr,  # (R, K)
+    K,
+    KP,
+    g_stride,
+    g2_stride,
+    NW: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * NW + tl.arange(0, NW)
+    value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW)
+    if TERMS == 2:
+        value = value + _term(codes2_ptr, scales2_ptr, gscale2_ptr, row, g2_stride, word, KP, NW)
+    k = word[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if HAS_CENTRE:
+        value = value + tl.load(centre_ptr + k, mask=k < K, other=0.0)
+    tl.store(out_ptr + row * K + k, value.to(out_ptr.dtype.element_ty), mask=k < K)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def dequantize_terms(
+    codes: list[Tensor], scales: list[Tensor], gscale: list[Tensor], centre: Tensor | None, k: int, dtype: torch.dtype
+) -> Tensor:
+    """Sum of one or two terms and the centre, (R, K) in ``dtype``."""
+    rows, kp = codes[0].shape[0], padded_k(k)
+    out = codes[0].new_empty(rows, k, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    codes = [c.contiguous().view(torch.int32) for c in codes]
+    scales = [s.contiguous() for s in scales]
+    nw = min(triton.next_power_of_2(kp // 8), DEQUANTIZE["words"])
+    warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
+    last = len(codes) - 1
+    dequantize_kernel[(rows, triton.cdiv(kp // 8, nw))](
+        codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], out if centre is None else centre, out,
+        k, kp, int(gscale[0].shape[0] > 1), int(gscale[last].shape[0] > 1),
+        NW=nw, TERMS=len(codes), HAS_CENTRE=centre is not None, num_warps=warps, **EXACT_MATH,
+    )  # fmt: skip
+    return out
+
+
+def dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """The operator ``dequantize``."""
+    return dequantize_terms([codes], [scales], [gscale], None, k, dtype)

@@ -1,0 +1,248 @@
+"""The matrix product on GPUs without FP4 tensor cores: ``matmul``, y (M, N) = sum_t D(x_t) @ D(w).T + bias.
+
+With many rows, dequantising the weight once and calling the BF16 GEMM of PyTorch is best (:func:`emulated`). With few, as in
+generation, the product is a matter of reading the weight: 0.56 bytes a value as codes, but 0.56 + 2 + 2 through a BF16 copy. So
+up to ``ROWS`` rows the codes are decoded inside the product, by one of two kernels. Both use exact products and accumulate in
+FP32; the order of the sum depends on nothing but the shapes (no atomics).
+
+*Very few rows* (``matmul_vector_kernel``). Both operands are in NVFP4. Twice a grid value is an integer of at most 12, so the sum
+of a block's 16 products is an integer of at most 16 * 144: four DP4A instructions give it exactly, and one fused multiply-add by
+the product of the two block scales adds it to the FP32 sum (:mod:`triton_decode` has the bytes). All threads of a program work
+along K on the same ``BN`` rows of w: the codes of x are decoded once for BN rows, and one reduction at the end joins the threads.
+
+*More rows* (``matmul_tile_kernel``). A tile of w is decoded to BF16 in registers, also by byte permutation, and multiplied by
+tensor cores. The block scale and the powers of two are folded into the BF16 operand, which holds every D exactly. (A global scale
+of another tool's that is no power of two is split: its significand multiplies the FP32 sum, in both kernels.) w is the first
+operand and y comes out transposed: the tensor core's long side is then N, and M may be small. Where N gives too few programs to
+fill the GPU, K is split over ``program_id(1)`` and ``matmul_sum_kernel`` adds the parts in order.
+
+The part of an adapter, h @ (s B).T with its small rank, is added to the FP32 sum before the one rounding, and h = x @ A.T has a
+kernel too (``lora_down_kernel``). Both read the FP32 masters A and B and round them in registers: :func:`linear` takes two
+launches, where a cast of A, a scaled cast of B, two products and a sum take six. In generation, launches are most of the time.
+
+Rejected: multiplying FP32 values (``values``, D(x) that the caller has) in the first kernel: a conversion and a multiply-add per
+value instead of a quarter of a DP4A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from ... import ops
+from ...numerics import reference
+from ...numerics.formats import BLOCK as BLOCK_SIZE
+from ...numerics.formats import QuantizedMatrix
+from .. import weight_cache
+from .launch import launch
+from .products import lora_down_kernel, matmul_sum_kernel, matmul_tile_kernel, matmul_vector_kernel
+from .tables import EXACT_MATH
+
+VECTOR_ROWS, MORE_VECTOR_ROWS, MORE_VECTOR_ROWS_UP_TO = 4, 8, 1 << 24
+"""Up to so many rows ``matmul_vector_kernel`` is used (up to how many for one term, and weights of up to how many values); ..."""
+ROWS = 64
+"""... and up to so many rows, ``matmul_tile_kernel``.
+
+Microseconds on an H200 (Triton 3.6, in a CUDA graph), one term, the weight not in the L2 cache, by M:
+
+    N x K = 8192 x 2048         1     4     8    16    64   128  |  14336 x 4096:   1     4     8    16    64
+    vector                    5.8   8.8  13.0                    |               15.6  24.0  40.1
+    tile                           12.3  13.2  12.3  13.9  20.2  |                           33.0  31.8  40.5
+    dequantise, then GEMM    20.6  20.0  19.1  19.4  20.7  21.4  |               79.2  79.0  78.6  78.5  78.5
+    GEMM of a BF16 weight    11.5  11.5  11.3  11.4  12.4  12.6  |               34.3  33.6  33.8  33.9  37.4
+"""
+VECTOR = {"programs": 1024, "rows_of_w": (2, 8), "warps": 4}
+"""About how many programs, at least and at most how many rows of w each (BN), and most warps of one. A warp takes 64 blocks along
+K at a time: two words, or 16 bytes, a thread."""
+TILE = {"rows_of_w": 64, "blocks": 8, "warps": 4, "stages": 3, "enough": 112, "programs": 264}
+"""Tile of w: rows and blocks along K. Fewer tiles than ``enough`` split K, up to ``programs`` (two per multiprocessor of an H200;
+30 us instead of 40 with one, for 4096 x 14336). With more, splitting gains less than its second launch costs the host."""
+DOWN = {"columns": 2048, "columns_per_thread": 8}
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power(n: int) -> int:
+    """The least power of two that is at least n; 0 for 0. (Triton's own helpers cost a microsecond or two a call.)"""
+    return 1 << (n - 1).bit_length() if n else 0
+
+
+def _words(t: Tensor) -> Tensor:
+    """t, contiguous and on an address that 64-bit words may have."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 8 == 0 else t.clone()
+
+
+def _stride(gscale: Tensor) -> int:
+    return int(gscale.shape[0] > 1)
+
+
+def _vector_launch(tensors: list, numbers: tuple, constants: dict) -> None:
+    m, n, nb = *numbers[:2], constants["NB"]
+    warps = min(VECTOR["warps"], _power(_cdiv(nb, 64)))
+    if nb % (64 * warps) and nb % (32 * warps) == 0:
+        warps //= 2
+    bm, kb = _power(m), 64 * warps
+    least, most = VECTOR["rows_of_w"]
+    bn = min(max(_power(n // VECTOR["programs"]), least), most) if bm < 8 else 4  # more sums do not fit in registers
+    constants |= {"BM": bm, "BN": bn, "KB": kb, "MASKED": nb % kb != 0}
+    launch(matmul_vector_kernel, (_cdiv(n, bn), 1, 1), tensors, numbers, constants, num_warps=warps, **EXACT_MATH)
+
+
+def _tile_launch(tensors: list, numbers: tuple, constants: dict, values: Tensor | None) -> None:
+    out, m, n, nb = tensors[-1], *numbers[:2], constants["NB"]
+    bm, bn, kb = min(max(_power(m), 16), 64), TILE["rows_of_w"], TILE["blocks"]
+    tiles, steps = _cdiv(n, bn) * _cdiv(m, bm), _cdiv(nb, kb)
+    wanted = TILE["programs"] // tiles if tiles < TILE["enough"] else 1
+    part = _cdiv(steps, min(wanted, steps))  # steps of a program
+    parts = _cdiv(steps, part)
+    target = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
+    masked = nb % (part * kb) != 0 or constants["K"] != nb * BLOCK_SIZE
+    constants["R"] = max(constants["R"], 16)  # the least depth of a tensor core's product
+    constants |= {"HAS_VALUES": values is not None, "STEPS": part, "BM": bm, "BN": bn, "KB": kb, "MASKED": masked}
+    tensors[-1:] = [out if values is None else values, target]
+    options = {"num_warps": TILE["warps"], "num_stages": TILE["stages"]}
+    launch(matmul_tile_kernel, (_cdiv(n, bn), parts, _cdiv(m, bm)), tensors, numbers, constants, **options, **EXACT_MATH)
+    if parts > 1:
+        constants = {"PARTS": parts, "BN": 512}
+        launch(matmul_sum_kernel, (m, _cdiv(n, 512), 1), (target, out), (m, n), constants, num_warps=4, **EXACT_MATH)
+
+
+def few_rows(
+    terms: Sequence[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    hidden: Tensor | None = None,
+    up: Tensor | None = None,
+    scaling: float = 1.0,
+    factor: float = 1.0,
+) -> Tensor:
+    """``sum_t D(x_t) @ D(w).T + bias + hidden @ (scaling * up).T`` for up to :data:`ROWS` rows, rounded once to ``dtype``.
+
+    Args:
+        values: D(x) (M, K) of a single term, if the caller has it.
+        hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
+        factor: significand of w's global scale; see :func:`peft_nvfp4.ops.matmul`.
+    """
+    first, last = terms[0], terms[-1]
+    m, n, nb = first.codes.shape[0], w.codes.shape[0], w.codes.shape[1] * 2 // BLOCK_SIZE
+    out = torch.empty(m, n, dtype=dtype, device=w.codes.device)
+    rank = 0 if up is None else up.shape[1]
+    if rank:
+        hidden, up = hidden if hidden.stride(1) == 1 else hidden.contiguous(), up.contiguous()
+    tensors = [
+        *(_words(first.codes), first.scales.contiguous(), first.gscale),
+        *(_words(last.codes), last.scales.contiguous(), last.gscale),
+        *(_words(w.codes), w.scales.contiguous(), w.gscale),
+        *(out if bias is None else bias.contiguous(), hidden if rank else out, up if rank else out, out),
+    ]
+    strides = (hidden.stride(0) if rank else 0, *(_stride(q.gscale) for q in (first, last, w)))
+    numbers = (m, n, float(scaling), *strides)
+    constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": bias is not None}
+    constants |= {"SPLIT": factor != 1.0, "PTX": not triton.knobs.runtime.interpret}
+    if m <= VECTOR_ROWS or m <= MORE_VECTOR_ROWS and len(terms) == 1 and n * w.k <= MORE_VECTOR_ROWS_UP_TO:
+        _vector_launch(tensors, numbers, constants)
+    else:
+        constants["K"] = w.k
+        _tile_launch(tensors, numbers, constants, None if values is None or len(terms) > 1 else values.contiguous())
+    return out
+
+
+def down(x: Tensor, a: Tensor) -> Tensor:
+    """``x @ A.T`` (M, r) in BF16, for few rows x (M, K) in BF16 and A (r, K) in any dtype, which is rounded to BF16."""
+    m, k = x.shape
+    out = x.new_empty(m, a.shape[0])
+    if out.numel():
+        bk = min(_power(k), DOWN["columns"])
+        warps = max(1, bk // (32 * DOWN["columns_per_thread"]))
+        tensors, constants = (x.contiguous(), a.contiguous(), out), {"K": k, "BK": bk}
+        launch(lora_down_kernel, (a.shape[0], m, 1), tensors, (), constants, num_warps=warps, **EXACT_MATH)
+    return out
+
+
+def linear(
+    terms: Sequence[QuantizedMatrix],
+    w: QuantizedMatrix,
+    constant: Tensor | None,
+    branches: Sequence[tuple[Tensor, Tensor, float]],
+    x: Tensor,
+    values: Tensor | None,
+    factor: float = 1.0,
+) -> Tensor:
+    """A frozen linear with its adapters, without autograd: y (M, N) in BF16 for few rows.
+
+    Args:
+        branches: (A (r, K), B (N, r), scaling) of every adapter, in any dtype.
+        x: D(x~) (M, K) in BF16, what the adapters see; not read without adapters.
+        values: x again if it is the sum of the terms, unrounded; see :func:`peft_nvfp4.ops.matmul`, also for ``factor``.
+    """
+    if w.codes.is_cuda and w.codes.device.index != torch.cuda.current_device():
+        with torch.cuda.device(w.codes.device):  # Triton launches on the current device, wherever its arguments live
+            return linear(terms, w, constant, branches, x, values, factor)
+    if not branches:
+        return product(terms, w, constant, torch.bfloat16, values, factor=factor)
+    (a, b, scaling), *others = branches
+    y = product(terms, w, constant, torch.bfloat16, values, down(x, a), b, scaling, factor)
+    for a, b, scaling in others:
+        y.addmm_(down(x, a), (b * scaling).to(y.dtype).T)
+    return y
+
+
+def emulated(
+    terms: Sequence[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None,
+    factor: float = 1.0,
+) -> Tensor:
+    """The product with many rows: dequantise (or find the weight in :mod:`weight_cache`), then PyTorch's BF16 GEMM."""
+
+    def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+        return weight_cache.dequantize(w, dtype, factor) if q is w else ops.dequantize(q, dtype)
+
+    return reference.matmul_cuda(list(terms), w, bias, dtype, values, dequantize, factor)
+
+
+def _in_registers(terms: Sequence[QuantizedMatrix], w: QuantizedMatrix, factor: float = 1.0) -> bool:
+    """Whether to decode w inside the product. A BF16 copy, if there is one, is as fast from some 16 rows on, and its GEMM is
+    less work for the host."""
+    m = terms[0].codes.shape[0]
+    if m == 0 or m > ROWS or w.codes.numel() == 0:
+        return False
+    return m <= VECTOR_ROWS or not weight_cache.holds(w, factor=factor)
+
+
+def product(
+    terms: Sequence[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    hidden: Tensor | None = None,
+    up: Tensor | None = None,
+    scaling: float = 1.0,
+    factor: float = 1.0,
+) -> Tensor:
+    """:func:`few_rows`, whatever the number of rows (an adapter is then added to the rounded product)."""
+    if _in_registers(terms, w, factor):
+        return few_rows(terms, w, bias, dtype, values, hidden, up, scaling, factor)
+    y = emulated(terms, w, bias, dtype, values, factor)
+    return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
+
+
+def matmul(
+    x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype, factor: float = 1.0
+) -> Tensor:
+    """The operator ``matmul``."""
+    terms = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(x_codes, x_scales, x_gscale)]
+    return product(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype, values, factor=factor)

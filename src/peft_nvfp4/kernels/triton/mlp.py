@@ -1,0 +1,289 @@
+"""act(gate) * up with its quantisation in one pass, and its backward from the codes of gate and up, in Triton.
+
+Formulas and rounding: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads gate and up once and writes
+D(h~), the terms of h~ and the NVFP4 copies of gate and up; the backward reads dh and those copies (3.1 bytes a value instead of
+6) and writes both gradients, if wanted also in NVFP4. ``gated_values`` makes D(h~) anew from those copies.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...numerics import fused_reference
+from ...numerics.formats import QuantizedMatrix
+from .blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store, quantize_store_terms, terms_values
+from .codes import PAIR
+from .quantize import empty_terms, rows_contiguous
+from .rows import BLOCK, load_row, padded_k, reciprocal, row_max, two_row_max
+from .tables import EXACT, MAX_BLOCKS, launch, mode_for, row_blocks
+from .values import load_values, rounded, store_values, to_floats
+
+SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
+START: tl.constexpr = tl.constexpr(fused_reference.EXP2_START)
+SPAN: tl.constexpr = tl.constexpr(-fused_reference.EXP2_SPAN)
+MAGIC: tl.constexpr = tl.constexpr(fused_reference.EXP2_MAGIC)
+C4: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[0])
+C3: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[1])
+C2: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[2])
+C1: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[3])
+GELU_C0: tl.constexpr = tl.constexpr(fused_reference.GELU_C0)
+GELU_C1: tl.constexpr = tl.constexpr(fused_reference.GELU_C1)
+
+
+@triton.jit
+def _saturated(v, MODE: tl.constexpr):
+    """v + START, clamped to 0..1, which the GPU does at no cost but only if told so."""
+    if MODE == PAIR:
+        return tl.inline_asm_elementwise(
+            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [v, tl.full(v.shape, START, tl.float32)], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.minimum(tl.maximum(v + START, 0.0), 1.0)
+
+
+@triton.jit
+def _sigmoid(z, MODE: tl.constexpr):
+    v = _saturated(z * SCALE, MODE)
+    magic = tl.fma(v, SPAN, MAGIC)
+    f = tl.fma(v, SPAN, (magic - MAGIC) * -1.0)
+    p = tl.fma(tl.fma(tl.fma(tl.fma(f, C4, C3), f, C2), f, C1), f, 1.0)
+    exponent = magic.to(tl.int32, bitcast=True) << 23
+    return reciprocal((p.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True) + 1.0, 3, MODE)
+
+
+@triton.jit
+def _gate(g, GELU: tl.constexpr, MODE: tl.constexpr):
+    """sigma with act(g) = g * sigma."""
+    return _sigmoid(g * ((g * g) * GELU_C1 + GELU_C0), MODE) if GELU else _sigmoid(g, MODE)
+
+
+@triton.jit
+def _gate_gradient(g, sigma, GELU: tl.constexpr):
+    """d act / dg."""
+    inner = g * (1.0 - sigma)
+    if GELU:
+        inner = inner * ((g * g) * (3.0 * GELU_C1) + GELU_C0)
+    return sigma * (inner + 1.0)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gated_kernel(
+    gate_ptr,  # (M, K)
+    up_ptr,  # (M, K)
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    codes_ptr,  # (T, M, KP / 2) uint8
+    scales_ptr,  # (T, M, KP / 16) uint8
+    gscale_ptr,  # (T, M) float32
+    h_ptr,  # (M, K), where KEEP_H
+    gate_codes_ptr,  # (M, KP / 2) uint8
+    gate_scales_ptr,
+    gate_gscale_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    up_gscale_ptr,
+    M,
+    gate_stride,
+    up_stride,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    GELU: tl.constexpr,
+    KEEP_H: tl.constexpr,
+    MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+):
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    gate = load_values(gate_ptr + row * gate_stride, blk, K, NB, MODE)
+    up = load_values(up_ptr + row * up_stride, blk, K, NB, MODE)
+    gate_amax, up_amax = amax_values(gate, NB, MODE), amax_values(up, NB, MODE)
+    gate_max, up_max = two_row_max(finite_part(gate_amax), finite_part(up_amax))
+    quantize_store(gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, row, gate, gate_amax, gate_max, blk, K, NB, MODE)
+    quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, up, up_amax, up_max, blk, K, NB, MODE)
+    lo_g, hi_g = to_floats(gate, MODE)
+    lo_u, hi_u = to_floats(up, MODE)
+    lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
+    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+    h = less_centre(rounded(lo, hi, dtype, MODE), centre, HAS_CENTRE, MODE)
+    h_amax = amax_values(h, NB, TERMS_MODE)
+    h_max = row_max(finite_part(h_amax))
+    h = quantize_store_terms(
+        codes_ptr, scales_ptr, gscale_ptr, centre, row, h, h_amax, h_max, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, KEEP_H
+    )  # fmt: skip
+    if KEEP_H:
+        store_values(h_ptr + row * K, h, blk, K, NB, TERMS_MODE)
+
+
+@triton.jit
+def _load_gate_up(
+    gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk,
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """(lo, hi) of D(gate) and of D(up), FP32, of a row."""
+    KP: tl.constexpr = padded_k(K)
+    codes, scales = row * (KP // 2), row * (KP // BLOCK)
+    g = tl.load(gate_gscale_ptr + row)
+    lo_g, hi_g = load_quantized(gate_codes_ptr + codes, gate_scales_ptr + scales, g, blk, K, NB, MODE)
+    g = tl.load(up_gscale_ptr + row)
+    lo_u, hi_u = load_quantized(up_codes_ptr + codes, up_scales_ptr + scales, g, blk, K, NB, MODE)
+    return lo_g, hi_g, lo_u, hi_u
+
+
+@triton.jit(do_not_specialize=["M"])
+def gated_backward_kernel(
+    dh_ptr,  # (M, K)
+    gate_codes_ptr,  # (M, KP / 2) uint8
+    gate_scales_ptr,
+    gate_gscale_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    up_gscale_ptr,
+    dgate_ptr,  # (M, K)
+    dup_ptr,
+    codes_ptr,  # (2, M, KP / 2) uint8: dgate, dup; where QUANTIZE
+    scales_ptr,
+    gscale_ptr,
+    M,
+    dh_stride,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    GELU: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    dtype: tl.constexpr = dh_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    lo_g, hi_g, lo_u, hi_u = _load_gate_up(
+        gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk, K, NB, MODE
+    )
+    lo_d, hi_d = to_floats(load_values(dh_ptr + row * dh_stride, blk, K, NB, MODE), MODE)
+    lo_s, hi_s = _gate(lo_g, GELU, MODE), _gate(hi_g, GELU, MODE)
+    lo_a, hi_a = lo_g * lo_s, hi_g * hi_s
+    dup = rounded(lo_d * lo_a, hi_d * hi_a, dtype, MODE)
+    store_values(dup_ptr + row * K, dup, blk, K, NB, MODE)
+    lo = (lo_d * lo_u) * _gate_gradient(lo_g, lo_s, GELU)
+    hi = (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
+    dgate = rounded(lo, hi, dtype, MODE)
+    store_values(dgate_ptr + row * K, dgate, blk, K, NB, MODE)
+    if QUANTIZE:
+        dup_amax, dgate_amax = amax_values(dup, NB, MODE), amax_values(dgate, NB, MODE)
+        dup_max, dgate_max = two_row_max(finite_part(dup_amax), finite_part(dgate_amax))
+        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row + M, dup, dup_amax, dup_max, blk, K, NB, MODE)
+        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, dgate, dgate_amax, dgate_max, blk, K, NB, MODE)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gated_values_kernel(
+    gate_codes_ptr,  # (M, KP / 2) uint8
+    gate_scales_ptr,
+    gate_gscale_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    up_gscale_ptr,
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    out_ptr,  # (M, K)
+    M,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    GELU: tl.constexpr,
+    MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+):
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    lo_g, hi_g, lo_u, hi_u = _load_gate_up(
+        gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk, K, NB, MODE
+    )
+    lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
+    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+    h = less_centre(rounded(lo, hi, dtype, MODE), centre, HAS_CENTRE, MODE)
+    amax = amax_values(h, NB, TERMS_MODE)
+    h = terms_values(h, amax, row_max(finite_part(amax)), centre, NB, TERMS, HAS_CENTRE, TERMS_MODE)
+    store_values(out_ptr + row * K, h, blk, K, NB, TERMS_MODE)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool) -> tuple[Tensor, ...]:
+    """(codes, scales, gscale, h, then the same three of gate and of up); see fused_ops for the shapes."""
+    m, k = gate.shape
+    gate, up = rows_contiguous(gate), rows_contiguous(up)
+    parts = empty_terms(gate, terms, m, k)
+    h = gate.new_empty((m, k) if keep_h else (0,))
+    kept = [t[0] for _ in range(2) for t in empty_terms(gate, 1, m, k)]
+    if m:
+        nb, mode = row_blocks(k), mode_for(gate.dtype, k, gate, up)
+        gated_kernel[(m,)](
+            gate, up, gate if centre is None else centre, *parts, h, *kept, m, gate.stride(0), up.stride(0),
+            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh", KEEP_H=keep_h,
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp", mode),
+        )  # fmt: skip
+    return *parts, h, *kept
+
+
+def silu_mul_backward(
+    dh: Tensor,
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    gate_gscale: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    up_gscale: Tensor,
+    act: str,
+    quantize: bool,
+) -> tuple[Tensor, ...]:
+    """(dgate, dup, their codes, scales and gscale stacked); see fused_ops for the shapes."""
+    m, k = dh.shape
+    dh = rows_contiguous(dh)
+    kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]
+    dgate, dup = dh.new_empty(m, k), dh.new_empty(m, k)
+    quantized = empty_terms(dh, 2 if quantize else 0, m, k)
+    if m:
+        nb, mode = row_blocks(k), mode_for(dh.dtype, k, dh)
+        gated_backward_kernel[(m,)](
+            dh, *kept, dgate, dup, *quantized, m, dh.stride(0),
+            K=k, NB=nb, QUANTIZE=quantize, GELU=act == "gelu_tanh", MODE=mode,
+            **launch(nb, "mlp_backward_quantised" if quantize else "mlp_backward", mode),
+        )  # fmt: skip
+    return dgate, dup, *quantized
+
+
+def gated_values(
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    gate_gscale: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    up_gscale: Tensor,
+    centre: Tensor | None,
+    act: str,
+    terms: int,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """D(h~) (M, K) from the codes of gate and up."""
+    m, nb = gate_codes.shape[0], row_blocks(k)
+    kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]
+    if nb > MAX_BLOCKS or k == 0:
+        gate, up = QuantizedMatrix(*kept[:3], k), QuantizedMatrix(*kept[3:], k)
+        return fused_reference.gated_values(gate, up, centre, act, terms, dtype)
+    out = gate_codes.new_empty(m, k, dtype=dtype)
+    if m:
+        mode = mode_for(dtype, k, out)
+        gated_values_kernel[(m,)](
+            *kept, out if centre is None else centre, out, m,
+            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh",
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp", mode),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,231 @@
+"""RMSNorm and its quantisation in one pass, and the norm's backward from the codes, in Triton.
+
+Formulas, rounding and the order of sums: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads x (and the
+residual) once and writes the codes, D(y~), the statistic and the new residual; the backward reads dy and the codes and writes dx.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...numerics import fused_reference
+from ...numerics.formats import BLOCK as BLOCK_SIZE
+from ...numerics.formats import padded_k as padded
+from .blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store_terms
+from .codes import EXACT, PAIR
+from .pairs import multiply
+from .quantize import empty_terms, rows_contiguous
+from .rows import BLOCK, INF, load_row, padded_k, reciprocal, row_max, row_sum
+from .tables import launch, mode_for, row_blocks
+from .values import load_values, rounded, rounded_sum, store_values, to_floats
+
+
+def _shifted_bits(x: float) -> int:
+    """Bits of an FP32 number without its sign, shifted left by 1."""
+    return 2 * struct.unpack("i", struct.pack("f", x))[0]
+
+
+LEAST: tl.constexpr = tl.constexpr(_shifted_bits(fused_reference.GAMMA_RANGE[0]))
+RANGE: tl.constexpr = tl.constexpr(_shifted_bits(fused_reference.GAMMA_RANGE[1]) - _shifted_bits(fused_reference.GAMMA_RANGE[0]))
+
+
+@triton.jit
+def _weight(gamma_ptr, blk, K: tl.constexpr, NB: tl.constexpr, PLUS_ONE: tl.constexpr, WEIGHT_MODE: tl.constexpr):
+    lo, hi = to_floats(load_values(gamma_ptr, blk, K, NB, WEIGHT_MODE), WEIGHT_MODE)
+    if PLUS_ONE:
+        lo, hi = lo + 1.0, hi + 1.0
+    return lo, hi
+
+
+@triton.jit
+def _inverse(w, SHORT: tl.constexpr):
+    """1 / w, 0 where that would only amplify noise. SHORT: w has 8 bits (BF16), so that clearing more changes nothing."""
+    inverse = reciprocal(w, 3, PAIR) if SHORT else reciprocal(w, 1, EXACT)
+    above = (w.to(tl.int32, bitcast=True) << 1) - LEAST  # without the sign, numbers compare like their bits; NaN is largest
+    return tl.where(above.to(tl.uint32, bitcast=True) <= RANGE, inverse, 0.0)
+
+
+@triton.jit
+def _rstd(d):
+    """1 / d of d = sqrt(variance + eps): 0, Inf and NaN apart, which Newton's steps turn into NaN."""
+    limit = tl.where(d == 0.0, INF, tl.where(d == INF, 0.0, float("nan")))
+    return tl.where((d > 0.0) & (d < INF), reciprocal(d, 1, EXACT), limit)
+
+
+@triton.jit(do_not_specialize=["M"])
+def norm_kernel(
+    x_ptr,  # (M, K)
+    residual_ptr,  # (M, K), where HAS_RESIDUAL
+    gamma_ptr,  # (K,)
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    codes_ptr,  # (T, M, KP / 2) uint8
+    scales_ptr,  # (T, M, KP / 16) uint8
+    gscale_ptr,  # (T, M) float32
+    y_ptr,  # (M, K)
+    rstd_ptr,  # (M,) float32
+    sum_ptr,  # (M, K) x + residual, where HAS_RESIDUAL
+    M,
+    x_stride,
+    residual_stride,
+    eps,
+    inverse_k,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+    WEIGHT_MODE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+    if HAS_RESIDUAL:
+        x = rounded_sum(x, load_values(residual_ptr + row * residual_stride, blk, K, NB, MODE), dtype, MODE)
+        store_values(sum_ptr + row * K, x, blk, K, NB, MODE)
+    lo, hi = to_floats(x, MODE)
+    variance = row_sum(lo * lo, hi * hi, NB) * inverse_k
+    rstd = _rstd(tl.sqrt_rn(variance + eps))
+    tl.store(rstd_ptr + row, rstd)
+    lo, hi = lo * rstd, hi * rstd
+    if MODE == PAIR and WEIGHT_MODE == PAIR and not PLUS_ONE:
+        y = multiply(load_values(gamma_ptr, blk, K, NB, PAIR), rounded(lo, hi, dtype, MODE))
+    else:
+        lo_w, hi_w = _weight(gamma_ptr, blk, K, NB, PLUS_ONE, WEIGHT_MODE)
+        if not PLUS_ONE:
+            lo, hi = to_floats(rounded(lo, hi, dtype, MODE), MODE)
+        lo, hi = lo_w * lo, hi_w * hi
+        y = rounded(lo, hi, dtype, MODE)
+    if PADDED:  # a row with Inf or NaN has rstd 0, Inf or NaN, and 0 * NaN would spoil blocks that are padding alone
+        inside = (blk * BLOCK < K)[:, None]
+        if MODE == PAIR:
+            y = tl.where(inside, y, 0)
+        else:
+            y = (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
+    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+    y = less_centre(y, centre, HAS_CENTRE, MODE)
+    amax = amax_values(y, NB, TERMS_MODE)
+    largest = row_max(finite_part(amax))
+    y = quantize_store_terms(
+        codes_ptr, scales_ptr, gscale_ptr, centre, row, y, amax, largest, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, True
+    )  # fmt: skip
+    store_values(y_ptr + row * K, y, blk, K, NB, TERMS_MODE)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy_ptr,  # (M, K)
+    codes_ptr,  # (M, KP / 2) uint8, first term
+    scales_ptr,  # (M, KP / 16) uint8
+    gscale_ptr,  # (M,) float32
+    codes2_ptr,  # second term, where TERMS == 2
+    scales2_ptr,
+    gscale2_ptr,
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    gamma_ptr,  # (K,)
+    rstd_ptr,  # (M,) float32
+    residual_grad_ptr,  # (M, K), where HAS_RESIDUAL
+    dx_ptr,  # (M, K)
+    dy_stride,
+    residual_stride,
+    inverse_k,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    MODE: tl.constexpr,
+    WEIGHT_MODE: tl.constexpr,
+):
+    dtype: tl.constexpr = dx_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    KP: tl.constexpr = padded_k(K)
+    codes, scales = row * (KP // 2), row * (KP // BLOCK)
+    lo, hi = to_floats(load_values(dy_ptr + row * dy_stride, blk, K, NB, MODE), MODE)
+    lo_d, hi_d = load_quantized(codes_ptr + codes, scales_ptr + scales, tl.load(gscale_ptr + row), blk, K, NB, MODE)
+    if TERMS == 2:
+        g = tl.load(gscale2_ptr + row)
+        lo_2, hi_2 = load_quantized(codes2_ptr + codes, scales2_ptr + scales, g, blk, K, NB, MODE)
+        lo_d, hi_d = lo_d + lo_2, hi_d + hi_2
+    if HAS_CENTRE:
+        lo_c, hi_c = load_row(centre_ptr, blk, K, NB)
+        lo_d, hi_d = lo_d + lo_c, hi_d + hi_c
+    c = row_sum(lo * lo_d, hi * hi_d, NB) * inverse_k
+    rstd = tl.load(rstd_ptr + row)
+    lo_w, hi_w = _weight(gamma_ptr, blk, K, NB, PLUS_ONE, WEIGHT_MODE)
+    SHORT: tl.constexpr = WEIGHT_MODE == PAIR and not PLUS_ONE
+    lo = rstd * (lo_w * lo - (lo_d * _inverse(lo_w, SHORT)) * c)
+    hi = rstd * (hi_w * hi - (hi_d * _inverse(hi_w, SHORT)) * c)
+    if HAS_RESIDUAL:
+        lo_r, hi_r = to_floats(load_values(residual_grad_ptr + row * residual_stride, blk, K, NB, MODE), MODE)
+        lo, hi = lo + lo_r, hi + hi_r
+    store_values(dx_ptr + row * K, rounded(lo, hi, dtype, MODE), blk, K, NB, MODE)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def rmsnorm_quantize(
+    x: Tensor, residual: Tensor | None, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int
+) -> tuple[Tensor, ...]:
+    """(codes, scales, gscale, y, rstd, x + residual); see fused_ops for the shapes."""
+    m, k = x.shape
+    x = rows_contiguous(x)
+    codes, scales, gscale = empty_terms(x, terms, m, k)
+    y = x.new_empty(m, k)
+    rstd = x.new_empty(m, dtype=torch.float32)
+    total = x.new_empty((m, k) if residual is not None else (0,))
+    if m:
+        nb = row_blocks(k)
+        residual = x if residual is None else rows_contiguous(residual)
+        gamma, mode = gamma.contiguous(), mode_for(x.dtype, k, x, residual)
+        norm_kernel[(m,)](
+            x, residual, gamma, x if centre is None else centre, codes, scales, gscale, y, rstd, total,
+            m, x.stride(0), residual.stride(0), eps, 1.0 / k,
+            K=k, NB=nb, TERMS=terms, HAS_RESIDUAL=total.numel() > 0, HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
+            MODE=mode, TERMS_MODE=mode if centre is None else EXACT.value,
+            WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), PADDED=padded(k) - k >= BLOCK_SIZE,
+            **launch(nb, "norm", mode),
+        )  # fmt: skip
+    return codes, scales, gscale, y, rstd, total
+
+
+def rmsnorm_backward(
+    dy: Tensor,
+    codes: list[Tensor],
+    scales: list[Tensor],
+    gscale: list[Tensor],
+    centre: Tensor | None,
+    gamma: Tensor,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    plus_one: bool,
+) -> Tensor:
+    """dx (M, K) in dy's dtype."""
+    m, k = dy.shape
+    dy = rows_contiguous(dy)
+    dx = dy.new_empty(m, k)
+    codes, scales, gscale = ([t.contiguous() for t in tensors] for tensors in (codes, scales, gscale))
+    if m:
+        nb, last = row_blocks(k), len(codes) - 1
+        around = dy if residual_grad is None else rows_contiguous(residual_grad)
+        gamma, mode = gamma.contiguous(), mode_for(dy.dtype, k, dy, around)
+        norm_backward_kernel[(m,)](
+            dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], dy if centre is None else centre,
+            gamma, rstd.contiguous(), around, dx, dy.stride(0), around.stride(0), 1.0 / k,
+            K=k, NB=nb, TERMS=len(codes), HAS_RESIDUAL=residual_grad is not None, HAS_CENTRE=centre is not None,
+            PLUS_ONE=plus_one, MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]),
+            **launch(nb, "norm_backward" if residual_grad is None else "norm_backward_residual", mode),
+        )  # fmt: skip
+    return dx

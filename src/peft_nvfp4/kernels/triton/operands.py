@@ -1,0 +1,92 @@
+"""Operands of emulated products, written where they are needed: into columns of a wider matrix.
+
+A GPU without FP4 tensor cores multiplies dequantised operands. Several products that are summed, such as two terms of an input,
+the linears of a site, and the low-rank product of an adapter, are one product of matrices laid side by side along K: one GEMM,
+summed in FP32, rounded once. These kernels fill such matrices, so that laying side by side costs nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...numerics.formats import QuantizedMatrix, padded_k
+from .blocks import MAX6, quantize_row
+from .dequantize import _term
+from .rows import load_row, store_row
+from .tables import DEQUANTIZE, EXACT_MATH, mode_for, num_warps, row_blocks
+
+
+@triton.jit
+def operand_kernel(
+    codes_ptr,  # (R, KP / 8) int32
+    scales_ptr,  # (R, KP / 16) uint8
+    gscale_ptr,  # (R,) or (1,) float32
+    extra_ptr,  # (R, E) by its strides
+    out_ptr,  # (R, columns), rows out_stride apart
+    K,
+    KP,
+    g_stride,
+    E,
+    extra_row,
+    extra_column,
+    out_stride,
+    extra_at,  # column of out where the extra columns start ...
+    extra_first,  # ... their window: E columns from here on, zeros in the others
+    extra_width,
+    NW: tl.constexpr,
+    COPIES: tl.constexpr,
+    EXTRA: tl.constexpr,  # extra_width, rounded up to a power of two; 0: none
+):
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * NW + tl.arange(0, NW)
+    value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW).to(out_ptr.dtype.element_ty)
+    k = word[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for copy in tl.static_range(COPIES):
+        tl.store(out_ptr + row * out_stride + copy * K + k, value, mask=k < K)
+    if EXTRA:
+        if tl.program_id(1) == 0:
+            column = tl.arange(0, EXTRA)
+            own = column - extra_first
+            inside = (own >= 0) & (own < E)
+            extra = tl.load(extra_ptr + row * extra_row + own * extra_column, mask=inside, other=0.0)
+            tl.store(out_ptr + row * out_stride + extra_at + column, extra, mask=column < extra_width)
+
+
+@triton.jit
+def rounded_kernel(x_ptr, out_ptr, K, x_stride, out_stride, NB: tl.constexpr, MODE: tl.constexpr):
+    """D(Q(x)) of a row, without the codes in between."""
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    lo, hi = load_row(x_ptr + row * x_stride, blk, K, NB)
+    _, _, _, lo, hi, sg = quantize_row(lo.to(tl.float32), hi.to(tl.float32), NB, MAX6, MODE)
+    store_row(out_ptr + row * out_stride, lo * sg, hi * sg, blk, K, NB)
+
+
+def write_operand(
+    out: Tensor, q: QuantizedMatrix, copies: int = 1, extra: Tensor | None = None, first: int = 0, width: int = 0
+) -> None:
+    """D(q) (R, K) into the first columns of out (R, >= copies * K + width), ``copies`` times side by side; after them ``width``
+    columns: zeros, but for extra (R, E) from the column ``first`` of them on."""
+    rows, kp = q.codes.shape[0], padded_k(q.k)
+    nw = min(triton.next_power_of_2(kp // 8), DEQUANTIZE["words"])
+    warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
+    source = out if extra is None else extra
+    operand_kernel[(rows, triton.cdiv(kp // 8, nw))](
+        q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale, source, out, q.k, kp,
+        int(q.gscale.shape[0] > 1), 0 if extra is None else extra.shape[1], source.stride(0), source.stride(1), out.stride(0),
+        copies * q.k, first, width,
+        NW=nw, COPIES=copies, EXTRA=triton.next_power_of_2(width) if width else 0, num_warps=warps, **EXACT_MATH,
+    )  # fmt: skip
+
+
+def write_rounded(out: Tensor, x: Tensor) -> None:
+    """D(Q(x)) of x (M, K), a row's global scale, to nearest, into out (M, K); both with rows of any stride."""
+    m, k = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    nb = row_blocks(k)
+    rounded_kernel[(m,)](
+        x, out, k, x.stride(0), out.stride(0), NB=nb, MODE=mode_for(x.dtype), num_warps=num_warps(nb, "terms"), **EXACT_MATH
+    )

@@ -1,0 +1,198 @@
+"""Quantisation to NVFP4 in Triton: ``quantize`` and ``quantize_terms``.
+
+One program per row. The row is read once and kept in registers; its maximum gives the global scale, its blocks give block scales
+and codes, and a second term (if wanted) quantises what the first left over without going back to memory. Where the global scale
+is not the row's own (weights: one for the tensor), rows are cut into chunks instead and a first pass finds the maximum; it is
+combined by an integer atomic maximum, which no order can change.
+
+Rejected: several rows per program. Broadcasting per-row scalars over a two-dimensional tile made the compiler repeat the row
+reduction for every layout that needs its result (four times); with scalars it happens once, and narrow rows run in
+programs of one warp.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...numerics.formats import BLOCK as BLOCK_SIZE
+from ...numerics.formats import padded_k as padded
+from .blocks import (
+    MAX6,
+    RULES,
+    STOCHASTIC,
+    amax_values,
+    finite_part,
+    inverse_power,
+    less_centre,
+    power_of_two_scale,
+    quantize_blocks,
+    quantize_store_terms,
+    search_blocks,
+    store_codes,
+)
+from .codes import EXACT
+from .random import round_stochastically, seed_arguments
+from .rows import BLOCK, load_row, padded_k, row_max
+from .tables import CENTRED_ROWS, CHUNK_BLOCKS, MAX_BLOCKS, launch, mode_for, row_blocks
+from .values import load_values
+
+OWN, GIVEN, FROM_AMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Where quantize_kernel finds the global scale: the row in its registers, an argument, or a maximum from amax_kernel."""
+
+
+@triton.jit(do_not_specialize=["M"])  # the number of tokens varies, and must not compile anew
+def terms_kernel(
+    x_ptr,  # (M, K) any float dtype
+    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    codes_ptr,  # (T, M, KP / 2) uint8
+    scales_ptr,  # (T, M, KP / 16) uint8
+    gscale_ptr,  # (T, M) float32
+    M,
+    x_stride,
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    MODE: tl.constexpr,
+    TERMS_MODE: tl.constexpr,
+    ROWS: tl.constexpr,  # per program, so that the centre is read once for all of them
+):
+    blk = tl.arange(0, NB)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
+    for row in range(first, tl.minimum(first + ROWS, M)):
+        x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+        x = less_centre(x, centre, HAS_CENTRE, MODE)
+        amax = amax_values(x, NB, TERMS_MODE)
+        largest = row_max(finite_part(amax))
+        quantize_store_terms(
+            codes_ptr, scales_ptr, gscale_ptr, centre, row, x, amax, largest, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, False
+        )  # fmt: skip
+
+
+@triton.jit
+def amax_kernel(x_ptr, amax_ptr, x_stride, amax_stride, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
+    """Largest magnitude of the finite blocks, as the bits of a float32: of every row (amax_stride 1) or of the tensor (0)."""
+    row = tl.program_id(0).to(tl.int64)
+    x = load_values(x_ptr + row * x_stride, tl.program_id(1) * NB + tl.arange(0, NB), K, NB, MODE)
+    amax = amax_values(x, NB, MODE)
+    largest = row_max(finite_part(amax))
+    tl.atomic_max(amax_ptr + row * amax_stride, largest.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["key0", "key1"])
+def quantize_kernel(
+    x_ptr,  # (R, K) any float dtype
+    given_ptr,  # GIVEN: float32 global scales; FROM_AMAX: int32 bits of the maxima
+    codes_ptr,  # (R, KP / 2) uint8
+    scales_ptr,  # (R, KP / 16) uint8
+    gscale_ptr,  # (R,) or (1,) float32; not written where GIVEN
+    seed_ptr,
+    key0,
+    key1,
+    x_stride,
+    g_stride,  # 1: a global scale per row, 0: one for all
+    K: tl.constexpr,
+    NB: tl.constexpr,
+    RULE: tl.constexpr,
+    MODE: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    SEED_ON_DEVICE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.program_id(1) * NB + tl.arange(0, NB)
+    KP: tl.constexpr = padded_k(K)
+    x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+    amax = amax_values(x, NB, MODE)
+    if GLOBAL == GIVEN:
+        g = tl.load(given_ptr + row * g_stride)
+        inverse_g = inverse_power(g)
+    else:
+        if GLOBAL == OWN:
+            largest = row_max(finite_part(amax))
+        else:
+            largest = tl.load(given_ptr + row * g_stride).to(tl.float32, bitcast=True)
+        g, inverse_g = power_of_two_scale(largest)
+        tl.store(gscale_ptr + row * g_stride, g)  # one for all: every program stores the same number
+    if RULE == STOCHASTIC:
+        codes, bits = round_stochastically(
+            x, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1, NB, MODE, SEED_ON_DEVICE
+        )  # fmt: skip
+    elif RULE == MAX6:
+        codes, bits, _, _ = quantize_blocks(x, amax, g, inverse_g, NB, MODE, GLOBAL == GIVEN, False)
+    else:
+        codes, bits = search_blocks(x, amax, inverse_g, NB, RULE, MODE, GLOBAL == GIVEN)
+    store_codes(codes_ptr + row * (KP // 2), scales_ptr + row * (KP // BLOCK), codes, bits, blk, K, NB, MODE)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x (M, K) with K contiguous; rows may have any stride."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Storage of ``terms`` matrices: codes (T, R, Kp/2), scales (T, R, Kp/16), gscale (T, R)."""
+    kp = padded(k)
+    return (
+        like.new_empty(terms, rows, kp // 2, dtype=torch.uint8),
+        like.new_empty(terms, rows, kp // BLOCK_SIZE, dtype=torch.uint8),
+        like.new_empty(terms, rows, dtype=torch.float32),
+    )
+
+
+def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, K) as ``terms`` NVFP4 terms with a global scale per row: codes (T, M, Kp/2), scales (T, M, Kp/16), gscale (T, M)."""
+    m, k = x.shape
+    nb = row_blocks(k)
+    x = rows_contiguous(x)
+    codes, scales, gscale = empty_terms(x, terms, m, k)
+    if m:
+        mode = mode_for(x.dtype, k, x)
+        rows = 1 if centre is None else CENTRED_ROWS
+        terms_kernel[(triton.cdiv(m, rows),)](
+            x, x if centre is None else centre, codes, scales, gscale, m, x.stride(0),
+            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, MODE=mode,
+            TERMS_MODE=mode if centre is None else EXACT.value, ROWS=rows, **launch(nb, "terms", mode),
+        )  # fmt: skip
+    return codes, scales, gscale
+
+
+def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool):
+    """The operator ``quantize``: (codes, scales, gscale)."""
+    m, k = x.shape
+    nb = row_blocks(k)
+    if per_row and gscale is None and rule == "max6" and not stochastic and k and nb <= MAX_BLOCKS:
+        return tuple(t[0] for t in quantize_terms(x, None, 1))
+    x = rows_contiguous(x)
+    codes, scales, own = (t[0] for t in empty_terms(x, 1, m, k))
+    if gscale is not None:
+        where, g_stride, out, given = (GIVEN, int(gscale.shape[0] > 1), gscale.clone(), gscale.contiguous())
+    else:
+        fits = per_row and nb <= MAX_BLOCKS
+        where, g_stride = (OWN if fits else FROM_AMAX), int(per_row)
+        out = own if per_row else x.new_empty(1, dtype=torch.float32)
+        given = out if fits else x.new_zeros(out.shape[0], dtype=torch.int32)
+    if m == 0 or k == 0:
+        return codes, scales, out if gscale is not None else out.fill_(1.0)
+    if where == OWN:
+        chunk, chunks = nb, 1
+    else:
+        chunk = min(nb, CHUNK_BLOCKS)
+        chunks = triton.cdiv(padded(k), BLOCK_SIZE * chunk)
+    mode = mode_for(x.dtype, k, x)
+    options = launch(chunk, "quantize", mode)
+    if where == FROM_AMAX:
+        amax_kernel[(m, chunks)](x, given, x.stride(0), g_stride, K=k, NB=chunk, MODE=mode, **options)
+    pointer, key0, key1, on_device = seed_arguments(seed, x) if stochastic else (x, 0, 0, False)
+    quantize_kernel[(m, chunks)](
+        x, given, codes, scales, out, pointer, key0, key1, x.stride(0), g_stride,
+        K=k, NB=chunk, RULE=STOCHASTIC.value if stochastic else RULES[rule], MODE=mode, GLOBAL=where.value,
+        SEED_ON_DEVICE=on_device, **options,
+    )  # fmt: skip
+    return codes, scales, out

@@ -1,0 +1,127 @@
+"""Rows held in registers, in Triton: how they are loaded, stored, reduced, and how 1 / d is taken.
+
+Layout. A program holds a row (or a stretch of one) as two FP32 tensors ``lo`` and ``hi`` of shape (NB, 8): block b's elements
+with even and with odd k. All 16 values of a block sit in one thread, so the block maximum, the block sums and the packing of
+nibbles need no exchange between threads, and what costs a lot per block (a division, the E4M3 code) is done once per block.
+
+Splits and joins of a last axis are register moves here; a reduction written as ``tl.max(axis=1)`` would leave its order, and what
+happens to NaN, to the compiler.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from ...numerics import formats
+from .codes import PAIR
+from .pairs import reciprocal_approx
+
+BLOCK: tl.constexpr = tl.constexpr(formats.BLOCK)
+HALF: tl.constexpr = tl.constexpr(formats.BLOCK // 2)
+INF: tl.constexpr = tl.constexpr(float("inf"))
+
+# ------------------------------------------------------------------------------------------- rows in and out
+
+
+@triton.constexpr_function
+def padded_k(K):
+    """K rounded up to the storage's multiple."""
+    return -(-K // formats.K_ALIGN) * formats.K_ALIGN
+
+
+@triton.jit
+def load_row(ptr, blk, K, NB: tl.constexpr):
+    """(lo, hi) of the blocks ``blk`` (NB,) of the row at ``ptr``, in the row's dtype; 0 beyond K. Every thread reads the two
+    halves of its block with 16-byte loads (four quarters in FP32)."""
+    if ptr.dtype.element_ty.primitive_bitwidth == 32:
+        k = blk[:, None] * BLOCK + tl.arange(0, 4)[None, :]
+        a = tl.load(ptr + k, mask=k < K, other=0.0)
+        b = tl.load(ptr + k + 4, mask=k + 4 < K, other=0.0)
+        c = tl.load(ptr + k + 8, mask=k + 8 < K, other=0.0)
+        d = tl.load(ptr + k + 12, mask=k + 12 < K, other=0.0)
+        x = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), [0, 2, 3, 1])  # (NB, half, quarter, 4) = the block in order
+    else:
+        k = blk[:, None] * BLOCK + tl.arange(0, HALF)[None, :]
+        a = tl.load(ptr + k, mask=k < K, other=0.0)
+        b = tl.load(ptr + k + HALF, mask=k + HALF < K, other=0.0)
+        x = tl.permute(tl.join(a, b), [0, 2, 1])
+    return tl.split(tl.reshape(x, [NB, HALF, 2]))
+
+
+@triton.jit
+def store_row(ptr, lo, hi, blk, K, NB: tl.constexpr):
+    """Inverse of :func:`load_row`, in the pointer's dtype (FP32 to BF16 rounds to nearest even)."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    k = blk[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(ptr + k, tl.reshape(tl.join(lo.to(dtype), hi.to(dtype)), [NB, BLOCK]), mask=k < K)
+
+
+# ------------------------------------------------------------------------------------------- reductions inside a block
+
+
+@triton.jit
+def max_nan(a, b):
+    """Maximum that keeps NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def block_amax(lo, hi, NB: tl.constexpr):
+    """max |x| of every block, NaN if it holds one."""
+    a, b = tl.split(tl.reshape(max_nan(tl.abs(lo), tl.abs(hi)), [NB, 4, 2]))
+    a, b = tl.split(tl.reshape(max_nan(a, b), [NB, 2, 2]))
+    a, b = tl.split(max_nan(a, b))
+    return max_nan(a, b)
+
+
+@triton.jit
+def _fold(v, NB: tl.constexpr, N: tl.constexpr):
+    """(NB, N) -> (NB, N / 2): first half plus second half."""
+    a, b = tl.split(tl.permute(tl.reshape(v, [NB, 2, N // 2]), [0, 2, 1]))
+    return a + b
+
+
+@triton.jit
+def block_sum(lo, hi, NB: tl.constexpr):
+    """Sum of every block by halving (16 -> 8 -> 4 -> 2 -> 1), the order of the reference: the last step joins even and odd k."""
+    lo = tl.reshape(_fold(_fold(_fold(lo, NB, 8), NB, 4), NB, 2), [NB])
+    hi = tl.reshape(_fold(_fold(_fold(hi, NB, 8), NB, 4), NB, 2), [NB])
+    return lo + hi
+
+
+@triton.jit
+def row_max(v):
+    """Maximum of non-negative numbers, as integers, for which there is an instruction that spans a warp."""
+    return tl.max(v.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def two_row_max(a, b):
+    """:func:`row_max` of both, with one exchange between warps."""
+    most = tl.max(tl.join(a, b).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    return tl.split(most)
+
+
+@triton.jit
+def row_sum(lo, hi, NB: tl.constexpr):
+    """Sum of the whole row (scalar), independent of any order: see fused_reference.row_sum."""
+    partial = block_sum(lo, hi, NB)
+    bits = partial.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(bits, axis=0)
+    finite = largest < 0x7F800000
+    exponent = tl.minimum(tl.maximum(largest >> 23, 48), 254)
+    up = ((300 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 46) << 23).to(tl.float32, bitcast=True)
+    fixed = tl.sum((tl.where(finite, partial, 0.0) * up).to(tl.int64), axis=0)
+    return tl.where(finite, fixed.to(tl.float32) * down, largest.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def reciprocal(d, CLEARED: tl.constexpr, MODE: tl.constexpr):
+    """1 / d, correctly rounded, of d with its last bits cleared, 1 or 3; |d| in 2**-126 .. 2**126. See
+    fused_reference.reciprocal."""
+    d = (d.to(tl.int32, bitcast=True) & -(1 << CLEARED)).to(tl.float32, bitcast=True)
+    n = reciprocal_approx(d) if MODE == PAIR else libdevice.fast_dividef(1.0, d)
+    if CLEARED == 1:
+        n = tl.fma(n, tl.fma(d, n, -1.0) * -1.0, n)
+    return tl.fma(n, tl.fma(d, n, -1.0) * -1.0, n)

@@ -1,0 +1,152 @@
+"""What base an adapter was trained on: a fingerprint of the frozen weights, written next to the adapter when it is saved.
+
+``nvfp4_base.json`` holds the format of the base, a hash of what its linears store, and, where the base was dense when the adapter
+was made, a hash of those dense weights: an adapter can then be told apart from one of another model even on a base of another
+format. Stock PEFT does not look at the file. (The settings to train on with are in ``nvfp4_adapter.json``; a model loaded with
+``PactConfig`` may carry a plain ``LoraConfig``, which has none.)
+
+Hashed are names, shapes and an evenly spread sample of at most 64 KiB of every tensor: two bases that differ in a few single
+weights only may be taken for the same; different models, calibrations, initialisations that rewrite the base, are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from ..nn.experts.frozen_experts import frozen_experts, is_experts
+from ..nn.experts.packing import stack_name
+from ..quantization.freeze import frozen_layers, frozen_modules
+from ..quantization.plan import kept_dense
+
+BASE_FILE = "nvfp4_base.json"
+BASE_VERSION = 1
+SAMPLE = 1 << 16
+DERIVED = ("backward_weight", "backward_scales", "backward_gscale", "input_centre", "output_centre")
+"""Packed tensors that follow from the others, or belong to the input."""
+
+_RECORD = "_peft_nvfp4_base"
+
+
+def _sample(t: Tensor) -> bytes:
+    flat = t.detach().reshape(-1)
+    flat = flat[:: max(1, flat.numel() // SAMPLE) | 1][:SAMPLE]  # an odd step: it meets every column of a matrix
+    flat = flat.float() if flat.is_floating_point() else flat  # the same values in another dtype are the same weights
+    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _digest(items: Iterable[tuple[str, Tensor]]) -> str:
+    h = hashlib.sha256()
+    for name, t in items:
+        h.update(f"{name}{tuple(t.shape)}".encode())
+        h.update(_sample(t))
+    return h.hexdigest()[:32]
+
+
+def base_record(model: nn.Module) -> dict[str, Any]:
+    """Format and fingerprint of a model as a base for adapters.
+
+    Returns:
+        ``format`` ("nvfp4", "nf4", or "bf16", which stands for any dense one), ``linears`` (how many), ``fingerprint`` of what
+        they store, ``inputs``: one of how they quantise their inputs, and ``source``: of the weights if they are dense.
+    """
+    everything = frozen_modules(model)
+    if not everything:
+        names, experts = _dense_linears(model), _dense_experts(model)
+        weights = _digest([*((name, model.get_submodule(name).weight) for name in sorted(names)), *experts])
+        linears = len(names) + sum(p.shape[0] for _, p in experts)
+        return {"format": "bf16", "linears": linears, "fingerprint": weights, "inputs": None, "source": weights}
+    frozen = {name.removesuffix(".base_layer"): layer for name, layer in frozen_layers(model)}
+    word = everything[0][1].backend
+    stored = [
+        (name if key == "weight" and word == "bf16" else f"{name}.{key}", t)
+        for name, layer in sorted(frozen.items())
+        for key, t in layer.packed_tensors().items()
+        if key not in DERIVED
+    ]
+    dense = _dense_experts(model) if word == "bf16" else []
+    stored += dense
+    experts = [(name.replace(".base_layer", ""), m) for name, m in frozen_experts(model)]
+    derived = tuple(stack_name("", leaf) for leaf in DERIVED)
+    stored += [(f"{name}.{key}", t) for name, m in experts for key, t in m.packed_tensors().items() if not key.endswith(derived)]
+    inputs = hashlib.sha256()
+    for name, layer in sorted(frozen.items()):
+        centre = getattr(layer, "input_centre", None)
+        inputs.update(f"{name}{layer.options.terms}".encode() + (b"" if centre is None else _sample(centre)))
+    for name, m in experts:
+        inputs.update("".join(f"{name}.{projection}{options.terms}" for projection, options in m.options.items()).encode())
+    weights = _digest(stored)
+    linears = len(frozen) + sum(len(m.projections) * m.experts for _, m in experts) + sum(p.shape[0] for _, p in dense)
+    record = {"format": word, "linears": linears, "fingerprint": weights}
+    return {
+        **record,
+        "inputs": inputs.hexdigest()[:32] if word == "nvfp4" else None,
+        "source": weights if word == "bf16" else None,
+    }
+
+
+def source_fingerprint(model: nn.Module) -> str | None:
+    """Of a model's dense weights; None where they are not dense, or not loaded."""
+    weights = [*(model.get_submodule(name).weight for name in _dense_linears(model)), *(p for _, p in _dense_experts(model))]
+    dense = weights and not any(w.is_meta or not w.is_floating_point() for w in weights)
+    return base_record(model)["source"] if dense and not frozen_modules(model) else None
+
+
+def _dense_linears(model: nn.Module) -> list[str]:
+    """Names of the linears that freezing would replace."""
+    keep = kept_dense(model)
+    return [name for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in keep]
+
+
+def _dense_experts(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name, weights) of the experts that freezing would pack, in the order of the model."""
+    mixtures = [(name.replace(".base_layer", ""), m) for name, m in model.named_modules() if is_experts(m)]
+    return [(f"{name}.{key}", p) for name, m in mixtures for key, p in m.named_parameters()]
+
+
+def remember(config: LoraConfig, model: nn.Module, source: str | None) -> None:
+    """Note what ``model`` is in the config of an adapter that is about to be trained on it; :func:`write` puts it on disk."""
+    if config.inference_mode or any(p.is_meta for p in model.parameters()):
+        return  # loaded to be used: what it was trained on is not known here
+    record = base_record(model)
+    record["source"] = record["source"] or source
+    record["init"] = config.init_lora_weights if isinstance(config.init_lora_weights, str) else None
+    record["merge_aware"] = getattr(config, "merge_aware", False)
+    setattr(config, _RECORD, record)  # not a field: adapter_config.json stays what stock PEFT knows
+
+
+def write(config: LoraConfig, folder: str | Path) -> None:
+    """Write the record of a config that has one."""
+    record = getattr(config, _RECORD, None)
+    if record is not None:
+        content = {"format_version": BASE_VERSION, **record}
+        (Path(folder) / BASE_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def read(folder: str | Path) -> dict[str, Any] | None:
+    """The record next to a saved adapter, None if there is none.
+
+    Raises:
+        ValueError: the file is damaged or newer than this package.
+    """
+    path = Path(folder) / BASE_FILE
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        version, _, _ = content.pop("format_version"), content["format"], content["fingerprint"]
+        newer = version > BASE_VERSION
+        if not newer and not isinstance(content.get("init"), str | None):
+            raise TypeError(f"init is {content['init']!r}")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no valid record of a base ({error}); delete it to go on without") from error
+    if newer:
+        raise ValueError(f"{path}: format version {version}; this package reads up to {BASE_VERSION}: upgrade peft_nvfp4")
+    return content

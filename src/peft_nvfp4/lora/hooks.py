@@ -1,0 +1,297 @@
+"""How the package hooks into PEFT: a handful of methods, wrapped when it is imported and put back by :func:`unregister`.
+
+| method | what the wrapper adds |
+|---|---|
+| ``_prepare_model`` of ``LoraModel``, ``MixedModel`` | with our config: freezes the base before PEFT lists its modules |
+| ``LoraModel._create_new_module`` | a frozen target gets a :class:`FrozenLoraLinear` (frozen experts: a \
+:class:`~peft_nvfp4.lora.experts.ParamWrapper`), for any LoRA config |
+| ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
+| ``LoraConfig.save_pretrained`` | notes which frozen base an adapter was trained on, in a file of its own |
+| ``BaseTuner.inject_adapter`` | our config, or LoRA on a ``PactConfig`` model: fuses it after. IA3, ... on frozen linears raise |
+
+Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's
+own classes and code. Replacing PEFT's tuner class in its mapping instead would change the class of every LoRA model of the
+process, and would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from peft import AdaLoraConfig, LoraConfig, LoraModel
+from peft.tuners.mixed import MixedModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
+from peft.utils.integrations import _skip_init_on_device
+from torch import nn
+
+from ..fusion.attach import attach, attached, detach
+from ..fusion.probe import base_of
+from ..nn.experts.frozen_experts import FrozenExperts
+from ..nn.frozen_linear import FrozenLinear, FrozenOptions
+from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_modules
+from ..quantization.sites import ACCURACY, input_terms
+from ..training import distributed
+from ..training.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs
+from ..training.offload.enable import disable_offload, enable_offload, offloaded
+from ..transformers import published
+from ..transformers.config import PactConfig, pact_config
+from ._registered import ORIGINALS
+from .config import NVFP4LoraConfig
+from .experts import ParamWrapper
+from .fingerprint import remember, source_fingerprint, write
+from .inits import ResidualInit, residual_init
+from .layer import FrozenLoraLinear, refuse_unsupported
+from .merge_aware import refuse_dense
+
+
+def register() -> None:
+    """Install the hooks. Done by ``import peft_nvfp4``; calling it again changes nothing."""
+    distributed.register()
+    if ORIGINALS:
+        return
+    published.install()
+    _wrap(LoraModel, "_prepare_model", _prepare_model)
+    _wrap(MixedModel, "_prepare_model", _prepare_model)
+    _wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
+    _wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
+    _wrap(BaseTuner, "inject_adapter", _inject_adapter)
+    _wrap(LoraConfig, "save_pretrained", _save_config)
+
+
+def unregister() -> None:
+    """Remove the hooks: PEFT is as it was before the import. Models made before keep working; a new ``NVFP4LoraConfig`` would
+    freeze nothing (it warns), and a new adapter over a frozen layer could not be merged."""
+    published.remove()
+    distributed.unregister()
+    while ORIGINALS:
+        owner, name, original = ORIGINALS.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+
+
+def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> None:
+    """Replace owner.name by a function that calls ``wrapper(original, *args)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    ORIGINALS.append((owner, name, owner.__dict__.get(name)))
+    setattr(owner, name, staticmethod(hooked) if static else hooked)
+
+
+def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig, model: nn.Module) -> None:
+    source = None
+    if isinstance(peft_config, NVFP4LoraConfig):
+        refuse_unsupported(peft_config, peft_config.backend)  # before anything changes
+        if frozen := frozen_modules(model):
+            _check_same_base(frozen, peft_config)
+        elif _has_targets(peft_config, model):  # without any, PEFT will raise: leave the model as it is
+            source = source_fingerprint(model)
+            _freeze(peft_config, model)
+    if isinstance(peft_config, LoraConfig) and frozen_modules(model):
+        remember(peft_config, model, source)
+    original(self, peft_config, model)  # layer_replication: clones share the packed weights
+
+
+def _save_config(original: Callable, self: LoraConfig, save_directory: str, **kwargs: Any) -> None:
+    original(self, save_directory, **kwargs)
+    write(self, save_directory)
+
+
+def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
+    saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
+    residuals = ResidualInit(config) if residual_init(config) else None
+    with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
+        if config.calibration is not None:
+            from ..calibration.run import apply_calibration  # not at the top: only those who calibrate need it
+
+            finish = None if residuals is None else residuals.later(model)
+            apply_calibration(model, config.calibration, weight_layouts=config.weight_layouts, gradients=config.gradients)
+            if finish is not None:
+                finish()
+        freeze_model(
+            model,
+            config.backend,
+            accuracy=config.accuracy,
+            weight_layouts=config.weight_layouts,
+            gradients=config.gradients,
+            activations=config.activations,
+            skip_modules=[*(config.skip_modules or ()), *saved],
+            on_frozen=residuals,
+        )
+
+
+def _check_same_base(frozen: list[tuple[str, FrozenLinear | FrozenExperts]], config: NVFP4LoraConfig) -> None:
+    """A further adapter must ask for the base that is there: changing it would change what the others were trained on."""
+    if config.calibration is not None and not any(getattr(layer, "calibrated", False) for _, layer in frozen):
+        raise ValueError("a calibration replaces dense weights, and this base is frozen: load it without quantization_config")
+    for name, layer, options in _matrices(frozen):
+        terms = options.terms if getattr(layer, "calibrated", False) else input_terms(name, config.accuracy)
+        wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
+        differs = options != wanted if layer.backend == "nvfp4" else options.activations != wanted.activations
+        if layer.backend != config.backend or differs:
+            raise ValueError(
+                f"the base is frozen already: {name} is {layer.backend!r} with {options}, this config asks for "
+                f"{config.backend!r} with {wanted}{_presets(frozen, config.accuracy)}. Give the same settings, use a plain "
+                "LoraConfig (which takes the base as it is), or reload the base model."
+            )
+
+
+def _matrices(
+    frozen: list[tuple[str, FrozenLinear | FrozenExperts]],
+) -> Iterator[tuple[str, FrozenLinear | FrozenExperts, FrozenOptions]]:
+    """Every frozen matrix: its dotted name, its layer and how that was frozen."""
+    for name, layer in frozen:
+        plain = name.replace(".base_layer", "")
+        if isinstance(layer, FrozenExperts):
+            yield from ((f"{plain}.{projection}", layer, options) for projection, options in layer.options.items())
+        else:
+            yield plain, layer, layer.options
+
+
+def _presets(frozen: list[tuple[str, FrozenLinear | FrozenExperts]], asked: str) -> str:
+    """Where terms differ and are those of a preset, which one."""
+    terms = {name: options.terms for name, layer, options in _matrices(frozen) if layer.backend == "nvfp4"}
+    found = [word for word in ACCURACY if terms and all(n == input_terms(name, word) for name, n in terms.items())]
+    return f" (it was frozen with accuracy={found[0]!r}, this config says {asked!r})" if found and asked not in found else ""
+
+
+def _has_targets(config: LoraConfig, model: nn.Module) -> bool:
+    """Whether target_modules matches anything; unset or special values are PEFT's to resolve."""
+    if not config.target_modules or config.target_modules == "all-linear" or config.target_parameters:
+        return True
+    return any(check_target_module_exists(config, name) for name, _ in model.named_modules())
+
+
+def _create_new_module(
+    original: Callable, lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any
+) -> nn.Module:
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if isinstance(base, FrozenExperts):
+        if not kwargs.get("parameter_name"):
+            raise ValueError(f"{kwargs.get('target_name')} holds frozen experts: name their projections in target_parameters")
+        return ParamWrapper(target, adapter_name, config=lora_config, **kwargs)
+    if getattr(lora_config, "merge_aware", False):
+        refuse_dense(base, kwargs.get("target_name") or type(base).__name__)
+    if not isinstance(base, FrozenLinear):
+        return original(lora_config, adapter_name, target, **kwargs)
+    if lora_config.fan_in_fan_out:
+        warnings.warn("fan_in_fan_out is set to True but the target module is a linear layer. Setting it to False.", stacklevel=2)
+        lora_config.fan_in_fan_out = False
+    if kwargs.get("parameter_name"):
+        raise ValueError(
+            f"target_parameters names {kwargs['parameter_name']!r} of a frozen {base.backend} linear, which is packed bytes. "
+            "Name the module in target_modules instead, or list it in skip_modules to leave it dense."
+        )
+    layer = FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+    if site := getattr(base, "site", None):  # attached before: the linears of its site are computed with their adapters
+        site.members = [layer if base_of(member) is base else member for member in site.members]
+    return layer
+
+
+def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
+    detach(self.model)  # fused norms and MLPs belong to frozen layers with adapters
+    disable_cuda_graphs(self.model)
+    if merge:
+        _set_dense_dtype(self.model, getattr(self, "nvfp4_dense_dtype", None))
+    model = original(self, merge=merge, **kwargs)
+    if merge and frozen_modules(model):
+        dequantize_model(model)
+    if merge and not frozen_modules(model):
+        disable_offload(model)
+        _forget_quantization(model)
+    return model
+
+
+def _set_dense_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Layers become dense in the given dtype, if there is one; adopted bitsandbytes layers otherwise in the dtype of the model
+    around them, that of its embedding."""
+    if dtype is not None:
+        for _, layer in frozen_modules(model):
+            layer.dense_dtype = dtype
+        return
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if embedding is not None and embedding.weight.is_floating_point():
+        for _, layer in frozen_layers(model):
+            if layer.dense_dtype is not None:
+                layer.dense_dtype = embedding.weight.dtype
+
+
+def _forget_quantization(model: nn.Module) -> None:
+    """A model that was loaded in 4 bits and is dense now must not be saved as a 4-bit one."""
+    if not getattr(model, "is_loaded_in_4bit", False) or any(not p.is_floating_point() for p in model.parameters()):
+        return
+    model.is_loaded_in_4bit = model.is_quantized = False
+    for owner, attribute in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(owner, attribute):
+            delattr(owner, attribute)
+
+
+def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    config = self.peft_config[adapter_name]
+    _refuse_frozen_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
+    if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
+        result = original(self, model, adapter_name, *args, **kwargs)
+        settings = config if isinstance(config, NVFP4LoraConfig) else pact_config(model)
+        if settings is not None:
+            _attach(self, model, settings)
+        if getattr(config, "offload", None) or offloaded(model):
+            enable_offload(model)
+        return result
+    modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
+    result = original(self, model, adapter_name, *args, **kwargs)
+    wrapped = [name for name, module in model.named_modules() if _is_foreign_layer(module) and modules.get(name) is not module]
+    if not wrapped:
+        return result
+    backend = model.get_submodule(wrapped[0]).get_base_layer().backend
+    for name in wrapped:  # give the model back as it was
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, modules[name])
+    for parameter, flag in flags:
+        parameter.requires_grad = flag
+    raise ValueError(
+        f"{type(config).__name__} cannot adapt {wrapped[0]} (and {len(wrapped) - 1} more): it is frozen in {backend}, and this "
+        "method reads base weights directly. Use NVFP4LoraConfig or LoraConfig, or leave these modules out of target_modules."
+    )
+
+
+def _attach(tuner: BaseTuner, model: nn.Module, config: NVFP4LoraConfig | PactConfig) -> None:
+    """Fuse what the config wants fused, once for all adapters of a model."""
+    if not config.fused and attached(model):
+        warnings.warn(
+            "the model is fused already, so fused=False has no effect; peft_nvfp4.detach(model) undoes it", stacklevel=6
+        )
+    if config.fused and "nvfp4" in (config.backend, config.activations) and not attached(model):
+        with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
+            tuner.nvfp4_report = attach(model, recompute_mlp=config.recompute_mlp, recompute_attention=config.recompute_attention)
+    if config.cuda_graphs:
+        enable_cuda_graphs(model)
+
+
+def _is_foreign_layer(module: nn.Module) -> bool:
+    """A tuner layer other than ours around a frozen linear."""
+    return (
+        isinstance(module, BaseTunerLayer)
+        and isinstance(module.get_base_layer(), FrozenLinear)
+        and not isinstance(module, FrozenLoraLinear)
+    )
+
+
+def _refuse_frozen_modules_to_save(model: nn.Module, modules_to_save: Iterable[str]) -> None:
+    for saved in modules_to_save:
+        for name, module in model.named_modules():
+            if (name == saved or name.endswith(f".{saved}")) and (frozen := frozen_modules(module)):
+                raise ValueError(
+                    f"modules_to_save names {name}, which is frozen in {frozen[0][1].backend} and cannot be trained in full. "
+                    f"Freeze the model with skip_modules=[{saved!r}] (NVFP4LoraConfig does so for its own modules_to_save)."
+                )

@@ -1,0 +1,236 @@
+"""Adapters that start out making up for the rounding of their base: ``init_lora_weights="loftq"`` and ``"eora"``.
+
+Freezing W (N, K) leaves a residual R = W - D(W_f). The adapter starts at its best approximation of rank r, s * B A = U U.T R,
+with U (N, r) the leading left singular vectors of
+
+    R            "loftq": the smallest |R - s B A|
+    R H^(1/2)    "eora":  the smallest E|(R - s B A) x|^2 for inputs with second moments H = E[x x.T] (:func:`preprocess_eora`)
+
+(for the second, too, the best A is U.T R: H cancels). ``loftq_config={"loftq_iter": n}`` with n > 1 takes turns between the base,
+Q(W - s B A), and the adapter, as in LoftQ; the base is then another one, which only a reload through
+``NVFP4LoraConfig.from_pretrained`` and the dense model makes again.
+
+R exists while the dense weight does: factors are computed when a linear is frozen, layer by layer, and wait on the frozen layer
+until an adapter is made. On disk such an adapter is like any other (``init_lora_weights`` is true), but it belongs to its base:
+on a dense base it would add R once more. (PiSSA and OLoRA take the leading part of W itself and requantise what is left; they
+work on a base that is frozen already.)
+
+Sources: Li et al., "LoftQ" (2023); Liu et al., "EoRA" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
+from torch import Tensor, nn
+
+from ..calibration.hessian import Moments
+from ..nn.frozen_linear import FrozenLinear
+from ..numerics.matmul import exact_matmul
+from ..quantization.freeze import plan
+from ..quantization.sites import fused_siblings
+
+if TYPE_CHECKING:
+    from .layer import FrozenLoraLinear
+
+RESIDUAL_INITS = ("loftq", "eora")
+
+_FACTORS = "_residual_factors"
+_MOMENTS = "_peft_nvfp4_moments"
+
+
+def residual_init(config: LoraConfig) -> str | None:
+    """ "loftq" or "eora" if the config asks for one."""
+    init = config.init_lora_weights
+    return init if isinstance(init, str) and init in RESIDUAL_INITS else None
+
+
+def loftq_iterations(config: LoraConfig) -> int:
+    """How often base and adapter are solved for.
+
+    Raises:
+        ValueError: bits other than 4, or no positive number.
+    """
+    settings = config.loftq_config or {}
+    settings = settings if isinstance(settings, dict) else vars(settings)
+    bits, n = settings.get("loftq_bits", 4), settings.get("loftq_iter", 1)
+    if bits != 4:
+        raise ValueError(f"the base has 4 bits, got loftq_bits={bits}")
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"loftq_iter is a number of rounds from 1 up, got {n!r}")
+    return n
+
+
+# ---------------------------------------------------------------------------------------------- factors
+
+
+def low_rank(residual: Tensor, rank: int, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(A (rank, K), B (N, rank)), balanced, whose product is the best approximation of ``residual`` (N, K) float32 for inputs
+    with second moments h: (K, K), or its diagonal (K,); all directions alike by default.
+
+    Through an eigenproblem of the smaller side. A is U.T R, so B A is a projection of R whatever the accuracy of U.
+    """
+    n, k = residual.shape
+    if rank > min(n, k):
+        raise ValueError(f"rank {rank} is more than a layer of {n} x {k} has")
+    with exact_matmul():
+        root = None if h is None else h.clamp_min(0).sqrt() if h.ndim == 1 else _root(h)
+        weighted = residual if root is None else residual * root if root.ndim == 1 else residual @ root
+        if n <= k:
+            u = torch.linalg.eigh(weighted @ weighted.T).eigenvectors[:, -rank:]
+        else:
+            v = torch.linalg.eigh(weighted.T @ weighted).eigenvectors[:, -rank:]
+            u = torch.linalg.qr(weighted @ v).Q
+        a = u.T @ residual
+        balance = a.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+        return (a / balance[:, None]).contiguous(), (u * balance).contiguous()
+
+
+def _root(h: Tensor) -> Tensor:
+    """A factor L of H = L L.T, for a symmetric H that may be singular."""
+    values, vectors = torch.linalg.eigh(h)
+    return vectors * values.clamp_min(0).sqrt()
+
+
+class ResidualInit:
+    """Called with every linear that is frozen, and its frozen form: leaves the factors of its residual there.
+
+    Args:
+        config: of the adapter that will be made.
+    """
+
+    def __init__(self, config: LoraConfig):
+        self.config, self.init, self.rounds = config, residual_init(config), loftq_iterations(config)
+
+    def wants(self, name: str) -> bool:
+        targets = self.config.target_modules
+        return not targets or targets == "all-linear" or bool(check_target_module_exists(self.config, name))
+
+    def rank(self, name: str) -> int:
+        patterns = self.config.rank_pattern or {}
+        return patterns.get(get_pattern_key(patterns.keys(), name), self.config.r)
+
+    @torch.no_grad()
+    def __call__(self, name: str, linear: nn.Linear, frozen: FrozenLinear) -> None:
+        weight = linear.weight
+        if not self.wants(name) or not weight.is_floating_point() or hasattr(weight, "quant_state"):
+            return  # the last two: adopted from bitsandbytes; making the adapter will say so
+        h = None
+        if self.init == "eora":
+            moments = getattr(linear, _MOMENTS, None)
+            if moments is None or not moments.count:
+                raise ValueError(
+                    f"init_lora_weights='eora' weighs rounding errors by a layer's inputs, and none of {name} were seen: call "
+                    "peft_nvfp4.preprocess_eora(model, run_model) before, or use init_lora_weights='loftq'"
+                )
+            h = moments.h.to(weight.device)
+        weight = weight.float()
+        a, b = low_rank(weight - frozen.dequantize(torch.float32), self.rank(name), h)
+        for _ in range(1, self.rounds):
+            frozen.requantize_(weight - b @ a)
+            a, b = low_rank(weight - frozen.dequantize(torch.float32), self.rank(name), h)
+        setattr(frozen, _FACTORS, (a, b))
+
+    def later(self, model: nn.Module) -> Callable[[], None]:
+        """For layers that are frozen in a way of their own (from a calibration): holds on to the dense linears that are there
+        now; the function returned goes through what they have become."""
+        held = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and self.wants(n)}
+
+        def finish() -> None:
+            for name in list(held):
+                linear, now = held.pop(name), model.get_submodule(name)
+                if isinstance(now, FrozenLinear):
+                    self(name, linear, now)
+
+        return finish
+
+
+# ---------------------------------------------------------------------------------------------- making an adapter
+
+
+def take(base: FrozenLinear, r: int, init: str) -> tuple[Tensor, Tensor]:
+    """The factors that wait on a frozen layer; they serve one adapter.
+
+    Raises:
+        ValueError: there are none.
+    """
+    factors = getattr(base, _FACTORS, None)
+    if factors is None or factors[0].shape[0] != r:
+        raise ValueError(
+            f"init_lora_weights={init!r} starts from what rounding a dense weight left over, and this {base.backend} base was "
+            "frozen before (or has served another adapter). Give the dense model to get_peft_model; on a frozen base, "
+            "init_lora_weights='pissa' or 'olora' works"
+        )
+    delattr(base, _FACTORS)
+    return factors
+
+
+@torch.no_grad()
+def fill(layer: FrozenLoraLinear, adapter: str, factors: tuple[Tensor, Tensor]) -> None:
+    """Put factors into an adapter, so that s * B A is their product."""
+    share = abs(layer.scaling[adapter]) ** -0.5
+    sign = 1.0 if layer.scaling[adapter] > 0 else -1.0
+    for module, value in ((layer.lora_A[adapter], factors[0] * share), (layer.lora_B[adapter], factors[1] * share * sign)):
+        if not module.weight.is_meta:  # a checkpoint is about to fill it
+            module.weight.copy_(value)
+
+
+# ---------------------------------------------------------------------------------------------- statistics for "eora"
+
+
+def preprocess_eora(model: nn.Module, run_model: Callable[[], Any], *, diagonal: bool = False, device: Any = None) -> None:
+    """Collect the second moments of the inputs of a dense model's linears, for ``init_lora_weights="eora"``.
+
+    Args:
+        model: dense, before ``get_peft_model``.
+        run_model: calls the model on calibration data (padding counts as input).
+        diagonal: keep the diagonal only, K numbers for each input instead of K^2 (4 K^2 bytes: 67 MB for 4096 inputs).
+        device: where the moments are kept; by default that of the weights.
+
+    Raises:
+        ValueError: no linear of the model would be frozen.
+    """
+    names = plan(model, "bf16", ())
+    if not names:
+        raise ValueError("no linear layer of this model can be frozen")
+    moments: dict[str, Moments | DiagonalMoments] = {}
+    handles = []
+    for name in names:
+        linear = model.get_submodule(name)
+        leader = next(n for n in fused_siblings(name) if n in names)  # linears of one input share its moments
+        if leader not in moments:
+            kind = DiagonalMoments if diagonal else Moments
+            moments[leader] = kind(linear.in_features, device or linear.weight.device)
+            handles.append(linear.register_forward_pre_hook(_collector(moments[leader])))
+        setattr(linear, _MOMENTS, moments[leader])
+    try:
+        with torch.no_grad():
+            run_model()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _collector(moments: Moments | DiagonalMoments) -> Callable:
+    def collect(module: nn.Module, args: tuple) -> None:
+        moments.add(args[0].detach().float())
+
+    return collect
+
+
+class DiagonalMoments:
+    """Running E[x_k^2] of ``k`` inputs; :class:`~peft_nvfp4.calibration.hessian.Moments` with the diagonal alone."""
+
+    def __init__(self, k: int, device: torch.device | str = "cpu"):
+        self.h, self.count = torch.zeros(k, device=device), 0
+
+    def add(self, values: Tensor) -> None:
+        rows = values.reshape(-1, values.shape[-1]).to(self.h.device)
+        self.count += rows.shape[0]
+        share = rows.shape[0] / self.count
+        self.h.lerp_(rows.square().mean(0), share)

@@ -1,0 +1,278 @@
+"""The LoRA layer over any frozen linear.
+
+It is PEFT's own ``lora.Linear`` (same parameters, same names, same checkpoints) with three differences:
+
+* The forward hands the plain branches to the frozen layer (:meth:`FrozenLinear.lora_forward`), which knows what a branch sees
+  of its input and how little to keep for backward. Adapters are FP32 masters (PEFT's default); they are cast to the
+  activations' dtype, never the activations to theirs: an FP32 copy of the input would cost seven times its NVFP4 form.
+* Merging works on dequantised weights and quantises once, after the last adapter; unmerging puts the original bytes back,
+  exactly. Unloading with a merge gives a dense ``nn.Linear``: a small adapter added to a 4-bit weight would mostly be lost.
+* Initialisations that read or rewrite the base weight (PiSSA, OLoRA, CorDA, MiCA, LoRA-GA, ...) get it dense and have it
+  requantised. Those that make up for its rounding are in :mod:`peft_nvfp4.lora.inits`. What cannot work on a packed base raises.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import VARIANT_KWARG_KEYS
+from peft.tuners.lora.layer import Linear as PeftLoraLinear
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import Tensor, nn
+
+from .. import ops
+from ..autograd.lora import Branch, lora_branch, no_autocast
+from ..nn.frozen_linear import FrozenLinear
+from ..numerics.matmul import exact_matmul
+from ..training.offload.layers import computing
+from . import inits, merge_aware
+from .inits import RESIDUAL_INITS
+
+DENSE_INITS = ("pissa", "corda", "olora", "mica", "orthogonal", "lora_ga")
+INITS = (*DENSE_INITS, "gaussian", "eva", *RESIDUAL_INITS)
+DENSE_VARIANTS = ("velora_config", "use_bdlora")
+"""Initialisations and variants that read the base weight (or its dtype) when an adapter is made."""
+
+REFUSED = {
+    "use_qalora": "QA-LoRA is defined on GPTQ's integer groups",
+    "kasa_config": "KaSA replaces the base weight by its truncated SVD at run time",
+}
+
+
+def refuse_unsupported(config: LoraConfig, backend: str) -> None:
+    """Raise on what cannot work on a packed base and what PEFT would ignore or get wrong there.
+
+    Raises:
+        ValueError: naming the option and the way out.
+    """
+    for option, reason in REFUSED.items():
+        if getattr(config, option, None):
+            raise ValueError(
+                f"{option} does not work on a {backend} base: {reason}. Leave it out, or use a dense model with LoraConfig."
+            )
+    init = config.init_lora_weights
+    if isinstance(init, str) and not init.lower().startswith(INITS):
+        raise ValueError(f"unknown init_lora_weights={init!r}; known: True, False, {', '.join(INITS)}")
+    if init in RESIDUAL_INITS and backend == "bf16":
+        raise ValueError(f"init_lora_weights={init!r} starts from the rounding error of the base, and a bf16 base has none.")
+
+
+class FrozenLoraLinear(PeftLoraLinear):
+    """LoRA over a :class:`FrozenLinear`."""
+
+    _unmerged: dict[str, nn.Parameter] | None = None  # snapshot of the frozen layer while adapters are merged
+    _in_dense = False  # PEFT's own merge is running on the dense weight
+    _merged_layer: tuple | None = None  # what merge-aware adapters compute with outside of training, and what it was made from
+    _factors: tuple[Tensor, Tensor] | None = None  # what the adapter being made starts from
+    merge_aware_adapters: frozenset[str] = frozenset()
+
+    # -- making an adapter
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        base = self.get_base_layer()
+        init = config.init_lora_weights
+        refuse_unsupported(config, base.backend)
+        needs_dense = (
+            isinstance(init, str)
+            and init.lower().startswith(DENSE_INITS)
+            or any(getattr(config, v, None) for v in DENSE_VARIANTS)
+        )
+        if needs_dense and self.merged:
+            raise ValueError(
+                f"unmerge {', '.join(self.merged_adapters)} before adding an adapter with init_lora_weights={init!r}"
+            )
+        if init in RESIDUAL_INITS:
+            self._factors, config = inits.take(base, r, init), copy.copy(config)
+            config.init_lora_weights = True  # PEFT's own LoftQ knows other formats
+        with base.dense_weight() if needs_dense else nullcontext():
+            super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        aware = {adapter_name} if getattr(config, "merge_aware", False) else set()
+        self.merge_aware_adapters = self.merge_aware_adapters - {adapter_name} | aware
+
+    def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
+        super().reset_lora_parameters(adapter_name, init_lora_weights)
+        if self._factors is not None:  # here, before a variant (DoRA) looks at A and B
+            inits.fill(self, adapter_name, self._factors)
+            self._factors = None
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self.merge_aware_adapters -= {adapter_name}
+
+    def train(self, mode: bool = True) -> FrozenLoraLinear:
+        self._merged_layer = None
+        return super().train(mode)
+
+    # -- forward
+
+    def _branch(self, adapter: str) -> Branch:
+        dropout = self.lora_dropout[adapter]
+        p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+        return Branch(self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter], p)
+
+    def plain_branches(self) -> list[Branch] | None:
+        """The branches that a call adds now; None where forward is something else (a variant such as DoRA, merge-aware)."""
+        if self.disable_adapters or self.merged:
+            return []
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        other = any(name in self.lora_variant or name in self.merge_aware_adapters for name in active)
+        return None if other else [self._branch(name) for name in active]
+
+    def _add_lora_bias(self, y: Tensor, adapter: str) -> Tensor:
+        bias = self.lora_B[adapter].bias
+        return y if bias is None else y + (bias * self.scaling[adapter]).to(y.dtype)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_forward_args(x, *args, **kwargs)
+        adapter_names = kwargs.pop("adapter_names", None)
+        variant_kwargs = {key: kwargs.pop(key, None) for key in VARIANT_KWARG_KEYS}
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+            return self.base_layer(x, *args, **kwargs)
+        if adapter_names is not None:
+            self._refuse_partly_merge_aware([name for name in adapter_names if name in self.merge_aware_adapters], [])
+            return self._mixed_batch_forward(x, *args, adapter_names=adapter_names, **variant_kwargs, **kwargs)
+        if self.merged:
+            return self.base_layer(x, *args, **kwargs)
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if aware := [name for name in active if name in self.merge_aware_adapters]:
+            self._refuse_partly_merge_aware(aware, active)
+            return merge_aware.forward(self, x, active)
+        if any(name in self.lora_variant for name in active):
+            return self._forward_with_variants(x, active, variant_kwargs)
+        y = self.get_base_layer().lora_forward(x, [self._branch(name) for name in active])
+        for name in active:
+            y = self._add_lora_bias(y, name)
+        return y
+
+    def _refuse_partly_merge_aware(self, aware: list[str], active: list[str]) -> None:
+        if aware and aware != active:
+            raise ValueError(
+                f"{', '.join(aware)} was trained merge-aware: its function is that of one merged weight, which other adapters, "
+                "or rows of a batch without it, do not share. Activate it alone (or with other merge-aware adapters)"
+            )
+
+    def _forward_with_variants(self, x: Tensor, active: list[str], variant_kwargs: dict[str, Any]) -> Tensor:
+        """DoRA and the like: PEFT's own forward of the variant, on the input that a branch of this base sees."""
+        base = self.get_base_layer()
+        y, x = base.forward_with_lora_input(x)
+        dtype = y.dtype
+        for name in active:
+            if name in self.lora_variant:
+                cast = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
+                y = self.lora_variant[name].forward(self, active_adapter=name, x=cast, result=y, **variant_kwargs)
+            else:
+                y = self._add_lora_bias(y + lora_branch(x, self._branch(name)).to(y.dtype), name)
+        return y.to(dtype)
+
+    def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> Tensor:
+        """Rows of one batch through different adapters (inference); ``"__base__"`` is none."""
+        base = self.get_base_layer()
+        variant_kwargs = {key: kwargs.pop(key, None) for key in VARIANT_KWARG_KEYS}
+        y, x = base.forward_with_lora_input(x)
+        offsets = variant_kwargs.get("alora_offsets")
+        for name in dict.fromkeys(adapter_names):
+            if name == "__base__" or name not in self.lora_A:
+                continue
+            rows = [i for i, item in enumerate(adapter_names) if item == name]
+            if name in self.lora_variant:
+                if offsets is not None:
+                    variant_kwargs["alora_offsets"] = [offsets[i] for i in rows]
+                cast = self._cast_input_dtype(x[rows], self.lora_A[name].weight.dtype)
+                out = self.lora_variant[name].forward(self, active_adapter=name, x=cast, result=y[rows], **variant_kwargs)
+            else:
+                out = self._add_lora_bias(y[rows] + lora_branch(x[rows], self._branch(name)).to(y.dtype), name)
+            y = y.index_put((torch.tensor(rows, device=y.device),), out.to(y.dtype))
+        return y
+
+    # -- merging
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Fold adapters into the frozen weight: dequantise the original, add every merged adapter in FP32, quantise once. A
+        failure (NaN in an adapter, say) leaves the layer as it was.
+
+        Raises:
+            ValueError: an adapter holds NaN or Inf (with or without ``safe_merge``: a packed weight cannot hold them).
+        """
+        base = self.get_base_layer()
+        if self._in_dense:
+            return super().merge(safe_merge=safe_merge, adapter_names=adapter_names)  # a variant replaying merges
+        new = check_adapters_to_merge(self, adapter_names)
+        if not any(name in self.lora_A for name in new):
+            return None
+        before, already = base.snapshot(), list(self.merged_adapters)
+        try:
+            if self._unmerged is None:
+                self._unmerged = before
+            base.restore(self._unmerged)
+            self._merge_densely(already + new, safe_merge, requantize=True)
+        except BaseException:
+            base.restore(before)
+            self.merged_adapters = already
+            self._unmerged = self._unmerged if already else None
+            raise
+        return None
+
+    def _merge_densely(self, names: list[str], safe_merge: bool, requantize: bool) -> tuple[Tensor, Tensor | None]:
+        """PEFT's own merge of ``names`` on the dense FP32 weight; returns the merged dense weight and bias."""
+        base = self.get_base_layer()
+        self.merged_adapters = []
+        # FP32 products whatever is allowed elsewhere: merge-aware training has to have met the same bits
+        with no_autocast(base.weight), exact_matmul(), base.dense_weight(requantize=requantize):
+            self._in_dense, bias_dtype = True, None if base.bias is None else base.bias.dtype
+            try:
+                super().merge(safe_merge=safe_merge, adapter_names=names)
+            finally:
+                self._in_dense = False
+                if base.bias is not None:  # a safe merge leaves it in the weight's dtype, here FP32
+                    base.bias.data = base.bias.data.to(bias_dtype)
+            weight = base.weight.data
+            if not torch.isfinite(weight).all() or base.bias is not None and not torch.isfinite(base.bias).all():
+                raise ValueError(
+                    f"NaNs detected in the merged weights. One of the adapters {', '.join(names)} seems to be broken"
+                )
+        return weight, base.bias
+
+    @torch.no_grad()
+    def dense_with(self, names: list[str]) -> Tensor:
+        """The dense FP32 weight that merging ``names`` gives before it is rounded; the layer stays as it is."""
+        base, before, merged = self.get_base_layer(), self.get_base_layer().snapshot(), self.merged_adapters
+        try:
+            return self._merge_densely(names, False, requantize=False)[0]
+        finally:
+            base.restore(before)
+            self.merged_adapters = merged
+
+    def unmerge(self) -> None:
+        """Restore the frozen weight byte for byte."""
+        if self._in_dense:
+            return super().unmerge()
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return None
+        self.get_base_layer().restore(self._unmerged)
+        self.merged_adapters, self._unmerged = [], None
+        return None
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
+        """What takes this layer's place in ``merge_and_unload()`` (a dense nn.Linear) and ``unload()`` (the frozen layer)."""
+        base: FrozenLinear = self.get_base_layer()
+        if not merge:
+            return base
+        names = list(self.merged_adapters) + check_adapters_to_merge(self, adapter_names)
+        if self._unmerged is not None:
+            base.restore(self._unmerged)
+        weight, bias = self._merge_densely(names, safe_merge, requantize=False)
+        if names and self.merge_aware_adapters.issuperset(names):  # what was trained is the rounded sum
+            with computing(base):
+                weight = ops.dequantize(merge_aware.requantized(base, weight))
+        return base.to_linear(weight, bias)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("lora.", "lora.frozen.", 1)

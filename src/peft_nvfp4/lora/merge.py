@@ -1,0 +1,283 @@
+"""Merge an adapter into its base, and measure how much of it survives.
+
+>>> model, report = peft_nvfp4.merge(model, to="bf16", probe=tokenizer(texts, return_tensors="pt", padding=True))
+>>> print(report)
+
+| ``to`` | the merged weight | for |
+|---|---|---|
+| ``"bf16"``, ``"fp16"``, ``"fp32"`` | D(W) + s B A, rounded to that dtype | serving anywhere |
+| ``"nvfp4"`` | Q(D(W_f) + s B A), codes and scales | serving in 4 bits, where the adapter is large enough to survive rounding |
+
+BF16, too, rounds away what is smaller than half a unit in its last place, most of an adapter after a few steps: the report says.
+
+An adapter trained with ``NVFP4LoraConfig(merge_aware=True)`` has met that rounding in training: merged into NVFP4 it is the
+trained function bit for bit (with what was fused in training fused: the result of ``merge`` is; after a reload,
+``peft_nvfp4.attach(model)``), and merged into a dense format it becomes D(Q(D(W_f) + s B A)), the same weight (exact in BF16).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from .. import ops
+from ..fusion.attach import attach, attached
+from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..numerics.formats import QuantizedMatrix
+from ..quantization.freeze import frozen_layers, frozen_modules
+from ..quantization.sites import fused_siblings
+from ..training.offload.layers import computing
+from .experts import ParamWrapper
+from .layer import FrozenLoraLinear
+from .merge_aware import requantized
+from .merge_report import (
+    DROWNED,
+    KEPT_WELL,
+    LayerRetention,
+    MergeReport,
+    as_batches,
+    compare_logits,
+    measure_layer,
+    probe_logits,
+    rounding_step,
+)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FORMATS = (*DTYPES, "nvfp4")
+
+
+def merge(
+    model: PeftModel, to: str = "bf16", *, adapters: Sequence[str] | None = None, probe: Any = None
+) -> tuple[nn.Module, MergeReport]:
+    """Merge adapters into the base model, which is changed in place and returned without them.
+
+    Args:
+        model: a PEFT model with LoRA adapters, not merged yet.
+        to: format of the result, see the module's docstring.
+        adapters: their names; the active ones by default.
+        probe: token ids (B, T), a batch (``tokenizer(..., return_tensors="pt")``) or a list of batches, on which the logits of
+            base, adapter and merged model are compared. A few hundred tokens will do; logits are kept on the CPU.
+
+    Returns:
+        The base model, and the report. What the report warns of is also raised as a Python warning.
+
+    Raises:
+        TypeError: ``model`` is no PEFT model.
+        ValueError: an unknown format; adapters that are merged already, unknown, or not finite; a base that is not in NVFP4 for
+            ``to="nvfp4"``. Nothing has been changed then.
+    """
+    names = _check(model, to, adapters)
+    if adapters is not None:
+        model.base_model.set_adapter(names)
+    layers = {name: m for name, m in _lora_layers(model) if _here(m, names)}
+    report = MergeReport(to, names, merge_aware=_all_merge_aware(layers, names))
+    batches = None if probe is None else as_batches(probe)
+    if batches is not None:
+        adapter = probe_logits(model, batches)
+        with model.disable_adapter():
+            base = probe_logits(model, batches)
+    report.layers = [_measure(name, layer, names, to) for name, layer in layers.items()]
+    merged = _into_nvfp4(model, names) if to == "nvfp4" else _into_dense(model, names, DTYPES[to])
+    if to == "nvfp4":
+        report.unequal_scales = share_scales(merged)
+    if batches is not None:
+        report.probe = compare_logits(base, adapter, probe_logits(merged, batches))
+    report.warnings = _warnings(report)
+    for text in report.warnings:
+        warnings.warn(text, stacklevel=2)
+    return merged, report
+
+
+# ---------------------------------------------------------------------------------------------- before
+
+
+def _check(model: nn.Module, to: str, adapters: Sequence[str] | None) -> list[str]:
+    """Names of the adapters to merge, after everything that can be wrong."""
+    if to not in FORMATS:
+        raise ValueError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
+    if not isinstance(model, PeftModel) or not any(isinstance(m, LoraLayer) for m in model.modules()):
+        raise TypeError(f"merge takes a PEFT model with LoRA adapters, got {type(model).__name__}")
+    names = [adapters] if isinstance(adapters, str) else list(adapters or model.active_adapters)
+    if unknown := [name for name in names if name not in model.peft_config]:
+        raise ValueError(f"no adapter named {', '.join(unknown)}; there are {', '.join(model.peft_config)}")
+    for name, layer in _lora_layers(model):
+        if layer.merged:
+            raise ValueError(f"{', '.join(layer.merged_adapters)} is merged already: call unmerge_adapter() first")
+        base = layer.get_base_layer()
+        ours = isinstance(layer, FrozenLoraLinear | ParamWrapper)
+        if to == "nvfp4" and ours and base.backend != "nvfp4":
+            raise ValueError(
+                f"to='nvfp4' merges into an NVFP4 base, and {name} is frozen in {base.backend}: merge to "
+                "'bf16', then freeze the result with peft_nvfp4.freeze_model"
+            )
+        for adapter in names:
+            bad = [n for n, p in layer.named_parameters() if f".{adapter}." in f".{n}." and not torch.isfinite(p).all()]
+            if bad:
+                raise ValueError(f"{adapter} holds NaN or Inf in {name}.{bad[0]}")
+    if to == "nvfp4" and not any(layer.backend == "nvfp4" for _, layer in frozen_modules(model)):
+        raise ValueError("to='nvfp4' merges into an NVFP4 base, and no layer of this model is frozen in it")
+    return names
+
+
+def _lora_layers(model: PeftModel) -> list[tuple[str, LoraLayer]]:
+    """(dotted name in the base model, layer)."""
+    return [(name, m) for name, m in model.get_base_model().named_modules() if isinstance(m, LoraLayer)]
+
+
+def _here(layer: LoraLayer, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that the layer has an adapter of. (PEFT keeps those of an embedding apart.)"""
+    return [name for name in names if name in layer.lora_A or name in layer.lora_embedding_A]
+
+
+def _all_merge_aware(layers: dict[str, LoraLayer], names: Sequence[str]) -> bool:
+    return bool(layers) and all(
+        isinstance(layer, FrozenLoraLinear) and layer.merge_aware_adapters.issuperset(_here(layer, names))
+        for layer in layers.values()
+    )
+
+
+@torch.no_grad()
+def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerRetention:
+    """What merging will do to one layer; it is left as it is."""
+    measure = {ParamWrapper: _measure_experts, FrozenLoraLinear: _measure_frozen}.get(type(layer))
+    if measure is None:
+        return _measure_dense(name, layer, _here(layer, names), to)
+    with computing(layer.get_base_layer()):
+        return measure(name, layer, _here(layer, names), to)
+
+
+def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to: str) -> LayerRetention:
+    base = layer.get_base_layer()
+    before = base.dequantize(torch.float32).clone()
+    dense = layer.dense_with(here)
+    q = requantized(base, dense) if to == "nvfp4" or layer.merge_aware_adapters.issuperset(here) else None
+    after = ops.dequantize(q) if q is not None else dense
+    after = after if to == "nvfp4" else after.to(DTYPES[to]).float()
+    step = rounding_step(base.forward_layout, before) if q is not None else None
+    return measure_layer(name, to, before, dense, after, step)
+
+
+def _measure_experts(name: str, wrapper: ParamWrapper, here: Sequence[str], to: str) -> LayerRetention:
+    """One projection of frozen experts (E, N, K): all of them together."""
+    experts, projection = wrapper.get_base_layer(), wrapper.parameter_name
+    before = experts.dequantize(projection, torch.float32)
+    dense = wrapper.dense_with(here)
+    after, step = dense.to(DTYPES.get(to, torch.float32)).float(), None
+    if to == "nvfp4":
+        layers = experts.layers(projection)
+        after = torch.stack([ops.dequantize(requantized(layer, w)) for layer, w in zip(layers, dense)])
+        step = torch.stack([rounding_step(layer.forward_layout, w) for layer, w in zip(layers, before)])
+    label = f"{name.removesuffix('.base_layer')}.{projection}"
+    return measure_layer(label, to, before, dense, after, step)
+
+
+def _measure_dense(name: str, layer: LoraLayer, here: Sequence[str], to: str) -> LayerRetention:
+    """A layer of PEFT's own, over a dense weight (or parameter, or embedding)."""
+    base = layer.get_base_layer()
+    weight = getattr(base, getattr(layer, "parameter_name", None) or "weight")
+    before = weight.detach().float()
+    delta = sum(layer.get_delta_weight(n).float() for n in here)
+    dtype = DTYPES.get(to, weight.dtype)
+    dense = before + delta
+    kind = next((word for word, known in DTYPES.items() if known == dtype), str(dtype))
+    return measure_layer(name, kind, before, dense, dense.to(dtype).float(), None)
+
+
+# ---------------------------------------------------------------------------------------------- the merge itself
+
+
+def _into_dense(model: PeftModel, names: list[str], dtype: torch.dtype) -> nn.Module:
+    model.base_model.nvfp4_dense_dtype = dtype
+    merged = model.merge_and_unload(adapter_names=names)
+    for p in merged.parameters():  # not .to(dtype): that would round buffers, the frequencies of a rotary embedding
+        if p.is_floating_point():
+            p.data = p.data.to(dtype)
+    if hasattr(getattr(merged, "config", None), "dtype"):
+        merged.config.dtype = dtype
+    return merged
+
+
+def _into_nvfp4(model: PeftModel, names: list[str]) -> nn.Module:
+    fused = attached(model)
+    try:
+        model.merge_adapter(adapter_names=names)
+    except BaseException:
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer) and module.merged:
+                module.unmerge()
+        raise
+    merged = model.unload()
+    if fused:  # its norms and MLPs are part of the function that was trained
+        attach(merged)
+    return merged
+
+
+# ---------------------------------------------------------------------------------------------- after
+
+
+def share_scales(model: nn.Module) -> list[list[str]]:
+    """Give linears of one input the same global scale, where that changes no value: a power of two moves from the block scales to
+    the global one.
+
+    Returns:
+        Groups of dotted names in which it would.
+    """
+    layers = {n: m for n, m in frozen_layers(model) if isinstance(m, NVFP4FrozenLinear)}
+    unequal, seen = [], set()
+    for name in layers:
+        group = [n for n in fused_siblings(name) if n in layers]
+        if len(group) < 2 or group[0] in seen:
+            continue
+        seen.add(group[0])
+        scale = torch.stack([layers[n].forward_layout.gscale.cpu() for n in group]).amax(0)
+        behind = [n for n in group if not torch.equal(layers[n].forward_layout.gscale.cpu(), scale)]
+        moved = {n: _with_gscale(layers[n].forward_layout, scale) for n in behind}
+        if any(q is None for q in moved.values()):
+            unequal.append(group)
+            continue
+        for n, q in moved.items():
+            layers[n]._put("weight", "weight_scales", "weight_gscale", q)
+    return unequal
+
+
+def _with_gscale(q: QuantizedMatrix, gscale: Tensor) -> QuantizedMatrix | None:
+    """The same values with another global scale (1,); None if a block scale would have to be rounded."""
+    gscale = gscale.to(q.gscale, copy=True)  # linears may not share memory: files refuse that
+    before = q.scales.view(torch.float8_e4m3fn).float() * q.gscale
+    scales = (before / gscale).to(torch.float8_e4m3fn)
+    same = torch.equal(scales.float() * gscale, before)
+    return QuantizedMatrix(q.codes, scales.view(torch.uint8), gscale, q.k) if same else None
+
+
+def _warnings(report: MergeReport) -> list[str]:
+    found = []
+    if not sum(layer.sums[1] for layer in report.layers):
+        return ["the adapter adds nothing to any weight (B A = 0): the merged model is the base model"]
+    if not report.merge_aware:
+        if report.to == "nvfp4" and report.steps is not None:
+            into, advice = report.to, "Merge to 'bf16' or 'fp32', or train with NVFP4LoraConfig(merge_aware=True)"
+            size = f"{report.steps:.2g} rounding steps of NVFP4, and "
+        else:  # into dense weights, of their own dtype where the rest of the model is NVFP4
+            into = "/".join(sorted({layer.stored for layer in report.layers}))
+            advice = "Merge to 'fp32', or keep base and adapter apart"
+            size = f"smaller than {into} can resolve: "
+        lost = report.retained < KEPT_WELL or report.to == "nvfp4" and report.probe and report.probe.retained < KEPT_WELL
+        if lost:
+            found.append(
+                f"near no-op: the adapter's delta is {size}{report.retained:.0%} of it is left in the merged weights. {advice}"
+            )
+        elif report.error > DROWNED:
+            found.append(f"rounding to {into} adds {report.error:.1f} times as much to the weights as the adapter does. {advice}")
+    if report.unequal_scales:
+        found.append(
+            f"{len(report.unequal_scales)} groups of linears of one input (the first: {', '.join(report.unequal_scales[0])}) "
+            "have different global scales after merging; engines that fuse them need equal ones"
+        )
+    return found

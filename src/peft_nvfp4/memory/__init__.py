@@ -1,0 +1,33 @@
+"""How much GPU memory a training step takes, from a model's ``config.json`` alone.
+
+>>> from peft_nvfp4.memory import Settings, estimate, largest_batch, card
+>>> print(estimate("llama-1b", Settings(batch=4, sequence=1024)))
+>>> largest_batch("path/to/model", Settings(), card("RTX 5080").memory)
+
+Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.memory.shapes` (the model), ``settings`` (how it is trained),
+``weights`` and ``activations`` (formulas), ``moments`` (where the peak is), ``mixtures`` (experts), ``sharding`` (several GPUs),
+``run`` (the answers), ``cards``, ``draw``; ``common`` is what the formulas share.
+"""
+
+from .cards import CARDS, Card, card, usable
+from .run import Estimate, Plan, estimate, fit, largest_batch, room
+from .settings import Settings, parse_bytes
+from .shapes import BUILTIN, ModelShape, model_shape
+
+__all__ = [
+    "BUILTIN",
+    "CARDS",
+    "Card",
+    "Estimate",
+    "ModelShape",
+    "Plan",
+    "Settings",
+    "card",
+    "estimate",
+    "fit",
+    "largest_batch",
+    "model_shape",
+    "parse_bytes",
+    "room",
+    "usable",
+]

@@ -1,0 +1,196 @@
+"""What the memory depends on besides the model: backend, batch, adapters, what is kept for backward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..autograd.frozen_linear import GRADIENTS
+from ..nn.frozen_linear import WEIGHT_LAYOUTS
+from ..quantization.plan import skipped
+from ..quantization.sites import check_accuracy
+from .shapes import ModelShape, Projection
+
+BACKENDS = ("nvfp4", "nf4", "bf16", "nf4-liger", "bf16-liger")
+"""The package's own, and two baselines to compare with: stock PEFT with Liger's kernels."""
+
+OPTIMIZERS = {
+    "adamw_torch": 8.0,
+    "adamw_torch_fused": 8.0,
+    "adamw_8bit": 2.0,
+    "adamw_bnb_8bit": 2.0,
+    "paged_adamw_8bit": 2.0,
+    "paged_adamw": 8.0,
+    "paged_adamw_32bit": 8.0,
+    "sgd": 0.0,
+}
+"""Name in transformers -> bytes of state for each trained parameter in FP32."""
+
+LOSSES = ("supervised", "full", "liger")
+STRATEGIES = ("ddp", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One way of training.
+
+    Attributes:
+        backend: a word of :data:`BACKENDS`.
+        batch, sequence: rows, and tokens a row (padding counts).
+        rank: of the adapters.
+        targets: names of the linears with an adapter, or ``"all-linear"``. Of a mixture: the names of its parameters (``gate``,
+            the router, ``gate_up_proj``, ``down_proj``), or those of the linears that they were before transformers 5 (``w1``,
+            ``gate_proj``, ...). PEFT turns the latter into ``target_parameters``, and so it does with ``"all-linear"``.
+        accuracy, weight_layouts, gradients, activations, fused, recompute_mlp, recompute_attention, cuda_graphs: of
+            ``NVFP4LoraConfig``.
+        checkpointing: of every decoder layer.
+        optimizer: a word of :data:`OPTIMIZERS`. The state of paged ones counts as the host's.
+        adapter_bytes: of an adapter's parameter: 4 (the default of PEFT and of this package) or 2.
+        loss: ``"supervised"``: :func:`peft_nvfp4.attach_loss`; ``"full"``: transformers' own, with all logits; ``"liger"``.
+        positions: positions a row whose logits are computed (supervised ones); all of them if None.
+        accumulation: micro-batches a step. From the second on, gradients are there during forward.
+        padded: batches are padded, so attention gets a mask and, with it, keys and values as wide as queries.
+        native_fp4: the GPU has FP4 tensor cores, and no operand is made in BF16.
+        workspace: bytes of one cuBLAS workspace; :mod:`~peft_nvfp4.memory.cards` knows those of GPUs.
+        skip_modules: names of linears that stay dense.
+        cards: GPUs, each with ``batch`` rows at a time.
+        strategy: how several share the model, see :mod:`~peft_nvfp4.memory.sharding`: ``"ddp"`` or ``"fsdp2"``.
+        offload: ``"cpu"``: packed weights of decoder layers are on the host, those of two layers on the GPU.
+    """
+
+    backend: str = "nvfp4"
+    batch: int = 1
+    sequence: int = 1024
+    rank: int = 16
+    targets: str | Sequence[str] = "all-linear"
+    accuracy: str = "high"
+    weight_layouts: str = "cached"
+    gradients: str = "nvfp4"
+    activations: str = "bf16"
+    fused: bool = True
+    recompute_mlp: bool = False
+    recompute_attention: bool = False
+    cuda_graphs: bool = False
+    checkpointing: bool = False
+    optimizer: str = "adamw_torch_fused"
+    adapter_bytes: int = 4
+    loss: str = "supervised"
+    positions: int | None = None
+    accumulation: int = 1
+    padded: bool = False
+    native_fp4: bool = False
+    workspace: int = 32 << 20
+    skip_modules: tuple[str, ...] = ()
+    cards: int = 1
+    strategy: str = "ddp"
+    offload: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("weight_layouts", self.weight_layouts, WEIGHT_LAYOUTS)
+        _one_of("gradients", self.gradients, GRADIENTS)
+        _one_of("activations", self.activations, ("bf16", "nvfp4"))
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("loss", self.loss, LOSSES)
+        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("offload", self.offload, (None, "cpu"))
+        if self.offload and (self.cuda_graphs or self.cards > 1 and self.strategy == "fsdp2"):
+            raise ValueError("offload='cpu' excludes CUDA graphs and FSDP")
+        check_accuracy(self.accuracy)
+        for name in ("batch", "sequence", "rank", "accumulation", "cards"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+        if self.positions is not None and not 0 <= self.positions <= self.sequence:
+            raise ValueError(f"positions must lie between 0 and the sequence length {self.sequence}, got {self.positions}")
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.batch * self.sequence
+
+    @property
+    def logit_rows(self) -> int:
+        """Positions of one micro-batch whose logits are computed."""
+        return self.batch * (self.sequence if self.positions is None else self.positions)
+
+    @property
+    def format(self) -> str:
+        """Storage of the frozen linears."""
+        return self.backend.partition("-")[0]
+
+    @property
+    def liger(self) -> bool:
+        return self.backend.endswith("-liger")
+
+    @property
+    def compressed(self) -> bool:
+        """Codes are kept for backward instead of values."""
+        return self.backend == "nvfp4" or self.activations == "nvfp4" and not self.liger
+
+    def _named(self, name: str) -> bool:
+        if isinstance(self.targets, str):
+            return re.fullmatch(self.targets, name) is not None
+        return any(_word(target) == name for target in self.targets)
+
+    def _named_as_of_old(self, p: Projection) -> int:
+        """How many of the linears that a parameter once was are targets."""
+        return len(p.old) if self.targets == "all-linear" else sum(map(self._named, p.old))
+
+    def rank_of(self, p: Projection) -> int:
+        """Rank of a projection's adapter; 0 without. By their old names, experts' gate and up get one of twice the rank: PEFT
+        makes one of two."""
+        linear = self.targets == "all-linear" and p.is_linear
+        return self.rank * max(self._named_as_of_old(p), linear or self._named(p.name))
+
+    def is_target(self, p: Projection) -> bool:
+        """Whether a projection has an adapter."""
+        return self.rank_of(p) > 0
+
+    def is_packed(self, p: Projection) -> bool:
+        """Whether a projection is kept in :attr:`format`. Routers stay dense, and experts do with ``bf16``."""
+        if p.of_experts:
+            return self.format != "bf16" and not skipped("mlp.experts", self.skip_modules)
+        return p.is_linear and p.name not in self.skip_modules
+
+    def check(self, shape: ModelShape) -> None:
+        """Raises ValueError if no projection of the model has an adapter, a target does not exist, or the settings do not go with
+        a mixture."""
+        names = [name for p in shape.projections for name in dict.fromkeys((p.name, *p.old))]
+        unknown = [] if isinstance(self.targets, str) else [t for t in self.targets if _word(t) not in names]
+        if unknown:
+            raise ValueError(f"targets that the model has not: {', '.join(unknown)}; it has {', '.join(names)}")
+        if not any(map(self.is_target, shape.projections)):
+            raise ValueError(f"targets {self.targets!r} match none of {', '.join(names)}")
+        for p in shape.projections:
+            if 0 < self._named_as_of_old(p) < len(p.old):
+                raise ValueError(f"{' and '.join(p.old)} are one parameter, {p.name}: name all of them as targets, or none")
+        if shape.mixture and self.liger:
+            raise ValueError(f"backend {self.backend} is not estimated for mixtures of experts: choose nvfp4, nf4 or bf16")
+
+
+def _word(target: str) -> str:
+    """The last component of a target's name, that of the module if it is a module's ``weight``."""
+    return target.removesuffix(".weight").rpartition(".")[2]
+
+
+def _one_of(name: str, value: str | None, known) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {letter + rest: 2 ** (10 * i) for i, letter in enumerate("KMG", 1) for rest in ("", "I", "IB")}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of ``"16GiB"`` (or ``"16G"``: powers of 1024), ``"16 GB"`` (of 1000), ``"500MiB"`` or a number.
+
+    Raises:
+        ValueError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", str(text).strip().upper())
+    if match is None or match[2] not in _UNITS | {"B": 1}:
+        raise ValueError(f"{text!r} is no amount of memory: write it as 16GiB, 16GB or 500MiB")
+    return int(float(match[1]) * _UNITS.get(match[2], 1))

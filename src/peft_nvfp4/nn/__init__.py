@@ -1,0 +1,1 @@
+"""Frozen modules: one base class, one subclass for each storage format (nvfp4, nf4, bf16), a registry, and mixtures of experts."""

@@ -1,0 +1,306 @@
+"""Experts of a mixture, kept by a model as 3-D parameters, frozen one expert at a time.
+
+transformers keeps the experts of a layer in two parameters, ``gate_up_proj`` (E, 2I, H) and ``down_proj`` (E, H, I).
+:class:`FrozenExperts` takes the place of the module that holds them. Every expert's matrix is quantised by itself, exactly as a
+linear layer with that weight would be, and computes through the same frozen linear; only the storage is shared: each packed
+tensor of all experts of a projection is one ``uint8`` parameter with a leading dimension E, named after the projection
+(``gate_up_proj`` holds the codes, ``gate_up_proj_scales`` the block scales, ...). Rejected: a module for every expert and
+projection. A model of 48 layers with 128 experts would have 12,288 of them, and PEFT would adapt each by itself where the dense
+model has one target parameter.
+
+    y_t = sum_j  w_tj * down_e(act(gate_e(x_t)) * up_e(x_t)),    e = index_tj,  j = 1 .. k
+
+Tokens are sorted by expert (:mod:`.expert_rows`), so each expert runs once, on its rows; an expert that no token was routed to
+is not run at all. Rows are weighted and summed in their own order afterwards, in FP32 where the weights are: nothing depends on
+an order of additions in memory, so a forward that is computed again (checkpointing) gives the same bits. One synchronisation a
+layer tells how many rows each expert has, so a CUDA graph cannot be recorded.
+
+Kept for backward are the codes of a frozen linear's input, per row, and what the experts return (T, k, H), in full: the gradient
+of the routing weights is its product with dy.
+
+Routers, shared experts and everything else of the mixture stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...autograd import activation_cache
+from ...autograd.lora import Branch
+from ..frozen_linear import FrozenLinear, FrozenOptions, frozen
+from ..registry import BACKENDS
+from .packing import FROM_PACKED, LEAVES, packed_of, significands, stack_name
+from .rows import SortedRows, TokenRows, by_expert
+
+Adapters = Mapping[str, Sequence[Sequence[Branch]]]
+"""Name of a projection -> for every expert, the LoRA branches of that projection."""
+
+DOWN = "down_proj"
+
+
+def first_of(module: nn.Module) -> str:
+    """Name of the projection that reads the input: gate and up in one, or up alone."""
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts that can be frozen: transformers' experts interface says (by these attributes) what such a
+    module computes. Experts with biases, transposed or interleaved weights, or a norm of their own cannot."""
+    if isinstance(module, FrozenExperts) or not hasattr(module, "is_transposed") or not hasattr(module, "_apply_gate"):
+        return False
+    if any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm")):
+        return False
+    first = first_of(module)
+    if not getattr(module, "is_concatenated", True) or {name for name, _ in module.named_parameters()} != {first, DOWN}:
+        return False
+    a, b = getattr(module, first), getattr(module, DOWN)
+    if a.ndim != 3 or b.ndim != 3 or not (a.is_floating_point() and b.is_floating_point()):
+        return False
+    (e, n, k), wide = a.shape, 2 if first == "gate_up_proj" else 1
+    return n % wide == 0 and tuple(b.shape) == (e, k, n // wide)
+
+
+def linear_of(weight: Tensor) -> nn.Linear:
+    """A linear layer around a weight (N, K), without a copy."""
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = frozen(weight)
+    return linear
+
+
+class FrozenExperts(nn.Module):
+    """Experts whose weights are frozen and packed. Differentiable in the input and in the routing weights.
+
+    Attributes:
+        backend: word of the registry of frozen linears.
+        projections: name -> (N, K) of one expert's matrix.
+        options: name -> :class:`~peft_nvfp4.nn.frozen_linear.FrozenOptions`.
+        compute_dtype: dtype of :meth:`dequantize`; follows ``.to(dtype)``.
+        dense_dtype: dtype of what :meth:`to_experts` makes, where it is not ``compute_dtype``.
+        act: activation of the fused product, see :meth:`fuse`.
+    """
+
+    act: str | None = None
+
+    def __init__(self, original: nn.Module, backend: str, options: Mapping[str, FrozenOptions]):
+        super().__init__()
+        if backend not in FROM_PACKED:
+            raise ValueError(f"experts are frozen in {' or '.join(FROM_PACKED)}, got {backend!r}")
+        for key, value in vars(original).items():  # sizes, config and flags that a modeling file may ask for
+            if not key.startswith("_") and key != "training" and not hasattr(type(self), key):
+                setattr(self, key, value)
+        for name, child in original.named_children():  # the activation
+            self.add_module(name, child)
+        names = first_of(original), DOWN
+        self.backend, self.options = backend, {name: options[name] for name in names}
+        self.projections = {name: tuple(getattr(original, name).shape[1:]) for name in names}
+        self.experts = getattr(original, DOWN).shape[0]
+        self.compute_dtype = getattr(original, DOWN).dtype
+        self.dense_dtype: torch.dtype | None = None
+        self.train(original.training)
+        self._layers: dict[str, tuple[tuple, list[FrozenLinear]]] = {}
+        self._significands: dict[str, list[float]] = {}  # kept: looking waits for a GPU
+        self._outside = (original,)
+
+    @classmethod
+    def quantize(cls, original: nn.Module, backend: str, options: Mapping[str, FrozenOptions]) -> FrozenExperts:
+        """Frozen experts that compute what ``original`` did, up to the format's error. Its weights are let go, one projection
+        after the other."""
+        self = cls(original, backend, options)
+        for name in self.projections:
+            weight = getattr(original, name).detach()
+            original.register_parameter(name, None)
+            self.pack(name, weight)
+            del weight
+        return self
+
+    @property
+    def elements(self) -> int:
+        """Number of weights."""
+        return self.experts * sum(n * k for n, k in self.projections.values())
+
+    # -- storage
+
+    def pack(self, name: str, weight: Tensor) -> None:
+        """Quantise a projection's dense weights (E, N, K), each expert by itself, and store them.
+
+        Raises:
+            ValueError: a weight holds NaN or Inf.
+        """
+        cls = BACKENDS[self.backend]
+        self.store(name, [packed_of(cls.quantize(linear_of(w), self.options[name])) for w in weight.unbind(0)])
+
+    def store(self, name: str, experts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Keep a projection's packed tensors, those of every expert by their names in a frozen linear."""
+        for leaf in experts[0]:
+            setattr(self, stack_name(name, leaf), frozen(torch.stack([tensors[leaf] for tensors in experts])))
+        self._layers.pop(name, None)
+        self._significands.pop(name, None)
+
+    def stacks(self, name: str) -> dict[str, nn.Parameter]:
+        """A projection's packed tensors, (E, ...) uint8, by the name that they have in a frozen linear."""
+        leaves = {stack_name(name, leaf): leaf for leaf in LEAVES}
+        return {leaves[key]: p for key, p in self.named_parameters(recurse=False) if key in leaves}
+
+    def packed_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that the frozen weights occupy, by name."""
+        return dict(self.named_parameters(recurse=False))
+
+    def layers(self, name: str, keep: bool = False) -> list[FrozenLinear]:
+        """A projection's experts as frozen linears that share this module's memory. ``keep`` them for the next call: by whoever
+        calls in every step, since they keep the memory, too (of a copy on another device, say)."""
+        stacks = self.stacks(name)
+        if any(hasattr(t, "device_mesh") for t in stacks.values()):
+            raise ValueError(
+                "the weights are sharded (FSDP2): save the adapter, load it with its base on one process, and merge there"
+            )
+        stamp = (self.compute_dtype, self.options[name], *((t.data_ptr(), t.device) for t in stacks.values()))
+        if (cached := self._layers.get(name)) is None or cached[0] != stamp:  # moved, merged, or gathered by FSDP
+            make, (n, k) = FROM_PACKED[self.backend], self.projections[name]
+            known = self._significands.get(name) or significands(stacks, self.experts)
+            if not getattr(self, name).is_meta:
+                self._significands[name] = known
+            slices = ({leaf: t.detach()[e] for leaf, t in stacks.items()} for e in range(self.experts))
+            each = zip(slices, known)
+            cached = stamp, [make(tensors, n, k, self.compute_dtype, self.options[name], s) for tensors, s in each]
+            if keep:
+                self._layers[name] = cached
+        for layer in cached[1]:
+            layer.training = self.training
+        return cached[1]
+
+    def dequantize(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The weights (E, N, K) that a projection computes with, in ``dtype`` (default ``compute_dtype``)."""
+        dtype, device = dtype or self.compute_dtype, getattr(self, name).device
+        weights = torch.empty(self.experts, *self.projections[name], dtype=dtype, device=device)
+        for w, layer in zip(weights, self.layers(name)):
+            w.copy_(layer.dequantize(dtype))
+        return weights
+
+    def requantize_(self, name: str, weight: Tensor) -> None:
+        """Replace a projection's weights by (the quantised form of) dense ones (E, N, K). A failure leaves them as they were."""
+        layers = self.layers(name)
+        self._layers.pop(name, None)  # not to be met again if only some of them get their new weight
+        for layer, w in zip(layers, weight.unbind(0), strict=True):
+            layer.requantize_(w)
+        self.store(name, [packed_of(layer) for layer in layers])
+
+    def snapshot(self, name: str) -> dict[str, nn.Parameter]:
+        """A projection's parameters, to be given back to :meth:`restore`; by reference, nothing changes them in place."""
+        return {stack_name(name, leaf): p for leaf, p in self.stacks(name).items()}
+
+    def restore(self, snapshot: Mapping[str, nn.Parameter]) -> None:
+        """Put back the bytes of a snapshot, on the device where the module is now."""
+        for key, saved in snapshot.items():
+            device = getattr(self, key).device
+            setattr(self, key, saved if saved.device == device else frozen(saved.data.to(device)))
+        self._significands.clear()
+
+    def rewritten(self) -> None:
+        """As of a frozen linear."""
+        self._layers.clear()
+        self._significands.clear()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args, **kwargs) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if any(f"{prefix}{stack_name(name, 'weight_gscale')}" in state_dict for name in self.projections):  # not an adapter's
+            self.rewritten()
+
+    def to_experts(self, dense: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """The module that this one replaced, with dense weights: the given ones (E, N, K), or what is stored."""
+        dtype, (original,) = self.dense_dtype or self.compute_dtype, self._outside
+        for name in self.projections:
+            weight = (dense or {}).get(name)
+            weight = self.dequantize(name, dtype) if weight is None else weight.detach().to(dtype)
+            original.register_parameter(name, frozen(weight))
+        return original.train(self.training)
+
+    # -- forward
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, adapters: Adapters | None = None
+    ) -> Tensor:
+        """y (T, H) of hidden_states (T, H), with the k experts of every token and their weights in the other two, (T, k) each.
+        An index of E or more is an expert of another process, and adds nothing here."""
+        if top_k_index.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the rows of every expert are counted on the host, which a CUDA graph cannot record")
+        tokens, k = top_k_index.shape
+        order, counts = by_expert(top_k_index, self.experts)
+        rows = SortedRows.apply(hidden_states, order, k)
+        first, down = ((self.layers(name, True), (adapters or {}).get(name, [()] * self.experts)) for name in self.projections)
+        members = zip(rows.split(counts), *first, *down)
+        outputs = [self._expert(x, *member) for x, *member in members if len(x)]
+        if not outputs:
+            return hidden_states.new_zeros(hidden_states.shape)
+        shares = TokenRows.apply(torch.cat(outputs), order, tokens * k).view(tokens, k, -1)
+        y = (shares * top_k_weights.unsqueeze(-1)).sum(1)
+        return y.to(hidden_states.dtype)
+
+    def _expert(
+        self, x: Tensor, first: FrozenLinear, inner: Sequence[Branch], down: FrozenLinear, outer: Sequence[Branch]
+    ) -> Tensor:
+        """One expert, its projections and their branches, on its rows x (R, H)."""
+        z = first.lora_forward(x, inner)
+        h = self._activate(z) if self.act is None else self._product(z, down)
+        return down.lora_forward(h, outer)
+
+    def _product(self, z: Tensor, down: FrozenLinear) -> Tensor:
+        """act(gate) * up, quantised for ``down`` in the same pass; backward keeps codes of gate and up."""
+        from ...autograd.fused import GatedQuantize, as_parts  # not at the top: the data flow comes after the layers
+
+        gate, up = z.chunk(2, dim=-1)
+        h, *flat = GatedQuantize.apply(gate, up, None, self.act, down.options.terms, False)
+        *codes, _, _ = as_parts(flat, gate.shape[-1])
+        activation_cache.put(h, activation_cache.QuantizedInput(tuple(codes), None, h.dtype, exact=True))
+        return h
+
+    def fuse(self) -> str | None:
+        """Compute act(gate) * up as a fused gated MLP does (:mod:`peft_nvfp4.fusion.mlp`): from now on the product is quantised
+        from FP32, and what backward keeps of gate and up are codes, a quarter of the memory. Returns why not, where it cannot."""
+        from ...numerics.fused_reference import ACTIVATIONS
+
+        if self.backend != "nvfp4" or first_of(self) != "gate_up_proj":
+            return "its experts are no gated MLPs frozen in nvfp4"
+        z = 2 * torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        gate, up = z.chunk(2, dim=-1)
+        with torch.no_grad():
+            value = self._activate(z)
+        close = (word for word, act in ACTIVATIONS.items() if torch.allclose(value, act(gate) * up, rtol=1e-5, atol=1e-6))
+        self.act = next(close, None)
+        return None if self.act else "its experts compute something else than act(gate) * up with SiLU or tanh-GELU"
+
+    def unfuse(self) -> None:
+        """Undo :meth:`fuse`."""
+        self.act = None
+
+    def _activate(self, z: Tensor) -> Tensor:
+        return self._outside[0]._apply_gate(z) if first_of(self) == "gate_up_proj" else self.act_fn(z)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> FrozenExperts:
+        # compute_dtype follows whatever cast is applied to floating tensors; packed bytes are not cast by anything
+        device = getattr(self, DOWN).device
+        probe = fn(torch.empty(0, dtype=self.compute_dtype, device=device))
+
+        def keeps_bytes(t: Tensor) -> Tensor:  # Module.type() casts integers too
+            cast = fn(t)
+            return cast if t.is_floating_point() or cast.dtype == t.dtype else t.to(cast.device)
+
+        super()._apply(keeps_bytes, recurse)
+        self.compute_dtype = probe.dtype
+        self._layers = {}
+        return self
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_layers": {}}  # views of this module's memory, not of a copy's
+
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{name}={(self.experts, *shape)}" for name, shape in self.projections.items())
+        return f"{shapes}, backend={self.backend}"
+
+
+def frozen_experts(model: nn.Module) -> list[tuple[str, FrozenExperts]]:
+    """(dotted name, module) of all frozen experts of a model."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, FrozenExperts)]

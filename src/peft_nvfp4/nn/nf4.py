@@ -1,0 +1,146 @@
+"""NF4 frozen linear: QLoRA's projection, computed by bitsandbytes.
+
+The layer *is* a ``bitsandbytes.nn.Linear4bit`` (NF4, blocks of 64, absmax quantised again: "double quantisation"), so that
+optimizers, checkpoints and transformers treat it as one. A model loaded with ``BitsAndBytesConfig`` is adopted: the new layer
+shares the old one's ``Params4bit``, nothing is copied.
+
+A trap that is closed here: on CPUs with AVX512-BF16, bitsandbytes 0.50 repacks the weight in place at the first forward whose
+input needs no gradient. Afterwards dequantising returns garbage and input gradients are missing (only a warning says so), so
+evaluating before training or merging breaks the model. ``support_avx512bf16_for_cpu = False`` keeps the plain layout.
+
+Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .frozen_linear import FrozenLinear, FrozenOptions, autocast_input
+from .registry import register_backend
+
+try:
+    import bitsandbytes as bnb
+except ImportError as error:
+    raise ImportError("backend='nf4' needs bitsandbytes: pip install 'peft_nvfp4[nf4]' (or pip install bitsandbytes)") from error
+
+
+@contextmanager
+def _on_default_stream(device: torch.device) -> Iterator[None]:
+    """bitsandbytes' quantising kernels take no stream and run on the default one, whatever the current stream is; what it does
+    between them (the mean of the block scales is taken off before these are quantised again) runs on the current one. So the
+    default stream is the current one within the context; it begins after what the other has been asked for, and that one goes on
+    after it."""
+    current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if current is None or current == (default := torch.cuda.default_stream(device)):
+        yield
+        return
+    default.wait_stream(current)
+    with torch.cuda.stream(default):
+        yield
+    current.wait_stream(default)
+
+
+@register_backend("nf4")
+class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
+    """Frozen linear in NF4 with double quantisation, W4A16."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: Tensor | None, compute_dtype: torch.dtype, options: FrozenOptions
+    ):
+        super().__init__(in_features, out_features, bias, compute_dtype, options)
+        self.compute_type_is_set = False  # the input's dtype decides, as in bitsandbytes; an adopted layer keeps its setting
+        self.quant_state = None
+        self.quant_storage = torch.uint8
+        self.support_avx512bf16_for_cpu = False
+
+    @classmethod
+    def quantize(
+        cls, linear: nn.Linear, options: FrozenOptions | None = None, *, gscale: Tensor | None = None
+    ) -> NF4FrozenLinear:
+        if isinstance(linear, bnb.nn.Linear4bit):
+            return cls._adopt(linear, options or FrozenOptions())
+        weight = linear.weight.detach()
+        if not torch.isfinite(weight).all():
+            raise ValueError("weight holds NaN or Inf; a quantised layer cannot represent them")
+        layer = cls(linear.in_features, linear.out_features, linear.bias, weight.dtype, options or FrozenOptions())
+        layer._store(weight)
+        return layer.train(linear.training)
+
+    @classmethod
+    def _adopt(cls, linear: bnb.nn.Linear4bit, options: FrozenOptions) -> NF4FrozenLinear:
+        """Take over a layer of a model loaded with BitsAndBytesConfig, sharing its weight."""
+        state = linear.weight.quant_state
+        if linear.weight.quant_type != "nf4":
+            raise ValueError(
+                f"this Linear4bit holds {linear.weight.quant_type}, not NF4; load the model with bnb_4bit_quant_type='nf4'"
+            )
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ValueError(
+                "bitsandbytes has repacked this weight for AVX512-BF16 (it does so at the first forward in eval mode), which "
+                "breaks training. Wrap the model before running it, or set module.support_avx512bf16_for_cpu = False on every "
+                "Linear4bit right after loading."
+            )
+        dtype = linear.compute_dtype or (state.dtype if state is not None else torch.bfloat16)
+        layer = cls(linear.in_features, linear.out_features, linear.bias, dtype, options)
+        layer.weight, layer.quant_state, layer.quant_storage = linear.weight, linear.quant_state, linear.quant_storage
+        layer.compute_type_is_set = linear.compute_type_is_set
+        layer.weight.module = layer
+        layer.dense_dtype = state.dtype if state is not None else None
+        return layer.train(linear.training)
+
+    def _store(self, weight: Tensor) -> None:
+        parameter = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=self)
+        with _on_default_stream(weight.device):
+            self.weight = parameter.to(weight.device)  # bitsandbytes quantises on this call, also where nothing moves
+        self.quant_state = self.weight.quant_state
+        if weight.is_cuda:  # its memory is the default stream's, which must not have it back while another one is at work with it
+            for tensor in self.packed_tensors().values():
+                tensor.record_stream(torch.cuda.current_stream(weight.device))
+
+    @property
+    def _state(self) -> bnb.functional.QuantState:
+        """Scales and layout: with the parameter, or, where FSDP2 has put its own in place, with the layer."""
+        return getattr(self.weight, "quant_state", None) or self.quant_state
+
+    def packed_tensors(self) -> dict[str, Tensor]:
+        state = self._state
+        tensors = {"weight": self.weight.data, "absmax": state.absmax, "code": state.code}
+        if state.nested:
+            tensors.update(nested_absmax=state.state2.absmax, nested_code=state.state2.code, offset=state.offset)
+        return tensors
+
+    def snapshot(self) -> dict:
+        return {"weight": self.weight, "bias": None if self.bias is None else self.bias.data.clone()}
+
+    def restore(self, snapshot: dict) -> None:
+        device = self.weight.device
+        self.weight = snapshot["weight"] if snapshot["weight"].device == device else snapshot["weight"].to(device)
+        self.quant_state = self._state
+        if self.bias is not None:
+            self.bias.data = snapshot["bias"].to(device, self.bias.dtype, copy=True)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        weight = bnb.functional.dequantize_4bit(self.weight.data, self._state)
+        return weight.to(dtype or self.compute_dtype)
+
+    def requantize_(self, weight: Tensor) -> None:
+        self._check_dense(weight)
+        self._store(weight.detach().to(self.weight.device, self._state.dtype).contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        # bitsandbytes' own forward, without its side effects: repacking for AVX512, casting the bias in place, a new parameter
+        # in the place of FSDP2's
+        x = autocast_input(x)
+        follows_input = not self.compute_type_is_set and x.dtype in (torch.float32, torch.bfloat16)
+        # given FP64, bitsandbytes 0.50 reads it as bytes of another type and returns garbage
+        wanted = torch.float32 if self.compute_dtype == torch.float64 else self.compute_dtype
+        compute = x.to(x.dtype if follows_input else wanted)
+        bias = None if self.bias is None else self.bias.to(compute.dtype)
+        state = self._state
+        if state.absmax.device != x.device:  # FSDP2 has moved the parameter only
+            state.to(x.device)
+        return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=state).to(x.dtype)

@@ -1,0 +1,386 @@
+"""NVFP4 arithmetic in plain PyTorch: the definition that every kernel of the package must reproduce bit for bit.
+
+It runs on any device, needs no compiler, and is the default implementation of the operators in :mod:`peft_nvfp4.ops`.
+What to know before changing a line:
+
+* Nothing here may depend on the order of a floating-point sum, on fused multiply-adds or on flushing of subnormals. Products
+  of a global scale (a power of two), an E4M3 scale (4 bits) and a threshold (3 bits) are exact in FP32; the one division,
+  ``amax / (6 g)``, is IEEE-rounded and cannot land on an E4M3 midpoint unless the true quotient is one (neighbouring FP32
+  numerators differ by more than half an ulp of the quotient).
+* Codes are found by comparing ``|x|`` with ``s * g * {.25, .75, ...}``. Multiplying by ``1 / (s * g)`` instead would round
+  some ties the wrong way: with power-of-two scales, ties are common.
+* The squared error of the searching rules is summed by halving (16 -> 8 -> 4 -> 2 -> 1), an order that kernels can follow.
+* A block with NaN or Inf gets scale NaN and codes 0: it dequantises to NaN and is seen. It does not disturb the global scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .formats import (
+    BLOCK,
+    E2M1_GRID,
+    E2M1_MAX,
+    E2M1_THRESHOLDS,
+    E4M3_MAX,
+    E4M3_MAX_BITS,
+    E4M3_NAN,
+    GSCALE_EXPONENTS,
+    MSE_OFFSETS,
+    SWIZZLE_COLS,
+    SWIZZLE_ROWS,
+    NVFP4Format,
+    QuantizedMatrix,
+    padded_k,
+)
+from .matmul import cpu_operand
+
+# ---------------------------------------------------------------------------------------------- scales
+
+
+def e4m3_encode(v: Tensor) -> Tensor:
+    """E4M3 bits (uint8) of non-negative FP32 values, to nearest even, saturating at 448. NaN gives 0x7F."""
+    return v.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def e4m3_decode(bits: Tensor) -> Tensor:
+    """FP32 value of E4M3 bits (uint8)."""
+    return bits.view(torch.float8_e4m3fn).float()
+
+
+def power_of_two_scale(amax: Tensor) -> Tensor:
+    """Global scale ``2**ceil(log2(amax / (6 * 448)))``, 1 where amax is 0; FP32 in, FP32 out, exact.
+
+    2688 = 1.3125 * 2**11, so the exponent follows from amax's own exponent and one comparison of its mantissa: no logarithm.
+    """
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - 127 - 11 + ((bits & 0x7FFFFF) > 0x280000).int()  # 0x280000: mantissa of 1.3125
+    exponent = exponent.clamp(*GSCALE_EXPONENTS)
+    return torch.where(amax > 0, ((exponent + 127) << 23).view(torch.float32), 1.0)
+
+
+def _round_scale_up(v: Tensor, bits: Tensor) -> Tensor:
+    """The smallest E4M3 value that is not below v, given v's nearest: with it nothing in the block saturates."""
+    return torch.where((e4m3_decode(bits) < v) & (bits < E4M3_MAX_BITS), bits + 1, bits)
+
+
+def _squared_error(mag_g: Tensor, index: Tensor, s: Tensor) -> Tensor:
+    """Sum over each block of (mag/g - grid * s)**2, summed by halving. mag_g (R, nb, 16), index alike, s (R, nb)."""
+    d = mag_g - _grid(mag_g.device)[index.int()] * s[..., None]
+    e = d * d
+    while e.shape[-1] > 1:
+        half = e.shape[-1] // 2
+        e = e[..., :half] + e[..., half:]
+    return e[..., 0]
+
+
+@functools.lru_cache
+def _grid(device: torch.device) -> Tensor:
+    """The eight magnitudes; kept per device, since making it anew would wait for a copy to a GPU every time."""
+    with torch.inference_mode(False):
+        return torch.tensor(E2M1_GRID, dtype=torch.float32, device=device)
+
+
+def _round_to_grid(mag: Tensor, sg: Tensor) -> Tensor:
+    """Index 0..7 of the nearest magnitude, ties to even, saturating. mag (R, nb, 16) and sg = s * g (R, nb), FP32."""
+    sg = sg[..., None]
+    index = torch.zeros_like(mag, dtype=torch.uint8)
+    for threshold, tie_goes_up in E2M1_THRESHOLDS:
+        index += (mag >= sg * threshold) if tie_goes_up else (mag > sg * threshold)
+    return index
+
+
+def _choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format) -> Tensor:
+    """E4M3 bits of every block's scale. mag (R, nb, 16), amax (R, nb), g (R or 1, 1)."""
+    v = amax / (g * E2M1_MAX)
+    bits = e4m3_encode(v)
+    if fmt.stochastic:
+        return _round_scale_up(v, bits)
+    if fmt.rule == "max6":
+        return bits
+    if fmt.rule == "four_over_six":
+        candidates = [e4m3_encode(amax / (g * 4.0))]
+    else:
+        nearest = bits.int()
+        candidates = [(nearest + offset).clamp(1, E4M3_MAX_BITS).to(torch.uint8) for offset in MSE_OFFSETS]
+    mag_g = torch.where(amax[..., None] > 0, mag, 0.0) / g[..., None]  # exact: g is a power of two
+
+    def error(candidate: Tensor) -> Tensor:
+        s = e4m3_decode(candidate)
+        return _squared_error(mag_g, torch.where((s > 0)[..., None], _round_to_grid(mag_g, s), 0), s)
+
+    best = error(bits)
+    for candidate in candidates:
+        e = error(candidate)
+        better = (e < best) & (amax > 0)
+        bits, best = torch.where(better, candidate, bits), torch.where(better, e, best)
+    return bits
+
+
+# ---------------------------------------------------------------------------------------------- quantise
+
+
+def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Tensor | None = None) -> QuantizedMatrix:
+    """Quantise x (R, K), any floating dtype, along K.
+
+    Args:
+        gscale: (1,) or (R,) FP32, a power of two to use instead of the one computed from amax (weights of q/k/v share one).
+        seed: int64 scalar, needed for ``fmt.stochastic``; the same seed gives the same codes on every device.
+    """
+    rows, k = x.shape
+    kp = padded_k(k)
+    blocks = F.pad(x.float(), (0, kp - k)).view(rows, kp // BLOCK, BLOCK)
+    mag = blocks.abs()
+    amax = mag.amax(-1) if k else mag.new_zeros(rows, 0)  # NaN and Inf propagate
+    finite = amax.isfinite()
+    amax = torch.where(finite, amax, 0.0)
+    if gscale is None:
+        per_row = amax.amax(-1) if k else amax.new_zeros(rows)
+        gscale = power_of_two_scale(per_row if fmt.global_scale == "row" else _amax_or_zero(per_row))
+    g = gscale[:, None]
+    bits = _choose_scales(mag, amax, g, fmt)
+    sg = e4m3_decode(bits) * g
+    index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
+    codes = index | (torch.signbit(blocks).to(torch.uint8) << 3)
+    codes *= ((sg > 0) & finite)[..., None]
+    return QuantizedMatrix(pack(codes.view(rows, kp)), torch.where(finite, bits, E4M3_NAN), gscale, k)
+
+
+def _amax_or_zero(x: Tensor) -> Tensor:
+    """Maximum as a (1,) tensor; 0 for an empty one."""
+    return x.amax().reshape(1) if x.numel() else x.new_zeros(1)
+
+
+def powers_of_two(g: Tensor) -> bool:
+    """Whether all of some normal FP32 numbers are powers of two."""
+    return not (g.view(torch.int32) & 0x7FFFFF).any()
+
+
+def significand(g: Tensor) -> float:
+    """Significand of a global scale (1,), in [1, 2): 1 for a power of two (and for what is no normal number). Waits for a GPU."""
+    value = float(g)
+    return 2 * math.frexp(value)[0] if 2.0**-126 <= value < math.inf else 1.0
+
+
+def split_scale(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Global scales as (powers of two, significands in [1, 2)), whose products they are, exactly; what is no normal number as
+    (itself, 1)."""
+    bits = g.view(torch.int32)
+    exponent = bits & 0x7F800000
+    normal = (exponent > 0) & (exponent < 0x7F800000)
+    power = torch.where(normal, exponent.view(torch.float32), g)
+    return power, torch.where(normal, (bits & 0x7FFFFF | 0x3F800000).view(torch.float32), 1.0)
+
+
+def without_significand(q: QuantizedMatrix, significand: float) -> QuantizedMatrix:
+    """q / significand, if that is the significand of its global scale: a matrix whose values are exact in BF16. The division is
+    one of tensors (by a number, a GPU multiplies with the reciprocal, which is inexact)."""
+    return q if significand == 1.0 else q._replace(gscale=q.gscale / torch.full_like(q.gscale, significand))
+
+
+def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small. Where a global scale is no power
+    of two (of another tool's checkpoint): FP32's code * (block scale * global scale), and that rounded once in BF16 (on a GPU,
+    where looking would wait, that is the kernels' business)."""
+    rounds = dtype == torch.bfloat16 and q.gscale.is_cpu and not powers_of_two(q.gscale)
+    if dtype not in (torch.float32, torch.bfloat16) or rounds:
+        return dequantize(q, torch.float32).to(dtype)
+    rows = q.codes.shape[0]
+    values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)
+    s = (e4m3_decode(q.scales) * q.gscale[:, None]).to(dtype)
+    blocks = q.scales.shape[1]
+    return (values.view(rows, blocks, BLOCK) * s[..., None]).view(rows, blocks * BLOCK)[:, : q.k]
+
+
+@functools.lru_cache
+def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Table from a byte to its two values, seen as one integer twice as wide: one look-up for two codes."""
+    with torch.inference_mode(False):
+        grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype)
+        byte = torch.arange(256)
+        pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
+        return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two codes a byte: (R, K) uint8 in 0..15, K even -> (R, K/2), low nibble = even k."""
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Inverse of :func:`pack`: (R, K/2) -> (R, K)."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).view(packed.shape[0], 2 * packed.shape[1])
+
+
+def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
+    """The backward layout W_b (K, N) of a forward weight W_f (N, K): D(W_f) in FP32, transposed and quantised along N, so that
+    the gradient belongs to the function that the forward computed."""
+    return quantize(dequantize(q).T, fmt)
+
+
+# ---------------------------------------------------------------------------------------------- matrix product
+
+
+
+
+
+
+def matmul(
+    terms: list[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + bias`` in ``dtype``: exact products, FP32 accumulation, one rounding.
+
+    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between devices. GPUs get
+    BF16 operands, which hold every dequantised value exactly, also for FP32 results: faster, and out of reach of the TF32 switch.
+    On a CPU the two terms are added in FP32 first, which is exact but for residuals below 2**-17 of their block.
+
+    A global scale of w that is no power of two has a significand with more bits than BF16 holds. It stays out of the operand and
+    multiplies the FP32 sum, as in the epilogue of an FP4 kernel.
+
+    Args:
+        values: sum_t D(x_t), if the caller has it in ``dtype`` without rounding (one term, or FP32).
+        factor: significand of w's global scale (1,), if the caller knows it. A CPU looks; a GPU would wait, and believes the
+            caller.
+    """
+    if w.codes.is_cuda:
+        return matmul_cuda(terms, without_significand(w, factor), bias, dtype, values, factor=factor)
+    split = factor != 1.0 or w.gscale.is_cpu and not powers_of_two(w.gscale)
+    if split:
+        power, significands = split_scale(w.gscale)
+        w = w._replace(gscale=power)
+    operand = cpu_operand(dtype) if len(terms) == 1 and bias is None and not split else torch.float32
+    x = values.to(operand) if values is not None else sum(dequantize(t, operand) for t in terms)
+    wd = dequantize(w, operand)
+    if split:
+        y = (x @ wd.T).mul_(significands)
+        return (y if bias is None else y.add_(bias)).to(dtype)
+    # the bias joins before the one rounding: addmm in BF16 would round in between
+    return (x @ wd.T if bias is None else torch.addmm(bias.to(operand), x, wd.T)).to(dtype)
+
+
+def matmul_cuda(
+    terms: list[QuantizedMatrix],
+    w: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None,
+    dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor] = dequantize,
+    factor: float = 1.0,
+) -> Tensor:
+    """:func:`matmul` on a GPU without FP4 tensor cores: BF16 products with FP32 results. ``dequantize`` may be a kernel. Where
+    w's global scale is no power of two, it gives D(w) / factor, and ``factor`` multiplies the sum before the bias joins."""
+    wd = dequantize(w, torch.bfloat16).T
+    with full_precision_sums():
+        if len(terms) == 1:
+            x = dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)
+            if bias is None and dtype == torch.bfloat16:
+                return x @ wd if factor == 1.0 else x.new_empty(len(x), wd.shape[1]).addmm_(x, wd, beta=0, alpha=factor)
+            y = torch.mm(x, wd, out_dtype=torch.float32)
+        else:
+            y = torch.mm(dequantize(terms[0], torch.bfloat16), wd, out_dtype=torch.float32)
+            y += torch.mm(dequantize(terms[1], torch.bfloat16), wd, out_dtype=torch.float32)
+    if factor != 1.0:
+        y *= factor
+    return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+@contextmanager
+def full_precision_sums() -> Iterator[None]:
+    """cuBLAS may split K and add the parts in BF16 (seen on an H200 at M=3, K=1000: rounded twice). Not within this context."""
+    backend = torch.backends.cuda.matmul
+    before = backend.allow_bf16_reduced_precision_reduction
+    if not before:
+        yield
+        return
+    backend.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        backend.allow_bf16_reduced_precision_reduction = before
+
+
+# ---------------------------------------------------------------------------------------------- layout of scales
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """Block scales (R, nb) in the layout FP4 tensor cores read: rows padded to 128 and columns to 4 with zeros, each 128x4
+    tile stored as 32 groups of 16 bytes; byte (r % 32) * 16 + (r // 32) * 4 + c of a tile holds its element (r, c).
+
+    Returns a flat uint8 tensor of ceil(R/128) * 128 * ceil(nb/4) * 4 bytes.
+    """
+    rows, cols = scales.shape
+    scales = F.pad(scales, (0, -cols % SWIZZLE_COLS, 0, -rows % SWIZZLE_ROWS))
+    tile_rows, tile_cols = scales.shape[0] // SWIZZLE_ROWS, scales.shape[1] // SWIZZLE_COLS
+    tiles = scales.view(tile_rows, 4, 32, tile_cols, SWIZZLE_COLS)  # (tile row, r // 32, r % 32, tile column, c)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle_scales(swizzled: Tensor, rows: int, cols: int) -> Tensor:
+    """Inverse of :func:`swizzle_scales`."""
+    tile_rows, tile_cols = -(-rows // SWIZZLE_ROWS), -(-cols // SWIZZLE_COLS)
+    tiles = swizzled.view(tile_rows, tile_cols, 32, 4, SWIZZLE_COLS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tile_rows * SWIZZLE_ROWS, tile_cols * SWIZZLE_COLS)[:rows, :cols].contiguous()
+
+
+# ---------------------------------------------------------------------------------------------- random bits
+
+_PHILOX_M = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
+_U32 = 0xFFFFFFFF
+
+
+def philox(seed: Tensor, count: int) -> Tensor:
+    """``count`` random 32-bit numbers (int64 tensor): Philox-4x32-10 with key = seed and counter = index // 4 (Salmon et
+    al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Number i depends on (seed, i) alone, so a backward pass or
+    another device draws the same ones. The product of two 32-bit words overflows int64, whose wrap-around is harmless:
+    both halves are masked.
+    """
+    c0 = torch.arange(-(-count // 4), device=seed.device, dtype=torch.int64)
+    c1, c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = seed & _U32, (seed >> 32) & _U32
+    for _ in range(10):
+        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _U32) ^ c1 ^ k0, p1 & _U32, ((p0 >> 32) & _U32) ^ c3 ^ k1, p0 & _U32
+        k0, k1 = (k0 + _PHILOX_W[0]) & _U32, (k1 + _PHILOX_W[1]) & _U32
+    return torch.stack([c0, c1, c2, c3], dim=1).view(-1)[:count]
+
+
+def _round_stochastically(mag: Tensor, sg: Tensor, seed: Tensor | None) -> Tensor:
+    """Index of the magnitude below or above, above with probability (mag - below) / (above - below).
+
+    20 random bits u, since u * gap * sg * 2**-20 must be exact in FP32 (20 + 4 significant bits); mag - below is exact by
+    Sterbenz' lemma. So the decision is the same on every device.
+    """
+    if seed is None:
+        raise ValueError("stochastic rounding needs a seed (an int64 scalar tensor)")
+    grid = _grid(mag.device)
+    sg = sg[..., None]
+    low = torch.zeros_like(mag, dtype=torch.uint8)
+    for value in E2M1_GRID[1:]:
+        low += mag >= sg * value
+    below = grid[low.int()] * sg
+    gap = (grid[(low.int() + 1).clamp(max=7)] - grid[low.int()]) * sg
+    u = (philox(seed.to(mag.device), mag.numel()) >> 12).view(mag.shape).float() * 2.0**-20
+    return low + (u * gap < mag - below).to(torch.uint8) * (low < 7)
+
+
+def dropout_mask(shape: tuple[int, ...], p: float, seed: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """0 with probability p, else 1 / (1 - p). The same (shape, p, seed) gives the same mask on every device, so a backward
+    pass draws it again instead of keeping it."""
+    count = 1
+    for n in shape:
+        count *= n
+    keep = philox(seed.to(device), count) >= int(p * 2**32)
+    return (keep.view(shape).to(torch.float32) / (1.0 - p)).to(dtype)

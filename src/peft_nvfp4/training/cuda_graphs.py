@@ -1,0 +1,366 @@
+"""CUDA graphs for training: the decoder's forward and backward as two recorded launches instead of thousands.
+
+A training step of a small model on a fast GPU is bound by Python and by kernel launches. :func:`enable_cuda_graphs` makes the
+decoder (everything between token ids and the last hidden state; the loss stays outside) replay recordings of itself:
+
+>>> model = get_peft_model(model, NVFP4LoraConfig(..., cuda_graphs=True))   # or: enable_cuda_graphs(model)
+>>> Trainer(model=model, ...).train()
+>>> print(graph_status(model))
+
+A recording is made for each combination of input shapes, at its first use, and holds its memory until it is discarded:
+when something that is baked into it has changed (an adapter switched, merged, frozen or added, a scaling, a dropout probability,
+a parameter that lives elsewhere), or by :func:`disable_cuda_graphs`. Whatever a recording cannot do (evaluation, generation,
+hidden states of all layers, packed sequences, a second forward before the backward of the first) runs as it would without, and
+the status says why.
+
+Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.lora.draw_seed`), and before each replay the seeds are
+drawn from PyTorch's CPU generator as eager code would, in the same order. Warm-up and recording put the generators back.
+
+Rejected: recording the optimizer, too (Trainer owns it), or each decoder layer by itself (every layer's input would have to stay
+in memory between its replays; the residual stream is what NVFP4 activations just got rid of).
+``torch.cuda.make_graphed_callables`` does not handle keyword inputs, shapes that vary, seeds, or gradients accumulated over
+several backwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import ModelOutput
+
+from .graph_recording import CudaRecording, SeedTape, Unsupported, substituted
+
+MAX_GRAPHS = 8
+"""Combinations of input shapes that are recorded; further ones run without."""
+CAUSAL = "peft_nvfp4_causal"
+"""SDPA without transformers' mask code, which under capture makes a dense mask (and loses flash attention) even where all tokens
+are real. An attention function without an entry in transformers' table of mask functions gets no mask."""
+DROPPED = {"num_items_in_batch", "use_cache"}
+"""Keyword arguments that the decoder ignores in training, and that may change from step to step."""
+
+
+@dataclass
+class GraphStatus:
+    """What :func:`graph_status` returns.
+
+    Attributes:
+        graphs: input shapes -> number of replays.
+        reasons: why calls ran without a graph -> how many did.
+        discarded: recordings that were dropped because the model had changed.
+    """
+
+    graphs: dict[str, int] = field(default_factory=dict)
+    reasons: Counter = field(default_factory=Counter)
+    discarded: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"replayed {n} times: {shapes}" for shapes, n in self.graphs.items()] or ["no recording"]
+        lines += [f"ran {n} times without a graph: {reason}" for reason, n in self.reasons.items()]
+        return "\n".join(lines + ([f"discarded {self.discarded} recordings: the model had changed"] if self.discarded else []))
+
+
+# ---------------------------------------------------------------------------------------------- the decoder's forward
+
+
+class _Ticket:
+    """Of a forward whose backward has not run yet: alive as long as its autograd graph is."""
+
+    open = True
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, recording, inputs: dict[str, Tensor], ticket: _Ticket, *parameters):
+        ctx.recording, ctx.ticket = recording, ticket
+        return recording.forward(inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        if not ctx.ticket.open:
+            raise RuntimeError(
+                "a CUDA graph cannot run backward twice for one forward (retain_graph): disable_cuda_graphs(model) first"
+            )
+        ctx.ticket.open = False
+        return None, None, None, *ctx.recording.backward(dy)
+
+
+@dataclass
+class _Entry:
+    recording: Any
+    tape: SeedTape
+    kind: type  # of the decoder's output
+    parameters: list[Tensor]
+    model_state: tuple
+
+
+def _baked_in(p: nn.Parameter) -> tuple:
+    """Of a parameter: the object, too, since gradients go to the one that was recorded; of frozen ones also the version, since
+    copies of them may be read."""
+    if type(p).__name__ == "DTensor":
+        raise Unsupported("the parameters are sharded (FSDP2), and each step gathers them anew")
+    return id(p), p.data_ptr(), p.dtype, p.requires_grad, 0 if p.requires_grad or p.is_inference() else p._version
+
+
+def _adapter_state(layer: nn.Module) -> tuple:
+    """Of a LoRA layer."""
+    if layer._forward_pre_hooks:
+        raise Unsupported("hooks on adapters (aLoRA) may do something else in every step")
+    dropouts = tuple(getattr(d, "p", 0.0) for d in layer.lora_dropout.values())
+    chosen = tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters)
+    return *chosen, tuple(layer.scaling.items()), dropouts
+
+
+class GraphedForward:
+    """The ``forward`` of a decoder, on the instance."""
+
+    def __init__(self, decoder: nn.Module, recorder: Callable = CudaRecording):
+        self.decoder, self.recorder = decoder, recorder
+        self.plain = decoder.__dict__.get("forward")  # somebody else's hook on the instance
+        self.status, self.pool = GraphStatus(), None
+        self.entries: dict[tuple, _Entry] = {}
+        self.failed: dict[tuple, tuple[tuple, str]] = {}  # what cannot be recorded: the model's state then, and why
+        self.pending: weakref.ref[_Ticket] | None = None
+        self.__signature__ = inspect.signature(decoder.forward)
+        kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
+        self.catch_all = kinds.get(inspect.Parameter.VAR_KEYWORD)  # the name of **kwargs
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.plain is not None:
+            return self.plain(*args, **kwargs)
+        return type(self.decoder).forward(self.decoder, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> GraphedForward:
+        copied = GraphedForward(copy.deepcopy(self.decoder, memo), self.recorder)
+        copied.plain = copy.deepcopy(self.plain, memo)
+        return copied
+
+    def __reduce__(self):
+        return GraphedForward, (self.decoder, self.recorder)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and self.decoder.training):
+            return self.original(*args, **kwargs)
+        try:
+            return self._replay(args, kwargs)
+        except Unsupported as reason:
+            if str(reason) not in self.status.reasons:
+                warnings.warn(f"this step runs without a CUDA graph: {reason}", stacklevel=3)
+            self.status.reasons[str(reason)] += 1
+            return self.original(*args, **kwargs)
+
+    def _replay(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.pending is not None and (ticket := self.pending()) is not None and ticket.open:
+            raise Unsupported("the backward of an earlier forward is still to come")
+        tensors, constants = self._inputs(args, kwargs)
+        key = (
+            tuple((name, tuple(t.shape), t.dtype, t.device) for name, t in tensors.items()),
+            tuple(constants.items()),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        )
+        entry, state = self.entries.get(key), self._model_state()
+        if entry is not None and entry.model_state != state:
+            self.status.discarded += 1
+            self.entries.clear()  # the others are as old
+            entry = None
+        if entry is None:
+            if key in self.failed and self.failed[key][0] == state:
+                raise Unsupported(self.failed[key][1])
+            try:
+                entry = self.entries[key] = self._record(tensors, constants, state)
+            except Unsupported as reason:
+                self.failed[key] = (state, str(reason))
+                raise
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+        self.status.graphs[shapes] = self.status.graphs.get(shapes, 0) + 1
+        entry.tape.refill()
+        ticket = _Ticket()
+        self.pending = weakref.ref(ticket)
+        return entry.kind(last_hidden_state=_Replay.apply(entry.recording, tensors, ticket, *entry.parameters))
+
+    def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and constants of a call, or the reason why it cannot be replayed."""
+        named = dict(self.__signature__.bind(*args, **kwargs).arguments)
+        named |= named.pop(self.catch_all, {})
+        tensors = {k: v for k, v in named.items() if isinstance(v, Tensor) and k not in DROPPED}
+        constants = {k: v for k, v in named.items() if v is not None and k not in tensors and k not in DROPPED}
+        for name, value in constants.items():
+            if not isinstance(value, bool | int | float | str):
+                raise Unsupported(f"the decoder is called with {name} ({type(value).__name__})")
+        if "position_ids" in tensors and "attention_mask" not in tensors:
+            raise Unsupported("position_ids without attention_mask may mean packed sequences")
+        for name, t in tensors.items():
+            if t.requires_grad:
+                raise Unsupported(f"{name} requires a gradient")
+            if not t.is_cuda and self.recorder is CudaRecording:
+                raise Unsupported(f"{name} is on the {t.device.type}")
+        mask = tensors.get("attention_mask")
+        # transformers looks into the mask, too, and waits for the device as well
+        if mask is not None and mask.ndim == 2 and self._maskless(tensors) and bool(mask.all()):
+            del tensors["attention_mask"]
+        return tensors, constants
+
+    def _model_state(self) -> tuple:
+        """What a recording has baked in. Asked in every step, of thousands of modules: ``modules()``, ``parameters()`` and
+        ``buffers()`` took longer than the rest of a step's Python."""
+        state: list = [getattr(self.decoder.config, "_attn_implementation", None)]
+        seen: set[int] = set()
+        left = [self.decoder]
+        while left:
+            module = left.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            children = module._modules
+            if children:
+                left += [child for child in children.values() if child is not None]
+            state.append((type(module), module.training, module.__dict__.get("attention_dropout")))
+            if module._parameters:
+                state += [_baked_in(p) for p in module._parameters.values() if p is not None]
+            if module._buffers:
+                state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+                hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+                state.append(tuple(map(tuple, hooks)))
+            if "lora_A" in children:
+                state.append(_adapter_state(module))
+            elif isinstance(module, nn.Dropout):
+                state.append(module.p)
+        return tuple(state)
+
+    # -- recording
+
+    def _record(self, tensors: dict[str, Tensor], constants: dict[str, Any], state: tuple) -> _Entry:
+        if len(self.entries) >= MAX_GRAPHS:
+            raise Unsupported(f"more than {MAX_GRAPHS} combinations of input shapes (pad_to_multiple_of gives fewer)")
+        parameters = [p for p in self.decoder.parameters() if p.requires_grad]
+        if not parameters:
+            raise Unsupported("nothing of the decoder is trained")
+        aliases = [nn.Parameter(p.detach()) for p in parameters]
+        device = parameters[0].device
+        if device.type == "cuda":  # a capture records the streams of one device, the current one
+            current = torch.device("cuda", torch.cuda.current_device())
+            if {t.device for t in (*self.decoder.parameters(), *tensors.values())} != {current}:
+                raise Unsupported(f"not all of the decoder and its inputs are on the current device, {current}")
+        tape, kinds = SeedTape(device), set()
+        no_cache = {"use_cache": False} if "use_cache" in self.__signature__.parameters or self.catch_all else {}
+
+        def run(**inputs: Tensor) -> Tensor:
+            tape.places.clear()
+            with self._attention(inputs), substituted(self.decoder, parameters, aliases):
+                output = self.original(**inputs, **constants, **no_cache)
+            if not isinstance(output, ModelOutput) or [k for k, v in output.items() if v is not None] != ["last_hidden_state"]:
+                raise Unsupported("the decoder returns more than the last hidden state")
+            kinds.add(type(output))
+            return output.last_hidden_state
+
+        if not self.entries and device.type == "cuda":
+            # not that of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does that),
+            # and then cannot draw random numbers on the device any more
+            self.pool = torch.cuda.graph_pool_handle()
+        cached = torch.is_autocast_cache_enabled()
+        generators = [device] if device.type == "cuda" else []
+        torch.set_autocast_cache_enabled(False)  # its copies of weights would be made in, and die with, the recording
+        try:
+            # a capture that fails may leave its own stream the current one: stream() puts back what was
+            here = torch.cuda.stream(torch.cuda.current_stream() if device.type == "cuda" else None)
+            with here, torch.random.fork_rng(generators), tape.recording(), substituted(self.decoder, parameters, aliases):
+                recording = self.recorder(run, tensors, aliases, self.pool)
+        except Unsupported:
+            raise
+        except Exception as error:  # whatever a model does that a capture forbids: said, and the step goes on without
+            raise Unsupported(f"recording failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        return _Entry(recording, tape, kinds.pop(), parameters, state)
+
+    def _maskless(self, inputs: dict[str, Tensor]) -> bool:
+        """Whether causal attention needs no mask if all tokens are real. A config with sub-configs keeps its windows elsewhere,
+        and inputs such as token_type_ids may shape the mask (Gemma 3's images)."""
+        config = self.decoder.config
+        length = next((t.shape[1] for t in inputs.values()), 0)
+        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        short = any(window is not None and window < length for window in windows)
+        plain = inputs.keys() <= {"input_ids", "inputs_embeds", "position_ids", "attention_mask"}
+        return plain and not short and not getattr(config, "sub_configs", None) and config._attn_implementation == "sdpa"
+
+    @contextmanager
+    def _attention(self, inputs: dict[str, Tensor]) -> Iterator[None]:
+        """Without a mask among the inputs, and if no layer looks back less far than the sequence is long: no mask at all."""
+        config = self.decoder.config
+        if "attention_mask" in inputs or not self._maskless(inputs):
+            yield
+            return
+        ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
+        config._attn_implementation = CAUSAL
+        try:
+            yield
+        finally:
+            config._attn_implementation = "sdpa"
+
+
+# ---------------------------------------------------------------------------------------------- public
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; ValueError where there is none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = _find_decoder(base)
+    if decoder is None:
+        raise ValueError(f"{type(base).__name__} has no decoder module of its own: CUDA graphs need a *ForCausalLM model")
+    return decoder
+
+
+def _find_decoder(base: nn.Module) -> nn.Module | None:
+    decoder = getattr(base, getattr(base, "base_model_prefix", "") or "model", None)
+    return decoder if isinstance(decoder, nn.Module) and hasattr(decoder, "config") else None
+
+
+def enable_cuda_graphs(model: nn.Module) -> None:
+    """Record the decoder's training steps in CUDA graphs from now on. On a machine without CUDA every step runs without, and
+    :func:`graph_status` says so.
+
+    Raises:
+        ValueError: no decoder was found.
+    """
+    decoder = _decoder(model)
+    if not isinstance(decoder.__dict__.get("forward"), GraphedForward):
+        decoder.forward = GraphedForward(decoder)
+        decoder._replicate_for_data_parallel = functools.partial(_replica, decoder)
+
+
+def _replica(decoder: nn.Module) -> nn.Module:
+    """What DataParallel calls for its replicas, which must not compute with the original's forward."""
+    replica = type(decoder)._replicate_for_data_parallel(decoder)
+    del replica.__dict__["forward"], replica.__dict__["_replicate_for_data_parallel"]
+    return replica
+
+
+def disable_cuda_graphs(model: nn.Module) -> None:
+    """Put the decoder's own forward back and free the recordings (deleting the model frees them at the next garbage collection
+    only: it refers to itself). Nothing happens to a model without graphs."""
+    decoder = _find_decoder(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    graphed = None if decoder is None else decoder.__dict__.get("forward")
+    if isinstance(graphed, GraphedForward):
+        del decoder.forward, decoder._replicate_for_data_parallel
+        if graphed.plain is not None:
+            decoder.forward = graphed.plain
+
+
+def graph_status(model: nn.Module) -> GraphStatus:
+    """What was replayed, and what was not and why."""
+    graphed = _decoder(model).__dict__.get("forward")
+    return graphed.status if isinstance(graphed, GraphedForward) else GraphStatus(reasons=Counter({"not enabled": 1}))

@@ -1,0 +1,111 @@
+"""Whether every process holds the same frozen bytes, and making it so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...nn.frozen_linear import FrozenLinear
+
+CHUNK = 1 << 22
+"""Words of 8 bytes that are summed at a time: bounds the temporary memory."""
+
+
+def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(dotted name of a module, what it holds that is not trained) for every module that holds something: packed weights with all
+    their scales, and parameters without gradient (norms, embeddings)."""
+    for name, module in model.named_modules():
+        tensors = {key: p for key, p in module.named_parameters(recurse=False) if not p.requires_grad}
+        if isinstance(module, FrozenLinear):
+            tensors = {**module.packed_tensors(), **tensors}
+        if tensors:
+            yield name, tensors
+
+
+def base_checksums(model: nn.Module) -> dict[str, int]:
+    """A 64-bit checksum of each module's frozen tensors, by dotted name. Sums of integers: the same on every device."""
+    sums = {}
+    for name, tensors in frozen_tensors(model):
+        if any(isinstance(t, DTensor) for t in tensors.values()):
+            raise ValueError(f"{name} is sharded already; compare the bases before fully_shard")
+        total = 0
+        for key, t in sorted(tensors.items()):
+            total = (total * 1000003 + _checksum(t) + hash_of(f"{key}{tuple(t.shape)}{t.dtype}")) % 2**64
+        sums[name] = total
+    return sums
+
+
+def hash_of(text: str) -> int:
+    """Of a string, the same in every process (Python's own hash is not)."""
+    return int.from_bytes(text.encode(), "little") % (2**61 - 1)
+
+
+def _checksum(t: Tensor) -> int:
+    """Sum of all words, each mixed and multiplied by an odd number that belongs to its place, modulo 2**64."""
+    data = t.detach().reshape(-1).contiguous().view(torch.uint8)
+    if rest := -data.numel() % 8:
+        data = torch.cat([data, data.new_zeros(rest)])
+    words, total = data.view(torch.int64), torch.zeros((), dtype=torch.int64, device=t.device)
+    for start in range(0, words.numel(), CHUNK):
+        part = words[start : start + CHUNK]
+        odd = torch.arange(2 * start + 1, 2 * (start + part.numel()) + 1, 2, device=t.device)
+        total += ((part ^ (part >> 32)) * odd).sum()
+    return int(total) % 2**64
+
+
+def check_same_base(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Compare the frozen weights of all processes. Every process of the group has to call it.
+
+    Raises:
+        ValueError: on every process, naming the first module that differs.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    sums: list[dict[str, int]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(sums, base_checksums(model), group=group)
+    for rank, others in enumerate(sums[1:], start=1):
+        differing = [name for name in {**sums[0], **others} if sums[0].get(name) != others.get(name)]
+        if differing:
+            raise ValueError(
+                f"the frozen weights of rank 0 and rank {rank} differ, first at {differing[0]!r} ({len(differing)} of "
+                f"{len(sums[0])} modules). Load the same checkpoint with the same settings on every process, or take rank 0's "
+                "weights everywhere with peft_nvfp4.training.distributed.broadcast_base(model)"
+            )
+
+
+@torch.no_grad()
+def broadcast_base(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite every frozen tensor with rank ``src``'s, in place, and compare. Shapes must be the same on all processes.
+
+    Raises:
+        ValueError: a process has other modules or shapes.
+    """
+    here = [(name, key, t) for name, tensors in frozen_tensors(model) for key, t in sorted(tensors.items())]
+    layout = [f"{name}.{key} {tuple(t.shape)} {t.dtype}" for name, key, t in here]
+    layouts: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(layouts, layout, group=group)
+    for rank, other in enumerate(layouts):
+        if other != layouts[0]:
+            first = next((a for a, b in zip(layouts[0], other) if a != b), "the number of modules")
+            raise ValueError(f"rank {rank} holds other modules than rank 0, first at {first}: their weights cannot be replaced")
+    send([t for _, _, t in here], src, group)
+    for module in model.modules():
+        if hasattr(module, "rewritten"):  # frozen linears and experts
+            module.rewritten()
+
+
+def send(tensors: list[Tensor], src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast tensors, wherever they are: NCCL takes those on a GPU only."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    for t in tensors:
+        data = t.detach()
+        there = data.cuda() if on_gpu and not data.is_cuda else data.contiguous()
+        dist.broadcast(there, src=src, group=group)
+        if there.data_ptr() != data.data_ptr():
+            data.copy_(there)
+        elif not data.is_inference():
+            torch.autograd.graph.increment_version(data)  # copies of weights are kept by version

@@ -1,0 +1,141 @@
+"""Frozen weights in the host's memory: models whose packed weights do not fit on the GPU.
+
+>>> model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")                   # on the CPU
+>>> model = get_peft_model(model, NVFP4LoraConfig(..., offload="cpu"))
+>>> Trainer(model=model, ...).train()              # moves everything else to the GPU
+>>> print(offload_status(model))
+
+The packed weights of decoder layers live in page-locked host memory, one buffer a layer. On the GPU there are two buffers as
+large as the largest layer. Layer i always computes in buffer i mod 2; while it does, a second stream fills the other buffer with
+the layer that comes next: i + 1 in forward, i - 1 in backward. What a layer computes is not touched: its parameters point into
+the buffer while it runs (``Parameter.data``) and to the host's bytes at all other times. So ``state_dict()`` and whatever else
+reads a parameter finds the host's bytes, ``model.to(device)`` moves everything else, and a layer computes with the same bytes on
+the same device as without offload: the results are the same bit for bit.
+
+When a layer runs: a hook before its forward, and a hook on the gradient of its output before its backward. Checkpointing runs the
+forward again within backward: then the parameters stay in the buffer until the layer before it (or the end of backward) takes
+over. What autograd has saved of a parameter is the parameter, or a view of the buffer. Both are right when backward comes: the
+bytes of a layer are always at the same place.
+
+Order between streams: a copy into a buffer waits for everything that was launched before it, which includes the last use of the
+buffer; the layer's kernels wait for the copy. That last use has been launched, since autograd calls the hook on a layer's output
+when its gradient is complete, and of what is ready it takes first what ran last in forward: all products of the layer after it.
+(A cache of keys and values whose gradients lead into an earlier forward breaks this, and is refused.) The allocator knows that
+both streams use the buffers, so their memory is not reused while a copy is on its way. Bytes that were written to the host
+(``load_state_dict``) are copied again.
+
+On a CPU the same code copies at once, from one part of its memory to another.
+
+Rejected: ``saved_tensors_hooks`` and moving weights to the GPU at each use (an allocation a layer, and no prefetch); accelerate's
+``cpu_offload`` (moves parameters by themselves, one after the other, without overlap).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .layers import ATTRIBUTE, ON_DEVICE, Offload, OffloadStatus, computing, packed_modules, packed_parameters
+
+__all__ = ["OffloadStatus", "computing", "disable_offload", "enable_offload", "find_layers", "offload_status", "offloaded"]
+
+
+def enable_offload(model: nn.Module) -> None:
+    """Keep the packed weights of a (PEFT) model's decoder layers on the host from now on. Called again, it moves adapters that
+    were added since to the compute device.
+
+    Raises:
+        ValueError: there is no list of decoder layers with frozen linears, or something excludes it: CUDA graphs, sharding
+            (FSDP), a model spread over devices (``device_map``), layers that share weights.
+    """
+    layers = find_layers(model)
+    if not layers:
+        raise ValueError(
+            f"offload='cpu' moves the frozen linears of decoder layers, and {type(model).__name__} has no list of layers with "
+            "frozen linears in it"
+        )
+    if (owner := _owner(model)) is not None:
+        return _move_the_rest(owner)
+    _refuse(model, layers)
+    Offload(layers, next(p for p in _packed(layers[0])).device)
+    return None
+
+
+def disable_offload(model: nn.Module) -> None:
+    """Bring the weights back to the compute device. Nothing happens to a model without offload."""
+    owner = _owner(model)
+    if owner is None:
+        return
+    owner.release()
+    if owner.stream is not None:
+        torch.cuda.synchronize(owner.device)
+    for layer in owner.layers:
+        for handle in layer.handles:
+            handle.remove()
+        delattr(layer.module, ATTRIBUTE)
+        for p in layer.parameters():
+            p.data = p.data.to(owner.device)
+        for frozen_layer in layer.packed:
+            for name in ("_apply", *ON_DEVICE):
+                frozen_layer.__dict__.pop(name, None)
+
+
+def offload_status(model: nn.Module) -> OffloadStatus:
+    """What is on the host, and what was copied. Waits for the device."""
+    owner = _owner(model)
+    return OffloadStatus() if owner is None else owner.measured()
+
+
+def offloaded(module: nn.Module) -> bool:
+    """Whether a module is, or holds, a layer with weights on the host."""
+    return any(hasattr(m, ATTRIBUTE) for m in module.modules())
+
+
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers: members of the ``nn.ModuleList`` that holds most bytes of frozen weights, all of which hold some."""
+    best, most = [], 0
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            members = [m for m in module if packed_modules(m)]
+            size = sum(p.nbytes for m in members for p in _packed(m))
+            if len(members) == len(module) and size > most:
+                best, most = members, size
+    return best
+
+
+def _packed(module: nn.Module) -> list[nn.Parameter]:
+    return [p for m in packed_modules(module) for p in packed_parameters(m).values()]
+
+
+def _owner(model: nn.Module) -> Offload | None:
+    return next((vars(m)[ATTRIBUTE].owner for m in model.modules() if ATTRIBUTE in vars(m)), None)
+
+
+def _move_the_rest(owner: Offload) -> None:
+    """An adapter is made where PEFT finds the frozen weight: on the host."""
+    for layer in owner.layers:
+        ours = {id(p) for p in layer.parameters()}
+        for p in layer.module.parameters():
+            if id(p) not in ours and p.device != owner.device:
+                p.data = p.data.to(owner.device)
+
+
+def _refuse(model: nn.Module, layers: list[nn.Module]) -> None:
+    from ..cuda_graphs import GraphedForward  # not at the top: graphs need nothing of this
+
+    places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if len(places) > 1 or any(hasattr(m, "_hf_hook") for m in model.modules()):
+        raise ValueError(
+            "offload='cpu' and device_map exclude each other: accelerate's hooks move inputs and weights by themselves. Load the "
+            "model without device_map, on the CPU"
+        )
+    if any(hasattr(p, "device_mesh") for layer in layers for p in layer.parameters()):
+        raise ValueError("offload='cpu' and FSDP exclude each other: sharded weights are gathered from the other processes")
+    if any(isinstance(vars(m).get("forward"), GraphedForward) for m in model.modules()):
+        raise ValueError("offload='cpu' and CUDA graphs exclude each other: disable_cuda_graphs(model) first")
+    seen: set[int] = set()
+    for layer in layers:
+        ids = {id(p) for p in _packed(layer)}
+        if seen & ids:
+            raise ValueError("offload='cpu' needs a weight to belong to one layer; here layers share them (layer_replication)")
+        seen |= ids

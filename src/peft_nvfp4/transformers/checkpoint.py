@@ -1,0 +1,186 @@
+"""The native layout on disk: a model's own state dict, sharded by transformers, with packed linears.
+
+| tensor | shape, uint8 | |
+|---|---|---|
+| ``<linear>.weight`` | (N, Kp/2) | codes, two a byte, even k in the low nibble |
+| ``<linear>.weight_scales`` | (N, Kp/16) | block scales, E4M3 bits, at most 0x7E |
+| ``<linear>.weight_gscale`` | (4,) | global scale, one FP32, little endian |
+
+Experts that are 3-D parameters have the same three tensors for each projection, with a leading dimension for the expert:
+``<experts>.gate_up_proj`` (E, N, Kp/2), ``<experts>.gate_up_proj_scales``, ``<experts>.gate_up_proj_gscale`` (E, 4), and so on.
+
+Kp is K rounded up to 32. Everything else (embeddings, norms, heads, biases) is stored as by transformers. Backward layouts are
+not stored: they are made from the forward ones, with the same bits, in a fraction of the time.
+
+Files are checked before anything is loaded, by their headers: whole, safetensors, the three tensors of every linear, in their
+shapes. What only the bytes can tell (NaN scales) is checked when they are on their device. Every message names tensor and file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers import HfQuantizer
+
+from ..checkpoints.files import Stored, stored_in
+from ..checkpoints.layouts import PARTS
+from ..nn.experts.frozen_experts import frozen_experts
+from ..nn.experts.packing import stack_name
+from ..nn.frozen_linear import FrozenOptions
+from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..numerics.formats import BLOCK, E4M3_MAX_BITS, QuantizedMatrix, padded_k
+from ..quantization.freeze import frozen_layers
+
+PACKED = ("weight", "weight_scales", "weight_gscale")
+BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
+
+
+# ---------------------------------------------------------------------------------------------- before loading
+
+
+def stored_tensors(model: nn.Module, files: Sequence[str] | None, quantizer: HfQuantizer | None = None) -> dict[str, Stored]:
+    """Name in the model -> the tensor that transformers will load there, with this quantizer. (A tensor that is split on loading
+    is under the name of its first part.)"""
+    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    names = dict.fromkeys(model.state_dict(keep_vars=True), True)
+    found = {}
+    for file in files or ():
+        for stored in stored_in(file) if file.endswith(".safetensors") else ():
+            stem, dot, leaf = stored.key.rpartition(".")
+            part = leaf in PACKED[1:] or leaf in PARTS  # not in the model yet: named after its weight
+            name, converter = rename_source_key(
+                f"{stem}.weight" if part else stored.key, renamings, converters, model.base_model_prefix, names
+            )
+            name = f"{name.rpartition('.')[0]}{dot}{leaf}" if part else name
+            found[name] = replace(stored, converted=converter is not None)
+    return found
+
+
+def packed_shapes(linear: nn.Linear) -> dict[str, tuple[int, ...]]:
+    """Shape of each packed tensor of a linear."""
+    n, width = linear.out_features, padded_k(linear.in_features)
+    return dict(zip(PACKED, ((n, width // 2), (n, width // BLOCK), (4,))))
+
+
+def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, Stored]) -> None:
+    """The files hold the packed tensors of the planned linears, in the right type and shape, and of no others.
+
+    Raises:
+        ValueError: naming tensor and file.
+    """
+    if not stored:
+        return  # a state_dict in place of files
+    planned = set(planned)
+    for name, tensor in stored.items():
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "weight_scales" and stem not in planned and isinstance(_submodule(model, stem), nn.Linear):
+            raise ValueError(
+                f"{tensor.key} in {tensor.file} belongs to a packed linear, and {stem} of {type(model).__name__} stays dense "
+                "by its class or by skip_modules"
+            )
+    for name in planned:
+        shapes = packed_shapes(model.get_submodule(name))
+        present = {leaf: stored[f"{name}.{leaf}"] for leaf in PACKED if f"{name}.{leaf}" in stored}
+        if missing := [f"{name}.{leaf}" for leaf in PACKED if leaf not in present]:
+            files = {tensor.file for tensor in present.values()} or {tensor.file for tensor in stored.values()}
+            raise ValueError(f"{', '.join(missing)} missing in {', '.join(sorted(files))}")
+        for leaf, tensor in present.items():
+            if tensor.dtype != "U8":
+                raise ValueError(f"{tensor.key} in {tensor.file} is {tensor.dtype}, expected packed bytes (U8)")
+            if tensor.shape != shapes[leaf]:
+                raise ValueError(f"{tensor.key} in {tensor.file} has the shape {tensor.shape}, expected {shapes[leaf]}")
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def empty_layer(linear: nn.Linear, options: FrozenOptions) -> NVFP4FrozenLinear:
+    """A frozen layer on the meta device with the parameters that the files hold."""
+    codes, scales, _ = packed_shapes(linear).values()
+    w = QuantizedMatrix(
+        torch.empty(codes, dtype=torch.uint8, device="meta"),
+        torch.empty(scales, dtype=torch.uint8, device="meta"),
+        torch.empty(1, dtype=torch.float32, device="meta"),
+        linear.in_features,
+    )
+    forward_only = replace(options, weight_layouts="transient")  # the backward layout is made when the forward one is there
+    layer = NVFP4FrozenLinear(linear.in_features, linear.out_features, linear.bias, linear.weight.dtype, forward_only, w)
+    layer.options = options
+    layer._is_hf_initialized = True  # not to be initialised: what is missing is an error
+    return layer.train(linear.training)
+
+
+# ---------------------------------------------------------------------------------------------- after loading
+
+
+def check_loaded(layers: Mapping[str, NVFP4FrozenLinear], origin: Callable[[str], str]) -> None:
+    """Every parameter was loaded and holds what it can hold.
+
+    Raises:
+        ValueError: naming tensor and file.
+    """
+    flags: dict[torch.device, dict[str, Tensor]] = {}
+    for name, layer in layers.items():
+        shapes = packed_shapes(layer)
+        for leaf, p in layer.named_parameters(recurse=False):
+            key, shape = f"{name}.{leaf}", shapes.get(leaf, (layer.out_features,))
+            if p.is_meta or not getattr(p, "_is_hf_initialized", False):
+                raise ValueError(f"{key} is missing in the checkpoint")
+            if tuple(p.shape) != shape:
+                raise ValueError(f"{origin(key)} has the shape {tuple(p.shape)}, expected {shape}")
+            if leaf == "weight_scales" and p.numel():
+                flags.setdefault(p.device, {})[key] = p.amax() > E4M3_MAX_BITS
+            elif leaf == "weight_gscale":
+                value = p.detach().clone().view(torch.float32)
+                flags.setdefault(p.device, {})[key] = ~(torch.isfinite(value) & (value > 0))[0]
+    for bad in flags.values():  # one wait for each device, not one for each tensor
+        for key, flag in zip(bad, torch.stack(list(bad.values())).tolist()):
+            if flag:
+                what = "scales that are NaN or negative" if key.endswith("scales") else "a scale that is not finite and positive"
+                raise ValueError(f"{origin(key)} is corrupt: it holds {what}")
+
+
+def complete(layer: NVFP4FrozenLinear) -> None:
+    """Make what the files do not hold: the backward layout."""
+    w = layer.forward_layout
+    layer._store(w._replace(gscale=w.gscale.clone()))  # a copy: in a mapped file, four bytes may lie anywhere
+
+
+# ---------------------------------------------------------------------------------------------- saving
+
+
+def saved_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
+    """The state dict without backward layouts, which :func:`complete` makes again; None where transformers saves an adapter.
+
+    Raises:
+        ValueError: the model carries PEFT's layers, whose names no model without them has; or a calibration.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "the model carries an adapter. Save the adapter (PeftModel.save_pretrained), or merge or unload it and save what "
+            "that returns"
+        )
+    if calibrated := [name for name, layer in frozen_layers(model) if layer.calibrated]:
+        raise ValueError(
+            f"{calibrated[0]} (and {len(calibrated) - 1} more) come from a calibration, whose folder is their checkpoint: load "
+            "the dense model and give the folder to NVFP4LoraConfig(calibration=...)"
+        )
+    packed = {f"{name}.{leaf}" for name, _ in frozen_layers(model) for leaf in BACKWARD}
+    for name, experts in frozen_experts(model):
+        packed |= {f"{name}.{stack_name(projection, leaf)}" for projection in experts.projections for leaf in BACKWARD}
+    return {key: tensor for key, tensor in model.state_dict().items() if key not in packed}

@@ -1,0 +1,268 @@
+"""Experts that are 3-D parameters, while ``from_pretrained`` loads a model: in three ways, as linears (:mod:`.quantizer`).
+
+* A dense checkpoint: transformers gathers the experts of a projection into one tensor, which is quantised, expert by expert, when
+  it arrives; at any time one projection of one layer is dense.
+* A saved model: the files hold the packed parameters of :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` under their names in the
+  model. Experts that the files hold dense (``skip_modules``) stay dense.
+* A model packed by another tool holds every expert's linears by themselves. Their place is taken by linears of those names
+  (:class:`OpenedExperts`), which are loaded as any other packed linears, and then joined: codes and scales are copied. Without
+  that, transformers would merge the experts' tensors on loading, which it cannot do with packed ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ..checkpoints.files import Stored, stored_in
+from ..checkpoints.layouts import PARTS
+from ..checkpoints.settings import INSTEAD
+from ..nn.experts.frozen_experts import FrozenExperts, first_of
+from ..nn.experts.packing import packed_of, stack_name
+from ..nn.frozen_linear import frozen
+from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..numerics.formats import BLOCK, E4M3_MAX_BITS, QuantizedMatrix, padded_k
+from ..quantization.freeze import _carry_attributes
+from ..quantization.plan import expert_options
+from . import checkpoint
+
+if TYPE_CHECKING:
+    from .quantizer import PactQuantizer
+
+FORWARD = ("weight", "weight_scales", "weight_gscale")
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def empty(quantizer: PactQuantizer, model: nn.Module, name: str) -> FrozenExperts:
+    """Frozen experts that have no weights yet."""
+    options = expert_options(name, quantizer._options(name), quantizer.quantization_config.accuracy)
+    experts = FrozenExperts(model.get_submodule(name), "nvfp4", options)
+    experts._is_hf_initialized = True
+    return experts
+
+
+# ---------------------------------------------------------------------------------------------- a dense checkpoint
+
+
+def collect(quantizer: PactQuantizer, model: nn.Module, key: str, weight: Tensor) -> None:
+    """Take a projection's weights (E, N, K), pack them, and put the frozen experts in place if they are complete."""
+    name, _, projection = key.rpartition(".")
+    original = model.get_submodule(name)
+    experts = quantizer._mixtures.get(name) or quantizer._mixtures.setdefault(name, empty(quantizer, model, name))
+    held = original._parameters[projection] = frozen(weight.new_empty(0))
+    held._is_hf_initialized = True  # nothing to initialise while the other projection is waited for
+    experts.pack(projection, weight)
+    experts.compute_dtype = weight.dtype
+    if all(hasattr(experts, name) for name in experts.projections):
+        _place(quantizer, model, name)
+
+
+def collect_rest(quantizer: PactQuantizer, model: nn.Module) -> None:
+    """Pack what the checkpoint lacks, and transformers has initialised (and said so)."""
+    for name in quantizer.mixtures:
+        original = model.get_submodule(name)
+        if not isinstance(original, FrozenExperts):
+            for projection in (first_of(original), "down_proj"):
+                if not hasattr(quantizer._mixtures.get(name), projection):
+                    collect(quantizer, model, f"{name}.{projection}", getattr(original, projection).detach())
+
+
+def _place(quantizer: PactQuantizer, model: nn.Module, name: str) -> None:
+    experts, original = quantizer._mixtures.pop(name), model.get_submodule(name)
+    for projection in experts.projections:
+        original.register_parameter(projection, None)
+    for p in experts.parameters():
+        p._is_hf_initialized = True
+    _carry_attributes(original, experts)
+    put(model, name, experts)
+
+
+# ---------------------------------------------------------------------------------------------- a saved model
+
+
+def packed_shapes(experts: FrozenExperts) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter that the files hold."""
+    shapes = {}
+    for name, (n, k) in experts.projections.items():
+        for leaf, shape in zip(FORWARD, ((n, padded_k(k) // 2), (n, padded_k(k) // BLOCK), (4,))):
+            shapes[stack_name(name, leaf)] = (experts.experts, *shape)
+    return shapes
+
+
+def place_empty(quantizer: PactQuantizer, model: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Put experts with empty parameters where the files hold packed ones; the others stay dense.
+
+    Raises:
+        ValueError: a parameter is missing, or of another type or shape; naming it and its file.
+    """
+    for name in list(quantizer.mixtures):
+        first = first_of(original := model.get_submodule(name))
+        if stored and not any(f"{name}.{stack_name(p, 'weight_scales')}" in stored for p in (first, "down_proj")):
+            quantizer.mixtures.remove(name)
+            continue
+        experts = empty(quantizer, model, name)
+        for key, shape in packed_shapes(experts).items():
+            _check(stored, f"{name}.{key}", shape)
+            setattr(experts, key, frozen(torch.empty(shape, dtype=torch.uint8, device="meta")))
+        for projection in experts.projections:
+            original.register_parameter(projection, None)
+        put(model, name, experts)
+
+
+def _check(stored: Mapping[str, Stored], key: str, shape: tuple[int, ...]) -> None:
+    if not stored:
+        return  # a state_dict in place of files
+    if key not in stored:
+        raise ValueError(f"{key} missing in {', '.join(sorted({tensor.file for tensor in stored.values()}))}")
+    tensor = stored[key]
+    if tensor.dtype != "U8":
+        raise ValueError(f"{tensor.key} in {tensor.file} is {tensor.dtype}, expected packed bytes (U8)")
+    if tensor.shape != shape:
+        raise ValueError(f"{tensor.key} in {tensor.file} has the shape {tensor.shape}, expected {shape}")
+
+
+def finish(quantizer: PactQuantizer, model: nn.Module, origin: Callable[[str], str]) -> None:
+    """Check what was loaded, and make what the files do not hold: the backward layouts.
+
+    Raises:
+        ValueError: naming tensor and file.
+    """
+    for name in quantizer.mixtures:
+        experts: FrozenExperts = model.get_submodule(name)
+        for key in packed_shapes(experts):
+            p = getattr(experts, key)
+            if p.is_meta or not getattr(p, "_is_hf_initialized", False):
+                raise ValueError(f"{name}.{key} is missing in the checkpoint")
+            if key.endswith("_gscale"):
+                values = p.detach().clone().view(torch.float32)
+                bad = "a scale that is not finite and positive" * (not (values.isfinite() & (values > 0)).all())
+            else:
+                bad = "scales that are NaN or negative" * (key.endswith("_scales") and bool(p.amax() > E4M3_MAX_BITS))
+            if bad:
+                raise ValueError(f"{origin(f'{name}.{key}')} is corrupt: it holds {bad}")
+        for projection in experts.projections:
+            layers = experts.layers(projection)
+            for layer in layers:
+                checkpoint.complete(layer)
+            experts.store(projection, [packed_of(layer) for layer in layers])
+
+
+# ---------------------------------------------------------------------------------------------- packed by another tool
+
+_LINEAR = re.compile(r"(.+)\.(\d+)\.(\w+)")
+
+
+class OpenedExperts(nn.Module):
+    """The linears of experts one by one, under their names in the files: ``<expert>.<linear>``.
+
+    Attributes:
+        original: the module whose place this one has.
+        roles: name of a linear -> (projection that it is part of, index of that part).
+    """
+
+    def __init__(self, original: nn.Module, roles: Mapping[str, tuple[str, int]]):
+        super().__init__()
+        self._outside, self.roles = (original,), dict(roles)
+        for e in range(original.down_proj.shape[0]):
+            expert = nn.Module()
+            for leaf, (projection, _) in roles.items():
+                parts = sum(role[0] == projection for role in roles.values())
+                _, n, k = getattr(original, projection).shape
+                dtype = original.down_proj.dtype
+                expert.add_module(leaf, nn.Linear(k, n // parts, bias=False, device="meta", dtype=dtype))
+            self.add_module(str(e), expert)
+
+    @property
+    def original(self) -> nn.Module:
+        return self._outside[0]
+
+    def linears(self) -> list[str]:
+        return [f"{e}.{leaf}" for e, _ in self.named_children() for leaf in self.roles]
+
+
+def open_up(quantizer: PactQuantizer, model: nn.Module, files: Sequence[str]) -> None:
+    """Put :class:`OpenedExperts` where the files hold packed experts, and enter their linears in ``quantizer.planned``. Experts
+    that are dense in the files stay dense.
+
+    Raises:
+        ValueError: some of a model's experts are packed and others are not; naming a tensor and its file.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    context = model.base_model_prefix, dict.fromkeys(model.state_dict(keep_vars=True), True)
+    roles: dict[str, dict[str, tuple[str, int]]] = {}
+    for stored in (stored for file in files if file.endswith(".safetensors") for stored in stored_in(file)):
+        stem, _, leaf = stored.key.rpartition(".")
+        plain = rename_source_key(f"{stem}.weight", renamings, [], *context)[0]
+        found = _LINEAR.fullmatch(plain.removesuffix(".weight")) if leaf in PARTS else None
+        if found is None or found[1] not in quantizer.mixtures or found[3] in roles.get(found[1], {}):
+            continue
+        target, pattern = rename_source_key(f"{stem}.weight", renamings, converters, *context)
+        sources = next((c.source_patterns for c in converters if pattern in c.source_patterns), [pattern])
+        roles.setdefault(found[1], {})[found[3]] = target.rpartition(".")[2], sources.index(pattern)
+        quantizer._opened[found[1]] = stored
+    wanted = {("gate_up_proj", 0), ("gate_up_proj", 1), ("down_proj", 0)}
+    if roles and (partly := [n for n in quantizer.mixtures if set(roles.get(n, {}).values()) != wanted]):
+        part = next(iter(quantizer._opened.values()))
+        raise ValueError(
+            f"{part} belongs to packed experts, and not all projections of all experts of the model are packed ({partly[0]}). "
+            f"{INSTEAD}"
+        )
+    quantizer.mixtures = list(roles)
+    for name, its in roles.items():
+        opened = OpenedExperts(model.get_submodule(name), dict(sorted(its.items(), key=lambda item: item[1])))
+        put(model, name, opened)
+        quantizer.planned |= {f"{name}.{linear}": (f"{name}.{linear}",) for linear in opened.linears()}
+
+
+def close(quantizer: PactQuantizer, model: nn.Module) -> None:
+    """Make frozen experts of the opened ones, whose linears are frozen now: gate and up of an expert become one matrix, by rows.
+
+    Raises:
+        ValueError: gate and up of an expert have different global scales.
+    """
+    for name in quantizer._opened:
+        opened: OpenedExperts = model.get_submodule(name)
+        put(model, name, opened.original)
+        experts = empty(quantizer, model, name)
+        for projection in experts.projections:
+            leaves = [leaf for leaf, role in opened.roles.items() if role[0] == projection]
+            experts.store(projection, [_joined(experts, projection, name, e, m, leaves) for e, m in opened.named_children()])
+            opened.original.register_parameter(projection, None)
+        put(model, name, experts)
+        for linear in opened.linears():
+            del quantizer.planned[f"{name}.{linear}"]
+
+
+def _joined(
+    experts: FrozenExperts, projection: str, name: str, e: str, expert: nn.Module, leaves: Sequence[str]
+) -> dict[str, Tensor]:
+    """Packed tensors of one expert's projection, from those of its linears; which are let go."""
+    parts = [expert.get_submodule(leaf).forward_layout for leaf in leaves]
+    if not all(torch.equal(part.gscale, parts[0].gscale) for part in parts):
+        raise ValueError(
+            f"{' and '.join(leaves)} of {name}.{e} have different global scales, and {projection} is one matrix here, with one. "
+            f"{INSTEAD}"
+        )
+    codes, scales = (torch.cat(tensors) for tensors in list(zip(*parts))[:2])
+    (n, k), options = experts.projections[projection], experts.options[projection]
+    forward_only = replace(options, weight_layouts="transient")
+    w = QuantizedMatrix(codes, scales, parts[0].gscale, k)
+    layer = NVFP4FrozenLinear(k, n, None, experts.compute_dtype, forward_only, w)
+    layer.options = options
+    checkpoint.complete(layer)
+    for leaf in leaves:
+        delattr(expert, leaf)
+    return packed_of(layer)

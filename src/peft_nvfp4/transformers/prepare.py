@@ -1,0 +1,67 @@
+"""What a quantised model needs before training, and what it needs of transformers once it counts as a 4-bit one."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from ..nn.experts.frozen_experts import FrozenExperts
+from ..nn.frozen_linear import FrozenLinear
+
+
+def prepare_model_for_nvfp4_training(
+    model: nn.Module, use_gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+) -> nn.Module:
+    """PEFT's ``prepare_model_for_kbit_training`` without its cast to FP32.
+
+    That cast doubles embeddings and norms, and with them the activations between the layers (unless autocast is on). Norms here
+    compute in FP32 whatever dtype their weights have, and a frozen embedding gains nothing.
+
+    Args:
+        use_gradient_checkpointing: recompute each layer in backward; the inputs of the first then require a gradient, without
+            which reentrant checkpointing would have none to compute. (transformers sees to that for text models only.)
+        gradient_checkpointing_kwargs: of ``torch.utils.checkpoint``; by default ``{"use_reentrant": False}``.
+
+    Returns:
+        The same model, with every parameter frozen.
+    """
+    for p in model.parameters():
+        p.requires_grad_(False)
+    if use_gradient_checkpointing:
+        model.enable_input_require_grads()
+        kwargs = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
+        newer = getattr(model, "activation_checkpointing_enable", None)  # the same under its name in later transformers
+        newer(kwargs) if newer else model.gradient_checkpointing_enable(kwargs)
+    return model
+
+
+def mark_as_4bit(model: nn.Module) -> None:
+    """``is_loaded_in_4bit`` is what PEFT, TRL and Trainer ask: for gradient checkpointing, for adapters in BF16, against
+    DataParallel. transformers then imports bitsandbytes to count parameters; this model counts its own."""
+    model.is_loaded_in_4bit = True
+    model.num_parameters = MethodType(num_parameters, model)
+
+
+def unmark_as_4bit(model: nn.Module) -> None:
+    """Undo :func:`mark_as_4bit`."""
+    model.is_loaded_in_4bit = False
+    vars(model).pop("num_parameters", None)
+
+
+def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Number of parameters, a packed weight counting as the matrix it stands for."""
+    seen = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
+    total = 0
+    for module in self.modules():
+        packed = isinstance(module, FrozenLinear) and not module.weight.is_floating_point()
+        if packed and not only_trainable and id(module.weight) not in seen:
+            total += module.in_features * module.out_features
+        if isinstance(module, FrozenExperts) and not only_trainable:
+            total += module.elements
+        for p in module.parameters(recurse=False):
+            if id(p) not in seen and p.is_floating_point() and (p.requires_grad or not only_trainable):
+                total += p.numel()
+            seen.add(id(p))
+    return total

@@ -1,0 +1,301 @@
+"""Ways of calling the autograd Functions of peft_nvfp4.autograd.frozen_linear: a layer used twice, without gradients, with factors frozen,
+inputs of any shape and memory layout, bad input, autocast and activation checkpointing. Two ways of one computation are compared
+bit for bit."""
+
+import re
+
+import pytest
+import torch
+from _assertions import assert_same_bits
+from _linear_layers import SEED, M, by_gradients, by_terms, forward, make_branches, make_input, make_layer
+from torch.utils.checkpoint import checkpoint
+
+from peft_nvfp4.autograd import frozen_linear
+from peft_nvfp4.autograd.frozen_linear import lora_branch
+
+# ---------------------------------------------------------------------------------------------- ways of calling
+
+
+def test_layer_used_twice_before_backward():
+    """Gradients of two uses add up; a sum of two FP32 numbers has the same bits in either order."""
+    shape = (64, 64)
+    layer, (branch,) = make_layer(shape, 2), make_branches(shape, 1, 0.3)
+    xs, dys = [make_input(64), make_input(64)], [torch.randn(M, 64), torch.randn(M, 64)]
+    separate = []
+    for seed, x, dy in zip((1, 2), xs, dys):
+        x.grad = branch.a.grad = branch.b.grad = layer.bias.grad = None
+        forward(layer, x, [branch], seed).backward(dy)
+        separate.append([x.grad, branch.a.grad, branch.b.grad, layer.bias.grad])
+        x.grad = None
+    branch.a.grad = branch.b.grad = layer.bias.grad = None
+    first, second = forward(layer, xs[0], [branch], 1), forward(layer, xs[1], [branch], 2)
+    torch.autograd.backward([first, second], dys)
+    assert_same_bits(xs[0].grad, separate[0][0], "dx of the first use")
+    assert_same_bits(xs[1].grad, separate[1][0], "dx of the second use")
+    for i, (name, parameter) in enumerate({"dA": branch.a, "dB": branch.b, "dbias": layer.bias}.items(), 1):
+        assert_same_bits(parameter.grad, separate[0][i] + separate[1][i], name)
+
+
+def test_layer_applied_to_its_own_output():
+    """dx of a chain is the chain of the two input gradients."""
+    layer, (branch,) = make_layer((64, 64)), make_branches((64, 64), 1)
+    x, dy = make_input(64), torch.randn(M, 64)
+    middle = layer.lora_forward(x, [branch])
+    layer.lora_forward(middle, [branch]).backward(dy)
+    leaf = middle.detach().requires_grad_()
+    layer.lora_forward(leaf, [branch]).backward(dy)
+    again = x.detach().requires_grad_()
+    layer.lora_forward(again, [branch]).backward(leaf.grad)
+    assert_same_bits(x.grad, again.grad, "dx")
+
+
+def test_forward_without_gradient():
+    layer, x, branches = make_layer((64, 64), 2), make_input(64), make_branches((64, 64), 1, 0.3)
+    with torch.no_grad():
+        y = forward(layer, x, branches)
+    assert not y.requires_grad
+    assert_same_bits(y, forward(layer, x, branches).detach(), "y")
+
+
+@by_gradients
+def test_eval_mode_changes_no_gradient(gradients):
+    """Gradients in eval mode (from_pretrained's; a loop may train in it to switch dropout off) are those of training."""
+    layer, (branch,) = make_layer((64, 64), 1, gradients), make_branches((64, 64), 1)
+    x, dy = make_input(64), torch.randn(M, 64)
+    results = []
+    for training in (True, False):
+        x.grad = branch.a.grad = None
+        forward(layer.train(training), x, [branch]).backward(dy)
+        results.append((x.grad, branch.a.grad))
+    assert_same_bits(results[1][0], results[0][0], "dx")
+    assert_same_bits(results[1][1], results[0][1], "dA")
+
+
+@pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad, torch.inference_mode), ids=lambda m: m.__name__)
+def test_an_input_edited_in_place_is_quantised_again(mode):
+    """A static buffer that is refilled between two calls must not find the codes of its old content."""
+    layer, branches = make_layer((64, 7), 2), make_branches((64, 7), 1)
+    with mode():
+        x = torch.randn(M, 64)
+        old = layer.lora_forward(x, branches)
+        x.copy_(torch.randn(M, 64))
+        new, fresh = layer.lora_forward(x, branches), layer.lora_forward(x.clone(), branches)
+    assert (new != old).any()
+    assert_same_bits(new.detach(), fresh.detach(), "y")
+
+
+def test_input_that_needs_no_gradient(monkeypatch):
+    """The first layer of a model: adapter gradients have the same bits, and dx, the dearest product of backward, is not made."""
+    layer, (branch,) = make_layer((64, 64), 2), make_branches((64, 64), 1, 0.3)
+    x, dy = make_input(64), torch.randn(M, 64)
+    forward(layer, x, [branch]).backward(dy)
+    da, db = branch.a.grad, branch.b.grad
+    branch.a.grad = branch.b.grad = None
+    detached = x.detach()
+    monkeypatch.setattr(frozen_linear, "_input_gradient", lambda *args: pytest.fail("dx was computed"))
+    forward(layer, detached, [branch]).backward(dy)
+    assert_same_bits(branch.a.grad, da, "dA")
+    assert_same_bits(branch.b.grad, db, "dB")
+    assert detached.grad is None
+
+
+@pytest.mark.parametrize("which", ("a", "b"))
+def test_one_factor_frozen(which):
+    layer, (branch,) = make_layer((64, 64)), make_branches((64, 64), 1)
+    other = branch.b if which == "a" else branch.a
+    getattr(branch, which).requires_grad_(False)
+    layer.lora_forward(make_input(64), [branch]).sum().backward()
+    assert getattr(branch, which).grad is None
+    assert other.grad.abs().sum() > 0
+
+
+def test_layer_and_bias_frozen_without_adapter_has_only_an_input_gradient():
+    layer, x = make_layer((64, 64)), make_input(64)
+    layer.bias.requires_grad_(False)
+    layer(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+    assert all(p.grad is None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("leading", ((M,), (2, 3), (1, 2, 3)), ids=("2d", "3d", "4d"))
+def test_leading_dimensions_are_flattened(leading):
+    layer, branches = make_layer((64, 7), 2), make_branches((64, 7), 1, 0.3)
+    flat, dy = make_input(64), torch.randn(M, 7)
+    forward(layer, flat, branches).backward(dy)
+    x = flat.detach().view(*leading, 64).requires_grad_()
+    y = forward(layer, x, branches)
+    assert y.shape == (*leading, 7)
+    y.backward(dy.view(*leading, 7))
+    assert_same_bits(x.grad.view(M, 64), flat.grad, "dx")
+    assert_same_bits(y.detach().view(M, 7), forward(layer, flat, branches).detach(), "y")
+
+
+def test_single_vector():
+    layer, (branch,) = make_layer((64, 7)), make_branches((64, 7), 1)
+    x = torch.randn(64, requires_grad=True)
+    y = layer.lora_forward(x, [branch])
+    y.backward(torch.ones(7))
+    row = x.detach().view(1, 64).requires_grad_()
+    as_row = layer.lora_forward(row, [branch])
+    as_row.backward(torch.ones(1, 7))
+    assert_same_bits(y.detach(), as_row.detach()[0], "y")
+    assert_same_bits(x.grad, row.grad[0], "dx")
+
+
+@pytest.mark.parametrize("adapters", (0, 1), ids=("plain", "adapter"))
+@by_gradients
+@pytest.mark.parametrize("leading", ((0,), (2, 0)), ids=("2d", "3d"))
+def test_empty_batch(adapters, gradients, leading):
+    """No token: an empty output, and zero gradients of everything trainable, as nn.Linear gives."""
+    layer, branches = make_layer((64, 7), 2, gradients), make_branches((64, 7), adapters, 0.3)
+    x = torch.randn(*leading, 64, requires_grad=True)
+    y = layer.lora_forward(x, branches)
+    assert y.shape == (*leading, 7)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert layer.bias.grad.abs().sum() == 0
+    assert all(t.grad.abs().sum() == 0 for b in branches for t in (b.a, b.b))
+
+
+@pytest.mark.parametrize(
+    "view",
+    (lambda x: x.T.contiguous().T, lambda x: torch.stack([x, x], -1)[..., 0], lambda x: x.repeat(1, 2)[:, :64]),
+    ids=("transposed", "strided", "slice"),
+)
+def test_non_contiguous_input(view):
+    layer, branches = make_layer((64, 7), 2), make_branches((64, 7), 1, 0.3)
+    x = make_input(64)
+    y = forward(layer, view(x), branches)
+    assert not view(x).is_contiguous()
+    y.backward(torch.ones_like(y))
+    plain = x.detach().requires_grad_()
+    want = forward(layer, plain, branches)
+    want.backward(torch.ones_like(want))
+    assert_same_bits(y.detach(), want.detach(), "y")
+    assert_same_bits(x.grad, plain.grad, "dx")
+
+
+def test_non_contiguous_gradient():
+    """y.sum() hands back an expanded gradient (stride 0); a transposed one has the wrong order in memory."""
+    layer, branches = make_layer((64, 7), 2, "nvfp4_sr"), make_branches((64, 7), 1, 0.3)
+    dy = torch.randn(7, M).T
+    for strange in (dy, torch.randn(1, 1).expand(M, 7)):
+        results = []
+        for g in (strange, strange.contiguous()):
+            x = torch.ones(M, 64).requires_grad_()
+            forward(layer, x, branches).backward(g)
+            results.append(x.grad)
+        assert_same_bits(results[0], results[1], "dx")
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+def test_wrong_last_dimension_names_both_sizes():
+    layer = make_layer((64, 7))
+    for shape in ((M, 60), (2, 3, 128), (60,)):
+        with pytest.raises(ValueError, match=re.escape(f"must be 64, got shape {shape}")):
+            layer(torch.randn(*shape))
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.int64, torch.float64), ids=str)
+def test_input_of_another_dtype_raises_and_names_it(dtype):
+    """As nn.Linear does for an input whose dtype is not its weight's. A byte tensor must not pass for packed codes."""
+    with pytest.raises(RuntimeError, match=str(dtype)):
+        make_layer((64, 7))(torch.zeros(M, 64).to(dtype))
+
+
+@by_terms
+@pytest.mark.parametrize("centre", (False, True), ids=("plain", "centred"))
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")), ids=str)
+def test_a_token_that_is_not_finite_spoils_only_itself(terms, centre, value):
+    layer, branches = make_layer((576, 64), terms, centre=centre), make_branches((576, 64), 1)
+    with torch.no_grad():
+        x = make_input(576, requires_grad=False)
+        clean = layer.lora_forward(x, branches)
+        x[2, 100] = value
+        y = layer.lora_forward(x, branches)
+    others = torch.arange(M) != 2
+    assert y[2].isnan().all()
+    assert_same_bits(y[others], clean[others], "the other tokens")
+
+
+@by_gradients
+def test_a_gradient_that_is_not_finite_is_seen_and_spoils_only_its_token(gradients):
+    layer, (branch,) = make_layer((64, 64), 1, gradients), make_branches((64, 64), 1)
+    x, dy = make_input(64), torch.randn(M, 64)
+    forward(layer, x, [branch]).backward(dy)
+    clean = x.grad
+    x.grad = branch.a.grad = branch.b.grad = None
+    dy[2, 5] = float("inf")
+    forward(layer, x, [branch]).backward(dy)
+    others = torch.arange(M) != 2
+    assert_same_bits(x.grad[others], clean[others], "the other tokens")
+    assert not x.grad[2].isfinite().any()
+    assert not branch.a.grad.isfinite().any() and not branch.b.grad[5].isfinite().any()
+
+
+# ---------------------------------------------------------------------------------------------- autocast, checkpointing
+
+
+def test_autocast_equals_casting_the_input_first():
+    """FP32 in, BF16 out, and the same bits as with a BF16 input; the gradient comes back in FP32."""
+    layer, branches = make_layer((64, 7), 2, centre=True), make_branches((64, 7), 1, 0.3)
+    x = make_input(64)
+    cast = x.detach().bfloat16().requires_grad_()
+    want = forward(layer, cast, branches)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = forward(layer, x, branches)
+    assert_same_bits(y.detach(), want.detach(), "y")
+    assert y.dtype == torch.bfloat16
+    dy = torch.randn(M, 7).bfloat16()
+    y.backward(dy)
+    got = [x.grad.bfloat16(), *(t.grad for t in branches[0][:2])]
+    branches[0].a.grad = branches[0].b.grad = None
+    want.backward(dy)
+    for name, a, b in zip(("dx", "dA", "dB"), got, [cast.grad, *(t.grad for t in branches[0][:2])]):
+        assert_same_bits(a, b, name)
+
+
+@by_gradients
+@pytest.mark.parametrize("kind", ("layer", "branch"))
+def test_backward_under_autocast_is_not_cast(gradients, kind):
+    """loss.backward() inside the autocast block must not turn the FP32 products of the backward into BF16 ones."""
+    layer, (branch,) = make_layer((64, 7), 1, gradients), make_branches((64, 7), 1)
+    x, dy = make_input(64), torch.randn(M, 7)
+    results = []
+    for autocast in (False, True):
+        x.grad = branch.a.grad = branch.b.grad = None
+        torch.manual_seed(SEED)
+        y = layer.lora_forward(x, [branch]) if kind == "layer" else lora_branch(x, branch)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y.backward(dy)
+        results.append([x.grad, branch.a.grad, branch.b.grad])
+    for name, plain, inside in zip(("dx", "dA", "dB"), *results):
+        assert_same_bits(inside, plain, name)
+
+
+@by_gradients
+@pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "non_reentrant"))
+def test_activation_checkpointing_changes_no_bit(gradients, reentrant):
+    """The recomputed forward draws the seeds of the first one. Two layers, so that a seed too many or too few in the first of
+    them shifts those of the second; reentrant checkpointing runs its first pass without gradient."""
+    layers = [make_layer((64, 64), 1, gradients) for _ in range(2)]
+    branches = [make_branches((64, 64), 1, 0.3)[0] for _ in range(2)]
+    x, dy = make_input(64), torch.randn(M, 64)
+
+    def block(x):
+        for layer, branch in zip(layers, branches):
+            x = layer.lora_forward(x, [branch])
+        return x
+
+    results = []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
+        for t in (x, *(t for b in branches for t in (b.a, b.b))):
+            t.grad = None
+        torch.manual_seed(SEED)
+        y = run(x)
+        y.backward(dy)
+        results.append([y.detach(), x.grad, *(t.grad for b in branches for t in (b.a, b.b))])
+    for name, plain, recomputed in zip(("y", "dx", "dA of layer 0", "dB of 0", "dA of layer 1", "dB of 1"), *results):
+        assert_same_bits(recomputed, plain, name)

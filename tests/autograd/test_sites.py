@@ -1,0 +1,481 @@
+"""Linears of one input computed together (:class:`peft_nvfp4.nn.nvfp4.Site`): as often, with the results, and with the
+side effects that they would have one by one."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_llama
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
+from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.fusion.probe import base_of
+from peft_nvfp4.lora.layer import FrozenLoraLinear
+from peft_nvfp4.nn import nvfp4
+
+NAMES = ("q_proj", "k_proj", "v_proj")
+WIDTHS = (48, 32, 40)
+
+
+class Three(nn.Module):
+    """q, k and v of x, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        for name, n in zip(NAMES, WIDTHS):
+            setattr(self, name, nn.Linear(64, n, bias=name != "k_proj"))
+        self.between = lambda: None
+
+    def layers(self):
+        return [getattr(self, name) for name in NAMES]
+
+    def forward(self, x):
+        x = x * 1.5  # not a leaf
+        q = self.q_proj(x)
+        self.between()
+        return torch.cat([q, self.k_proj(x), self.v_proj(x)], -1)
+
+
+@pytest.fixture(autouse=True)
+def empty_table():
+    """Whatever the traceback of a failed test keeps alive."""
+    activation_cache._LOCAL.table.clear()
+
+
+def data(dtype=torch.float32, requires_grad=True):
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, 5, 64, generator=generator), torch.randn(2, 5, sum(WIDTHS), generator=generator)
+    return x.to(dtype).requires_grad_(requires_grad), dy.to(dtype)
+
+
+def made(*configs, dtype=torch.float32, grouped=True, **frozen):
+    """A frozen Three with the given adapters, all of them active, attached or not."""
+    torch.manual_seed(0)
+    model = freeze_model(Three().to(dtype), **frozen)
+    for i, settings in enumerate(configs):
+        config = LoraConfig(**{**dict(r=4, lora_alpha=8, target_modules=list(NAMES), init_lora_weights=False), **settings})
+        if i == 0:
+            model = get_peft_model(model, config)
+        else:
+            model.add_adapter(str(i), config)
+    if len(configs) > 1:
+        model.base_model.set_adapter(["default", *map(str, range(1, len(configs)))])
+    if grouped:
+        report = attach(model, run=lambda: model(data(dtype)[0]))
+        assert [len(site) for site in report.sites] == [3] and not report.fused
+    return model
+
+
+def three(model):
+    return next(m for m in model.modules() if isinstance(m, Three))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Number of linears in every call of the Function."""
+    found, function = [], nvfp4.NVFP4Linears
+    shim = SimpleNamespace(
+        apply=lambda x, xd, mu, spec, *t: found.append(len(spec.linears)) or function.apply(x, xd, mu, spec, *t)
+    )
+    monkeypatch.setattr(nvfp4, "NVFP4Linears", shim)
+    return found
+
+
+def results(model, dtype=torch.float32, autocast=None, calls=1):
+    """Output, gradient of the input, gradients of what is trained; the input is the same at every call."""
+    torch.manual_seed(3)  # dropout, stochastic rounding
+    x, dy = data(dtype)
+    model.zero_grad()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        ys = [model(x) for _ in range(calls)]
+    torch.autograd.backward(ys, [dy.to(y.dtype) for y in ys])
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert activation_cache.live() == 0
+    return dict(y=ys[-1].detach(), dx=x.grad, **grads)
+
+
+def assert_close(got, want, u=2**-24):
+    """Sums of at most 64 (over inputs), 48 + 4 (over outputs), 10 (over tokens) and 3 terms in another order, in FP32, each with
+    a relative error of u at most and a few roundings to u of results: 200 u of the largest value."""
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert (got[name] is None) == (tensor is None), name
+        if tensor is not None:
+            assert got[name].dtype == tensor.dtype
+            worst = (got[name] - tensor).abs().max().item() / tensor.abs().max().item()
+            assert worst <= 200 * max(u, 2**-24) if u <= 2**-24 else worst <= 4 * u, f"{name}: {worst:.1e}"
+
+
+ADAPTERS = {
+    "one": [{}],
+    "none": [],
+    "dropout": [dict(lora_dropout=0.3)],
+    "ranks": [dict(rank_pattern={"q_proj": 2, "v_proj": 7}, alpha_pattern={"k_proj": 3})],
+    "bias": [dict(lora_bias=True)],
+    "only-q": [dict(target_modules=["q_proj"])],
+    "not-q": [dict(target_modules=["k_proj", "v_proj"], lora_dropout=0.3)],
+    "two": [{}, dict(r=3, lora_dropout=0.2, target_modules=["k_proj"])],
+    "dora": [dict(use_dora=True)],
+    "dora-on-k": [dict(target_modules=["q_proj", "v_proj"]), dict(use_dora=True, target_modules=["k_proj"])],
+}
+
+
+@pytest.mark.parametrize("adapters", ADAPTERS.values(), ids=ADAPTERS.keys())
+@pytest.mark.parametrize("frozen", [{}, dict(accuracy="paper", gradients="nvfp4_sr", weight_layouts="transient")], ids=["", "sr"])
+def test_results_are_those_of_single_linears(adapters, frozen, calls):
+    """DoRA's forward is more than branches, so its linear is computed by itself. (After the others: v draws its seed for
+    stochastic rounding before k, other numbers than one by one.)"""
+    if adapters is ADAPTERS["dora-on-k"] and "gradients" in frozen:
+        frozen = {**frozen, "gradients": "bf16"}
+    single = results(made(*adapters, grouped=False, **frozen))
+    assert set(calls) == {1}
+    calls.clear()
+    assert_close(results(made(*adapters, **frozen)), single)
+    kind = next((name for name, value in ADAPTERS.items() if value is adapters), None)
+    assert calls == {"dora": [1, 1, 1], "dora-on-k": [2, 1]}.get(kind, [3])
+
+
+@pytest.mark.parametrize("adapters", [ADAPTERS["one"], ADAPTERS["two"]], ids=["one", "two"])
+@pytest.mark.parametrize("dtype, autocast", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=["bf16", "autocast"])
+def test_results_in_16_bits(adapters, dtype, autocast, calls):
+    """A result may be rounded the other way, to a neighbour, in each of up to four roundings: 4 u of the largest value."""
+    got = results(made(*adapters, dtype=dtype), dtype, autocast)
+    assert calls == [3]
+    assert_close(got, results(made(*adapters, dtype=dtype, grouped=False), dtype, autocast), u=2**-8)
+
+
+def test_how_often_a_model_computes(calls):
+    config = dict(r=4, target_modules="all-linear")
+    model = get_peft_model(tiny_llama(), NVFP4LoraConfig(**config))
+    ids = torch.arange(8)[None]
+    for _ in range(2):
+        calls.clear()
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert calls == [3, 1, 2, 1] * 2, "q/k/v, o, gate/up, down"
+    calls.clear()
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert calls == [3, 1, 2, 1] * 2 and activation_cache.live() == 0
+    calls.clear()
+    detach(model)(input_ids=ids)
+    assert calls == [1] * 14
+
+
+# ---------------------------------------------------------------------------------------------- between the calls
+
+
+@pytest.mark.parametrize("double", [lambda y: y * 2, lambda y: y.mul_(2)], ids=["new", "in-place"])
+def test_hooks_of_a_linear_fire(double):
+    model, single = made({}), made({}, grouped=False)
+    seen = {}
+    for key, m in (("grouped", model), ("single", single)):
+        layer = three(m).k_proj
+        layer.register_forward_pre_hook(lambda _, args, key=key: seen.setdefault(key, []).append(args[0].detach().clone()))
+        layer.register_forward_hook(lambda _, args, y, key=key: seen[key].append(y.detach().clone()) or double(y))
+    assert_close(results(model), results(single))
+    assert len(seen["grouped"]) == len(seen["single"]) == 2
+    assert torch.equal(seen["grouped"][0], seen["single"][0])
+
+
+def test_a_pre_hook_that_changes_the_input():
+    model, single = made({}), made({}, grouped=False)
+    for m in (model, single):
+        three(m).k_proj.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    assert_close(results(model), results(single))
+
+
+def test_disabled_adapters(calls):
+    model, bare, x = made({}), made(), data()[0].detach()
+    with model.disable_adapter():
+        assert torch.equal(model(x), bare(x)) and calls == [3, 3]
+        three(model).between = lambda: model.base_model.enable_adapter_layers()
+        with_q_disabled = model(x)
+    three(model).between = lambda: None
+    assert torch.equal(with_q_disabled[..., :48], bare(x)[..., :48])
+    assert torch.equal(with_q_disabled[..., 48:], model(x)[..., 48:])
+
+
+def test_merging_between_calls():
+    model, x = made({}), data()[0].detach()
+    expected = model(x)
+    three(model).between = lambda: three(model).k_proj.merge()
+    merged = model(x)
+    three(model).between = lambda: None
+    wanted = torch.cat([expected[..., :48], model(x)[..., 48:80], expected[..., 80:]], -1)
+    assert_close(dict(y=merged.detach()), dict(y=wanted.detach()))
+    assert not torch.allclose(wanted, expected, atol=1e-2)
+
+
+def test_the_same_input_twice(calls):
+    """Outputs are handed out once: a second call computes anew, with a graph of its own."""
+    twice = results(made({}), calls=2)
+    assert calls == [3, 3]
+    assert_close(twice, results(made({}, grouped=False), calls=2))
+
+
+@pytest.mark.parametrize("order", [NAMES[::-1], ("k_proj", "q_proj", "v_proj"), ("q_proj", "q_proj", "k_proj")], ids=str)
+def test_any_order_of_calls(order):
+    outputs = []
+    for grouped in (True, False):
+        torch.manual_seed(3)
+        model, x = three(made({}, grouped=grouped)), data()[0] * 1.5
+        y = torch.cat([getattr(model, name)(x) for name in order], -1)
+        outputs.append(dict(y=y.detach(), dx=torch.autograd.grad(y.square().sum(), x)[0]))
+        del x, y
+        assert activation_cache.live() == 0
+    assert_close(*outputs)
+
+
+def test_without_and_with_gradients():
+    model, single = made({}), three(made({}, grouped=False))
+    layers, x = three(model), data()[0] * 1.5
+    with torch.no_grad():
+        q = layers.q_proj(x)
+    k, v = layers.k_proj(x), layers.v_proj(x)
+    assert not q.requires_grad and k.requires_grad and v.requires_grad
+    got = torch.autograd.grad(k.sum() + v.sum(), [x, layers.k_proj.lora_A["default"].weight])
+    k, v = single.k_proj(x), single.v_proj(x)
+    want = torch.autograd.grad(k.sum() + v.sum(), [x, single.k_proj.lora_A["default"].weight])
+    assert_close(dict(enumerate(got)), dict(enumerate(want)))
+    k = layers.k_proj(x)  # leaves q and v, with a graph
+    with torch.no_grad():
+        assert not layers.q_proj(x).requires_grad
+    assert layers.v_proj(x).requires_grad
+
+
+def test_an_input_edited_in_place():
+    model, single, x = three(made({})), three(made({}, grouped=False)), data()[0].detach().clone()
+    model.q_proj(x)
+    k = model.k_proj(x.mul_(-3))
+    assert_close(dict(k=k.detach()), dict(k=single.k_proj(x.clone()).detach()))
+
+
+def edits(model):
+    """What may change between two calls with one tensor that keeps its version."""
+    layer = model.k_proj
+    base = base_of(layer)
+
+    def step():
+        with torch.no_grad():
+            layer.lora_A["default"].weight.mul_(-2)
+
+    def replace():
+        layer.lora_B["default"].weight = nn.Parameter(layer.lora_B["default"].weight.detach() * 3)
+
+    return dict(
+        step=step,
+        replace=replace,
+        scaling=lambda: layer.set_scale("default", 5.0),
+        dropout=lambda: setattr(layer.lora_dropout["default"], "p", 0.0),
+        requantised=lambda: base.requantize_(torch.flip(base.dequantize(torch.float32), [0])),
+        centred=lambda: base.set_centre(torch.ones(64)),
+        bias=lambda: setattr(base, "bias", nn.Parameter(torch.ones(32))),
+        evaluation=lambda: model.eval(),
+    )
+
+
+@pytest.mark.parametrize("what", ["step", "replace", "scaling", "dropout", "requantised", "centred", "bias", "evaluation"])
+def test_a_linear_that_changes_between_the_calls(what):
+    """As when q was computed alone: k is what it is when it is called."""
+    outputs = []
+    for grouped in (True, False):
+        model, x = three(made(dict(lora_dropout=0.3), grouped=grouped)).train(), data()[0].detach()
+        torch.manual_seed(3)
+        model.q_proj(x)
+        edits(model)[what]()
+        torch.manual_seed(4)
+        outputs.append(dict(k=model.k_proj(x).detach()))
+    torch.manual_seed(4)
+    assert_close(*outputs)
+
+
+def test_an_exception_between_the_calls():
+    model = made({})
+    expected, x = results(model), data()[0]
+
+    def fail():
+        raise KeyError("between")
+
+    three(model).between = fail
+    try:
+        model(x)
+        raise AssertionError("no exception")
+    except KeyError:
+        pass
+    del x
+    assert activation_cache.live() == 0
+    three(model).between = lambda: None
+    assert_close(results(model), expected)
+
+
+def test_a_linear_that_is_never_called():
+    """What was computed for it goes with the input."""
+    model = three(made({}))
+    x = data()[0] * 1.5
+    y = model.q_proj(x)
+    y.sum().backward()
+    assert activation_cache.live() == 1
+    del x
+    assert activation_cache.live() == 0
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_leaf_is_not_kept_alive(ndim, autocast):
+    """By outputs that wait for their linears: their graph ends in the leaf that is differentiated, the key of their own entry."""
+    model, x = three(made({})), data()[0]
+    x = x.detach().flatten(0, 3 - ndim).requires_grad_()
+    assert x.ndim == ndim
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model.q_proj(x)
+    y.sum().backward()
+    del x, y
+    assert activation_cache.live() == 0
+
+
+def test_inference_mode(calls):
+    """Tensors without a version are not entered in the table: one by one."""
+    model, x = made({}), data()[0].detach()
+    expected = model(x).detach()
+    with torch.inference_mode():
+        calls.clear()
+        y = model(x.clone())
+        assert calls == [1, 1, 1]
+        y2 = model(x.clone())
+    assert_close(dict(y=y.clone()), dict(y=expected))
+    assert torch.equal(y, y2) and activation_cache.live() == 0
+
+
+# ---------------------------------------------------------------------------------------------- checkpointing
+
+
+@pytest.mark.parametrize("unit", ["all", "each"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(unit, reentrant):
+    """The whole module recomputed, or every linear by itself."""
+    outcomes = []
+    for grouped in (True, False):
+        model = three(made(dict(lora_dropout=0.3), grouped=grouped))
+        torch.manual_seed(3)
+        x, dy = data()
+        model.zero_grad()
+        if unit == "all":
+            y = checkpoint(model, x, use_reentrant=reentrant)
+        else:
+            x2 = x * 1.5
+            y = torch.cat([checkpoint(layer, x2, use_reentrant=reentrant) for layer in model.layers()], -1)
+        y.backward(dy)
+        grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        outcomes.append(dict(y=y.detach(), dx=x.grad, **grads))
+        if unit == "each":
+            del x2
+        del y
+        assert activation_cache.live() == 0
+    assert_close(*outcomes)
+
+
+# ---------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_are_independent(way):
+    model = made({})
+    three(model).between = None
+    again = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    three(model).between = three(again).between = int
+    expected = results(model)
+    sites = {id(base_of(layer).site) for layer in three(again).layers()}
+    assert len(sites) == 1 and base_of(three(again).q_proj).site.members == three(again).layers()
+    assert_close(results(again), expected)
+    with torch.no_grad():
+        for p in again.parameters():
+            if p.requires_grad:
+                p.mul_(3)
+    assert not torch.equal(results(again)["y"], expected["y"])
+    assert_close(results(model), expected)
+
+
+def test_replicas_compute_for_themselves(calls):
+    """As DataParallel makes them: shallow copies with their own parameters, which still point to the original's site."""
+    model, x = three(made({})), data()[0].detach()
+    other = three(made({}))
+    expected = torch.cat([layer(x) for layer in other.layers()], -1)
+    replicas = []
+    for layer, source in zip(model.layers(), other.layers()):
+        replica = layer._replicate_for_data_parallel()
+        replica._modules["base_layer"] = base = base_of(layer)._replicate_for_data_parallel()
+        base._parameters = dict(base_of(source)._parameters)
+        replica._modules["lora_A"], replica._modules["lora_B"] = source.lora_A, source.lora_B
+        assert base.site is base_of(layer).site
+        replicas.append(replica)
+    calls.clear()
+    y = torch.cat([replica(x) for replica in replicas], -1)
+    assert calls == [1, 1, 1]
+    assert_close(dict(y=y.detach()), dict(y=expected.detach()))
+
+
+def test_threads_do_not_meet():
+    model, xs = made({}), [torch.randn(3, 64, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    expected = [model(x).detach() for x in xs]
+    with ThreadPoolExecutor(4) as pool:
+        for y, want in zip(pool.map(lambda x: model(x).detach(), xs * 4), expected * 4):
+            assert torch.equal(y, want)
+
+
+# ---------------------------------------------------------------------------------------------- who belongs to a site
+
+
+def test_an_adapter_that_comes_later(calls):
+    """Attached without adapters, then one on q, then another on k: the linears of a site are found with what they have."""
+    model = three(made())
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    wrapped.add_adapter("b", LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights=False))
+    wrapped.base_model.set_adapter(["default", "b"])
+    assert base_of(model.q_proj).site.members == model.layers()
+    assert [isinstance(m, FrozenLoraLinear) for m in model.layers()] == [True, True, False]
+    calls.clear()
+    got = results(wrapped)
+    assert calls == [3]
+    detach(wrapped)
+    assert_close(got, results(wrapped))
+
+
+class Pair(nn.Module):
+    """Two attentions over one memory, and a linear whose module reads it twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Three() for _ in range(2))
+        self.twice = nn.ModuleDict({"a": nn.Linear(64, 16), "b": nn.Linear(64, 16)})
+
+    def forward(self, x):
+        outs = [m(x) for layer in self.layers for m in layer.layers()]
+        return torch.cat([*outs, self.twice["a"](x), self.twice["a"](x), self.twice["b"](x)], -1)
+
+
+def test_sites_do_not_cross_modules(calls):
+    """Cross-attention of several layers reads one tensor, but each layer may be checkpointed by itself. A linear that is called
+    twice is in no site."""
+    torch.manual_seed(0)
+    model, x = freeze_model(Pair()), data()[0].detach()
+    expected = model(x)
+    calls.clear()
+    report = attach(model, run=lambda: model(x))
+    assert report.sites == [[f"layers.{i}.{name}" for name in NAMES] for i in (0, 1)]
+    assert torch.equal(model(x), expected) and calls == [3, 3, 1, 1, 1]
+    detach(model)
+    assert all(base_of(m).site is None for layer in model.layers for m in layer.layers())
+
+
+def test_linears_that_quantise_differently_are_no_site():
+    model, x = made(grouped=False), data()[0].detach()
+    base_of(model.v_proj).set_centre(torch.ones(64))
+    assert attach(model, run=lambda: model(x)).sites == []
+    dense = freeze_model(Three(), skip_modules=["k_proj"])
+    assert attach(dense, run=lambda: dense(x)).sites == [["q_proj", "v_proj"]]

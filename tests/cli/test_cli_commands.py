@@ -1,0 +1,364 @@
+"""The command line on a tiny model: every command, its errors, its JSON."""
+
+import importlib
+import json
+import re
+
+import pytest
+import torch
+from _tiny_models import save_tiny
+from typer.testing import CliRunner
+
+from peft_nvfp4 import cli
+from peft_nvfp4.cli._run import profiling
+from peft_nvfp4.cli._run.options import TrainOptions
+
+ROWS = [{"text": f"the film is {word}", "label": label} for word, label in (("good", "positive"), ("bad", "negative"))] * 4
+
+
+@pytest.fixture(scope="module")
+def app():
+    return cli.application()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, app):
+    """A model, data, and a trained adapter."""
+    folder = tmp_path_factory.mktemp("world")
+    torch.manual_seed(0)
+    save_tiny(folder / "model")
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (folder / "qa.jsonl").write_text(json.dumps({"prompt": "question red ?", "completion": " blue"}))
+    (folder / "notes.txt").write_text("the film is good\n\nthe story was dull and bad")
+    args = ["train", str(folder / "model"), str(folder / "data.jsonl"), "-o", str(folder / "adapter"), "--steps", "6"]
+    result = CliRunner().invoke(app, [*args, "--batch", "4", "--rank", "4", "--lr", "0.02", "--log-every", "1"])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def run(app, *args, code: int = 0):
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+def json_of(app, *args, code: int = 0) -> dict:
+    return json.loads(run(app, *args, "--json", "-", code=code).stdout)
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in cli.COMMANDS])
+def test_help_fits_80_columns(app, name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    text = run(app, name, "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80 and "Usage" in text
+    assert not re.search(r"\w…", text), "an option's name or help is cut off"
+
+
+def test_the_modules_of_commands_say_what_they_are():
+    for name, module, function in cli.COMMANDS:
+        found = importlib.import_module(f"peft_nvfp4.cli.{module}")
+        assert f"peft-nvfp4 {name}" in found.__doc__ and callable(getattr(found, function))
+
+
+def test_errors_are_one_paragraph(app, tmp_path):
+    for args in (
+        ("estimate", "nothing"),
+        ("eval", "nothing.jsonl", "-m", "nothing"),
+        ("train", "nothing", "nothing.jsonl", "-o", tmp_path / "o"),
+        ("inspect", tmp_path),
+        ("merge", tmp_path, "-o", tmp_path / "o"),
+    ):
+        result = run(app, *args, code=1)
+        assert result.stderr.startswith("Error: ") and "Traceback" not in result.output
+
+
+def test_debug_shows_the_traceback(app):
+    from peft_nvfp4.cli import common
+
+    try:
+        assert "Traceback" in run(app, "--debug", "estimate", "nothing", code=1).stderr
+    finally:
+        common.DEBUG["on"] = False
+
+
+# ---------------------------------------------------------------------------------------------- estimate
+
+
+def test_estimate(app, tmp_path):
+    text = plain(run(app, "estimate", "llama-1b", "--card", "RTX 5080", "--png", tmp_path / "e.png").stdout)
+    assert "it fits. Largest batch at this length: 22" in text and "35,984 bytes per token and layer" in text
+    assert (tmp_path / "e.png").stat().st_size > 10_000
+    found = json_of(app, "estimate", "llama-1b", "--batch", "64", "--max-memory", "16GiB")
+    assert not found["fits"] and found["plan"]["batch"] * found["plan"]["accumulation"] == 64
+    assert found["peak_bytes"] == sum(found["categories"].values())
+
+
+def test_estimate_reads_a_config_and_says_what_is_wrong(app, world):
+    assert json_of(app, "estimate", world / "model")["parameters"] > 0
+    assert "must be one of" in run(app, "estimate", "llama-1b", "--backend", "int8", code=1).stderr
+    assert "unknown card" in run(app, "estimate", "llama-1b", "--card", "GTX", code=1).stderr
+    assert "no amount of memory" in run(app, "estimate", "llama-1b", "--max-memory", "much", code=1).stderr
+
+
+def test_estimate_of_one_of_several_gpus(app, tmp_path):
+    large = ("--layouts", "transient", "--checkpointing", "--batch", "2", "--gpus", "4", "--max-memory", "16GiB")
+    found = json_of(app, "estimate", "llama-8b", *large, "--strategy", "fsdp2", "--png", tmp_path / "e.png")
+    assert found["settings"]["cards"] == 4 and found["settings"]["strategy"] == "fsdp2"
+    assert found["peak_bytes"] == sum(found["categories"].values()) and "layers gathered" in found["categories"]
+    everything = json_of(app, "estimate", "llama-8b", *large)  # ddp
+    assert found["peak_bytes"] < everything["peak_bytes"] and "buckets of DDP" in everything["categories"]
+    assert found["usable_bytes"] < json_of(app, "estimate", "llama-8b", "--max-memory", "16GiB")["usable_bytes"]
+    text = plain(run(app, "estimate", "llama-8b", *large, "--strategy", "fsdp2").stdout)
+    assert "each of 4 GPUs (fsdp2)" in text and "Each of 4 GPUs takes 2 rows: 8 at a time" in text
+    assert "strategy must be one of ddp, fsdp2" in run(app, "estimate", "llama-8b", "--strategy", "tp", code=1).stderr
+
+
+def test_estimate_keeps_the_output_of_attention_once(app):
+    """In Llama-1B's layers 2,048 values a token as codes of two terms: 2 x (1,024 + 128 + 4) bytes."""
+    twice, once = (json_of(app, "estimate", "llama-1b", *extra) for extra in ((), ("--recompute-attention",)))
+    assert twice["saved_per_token_and_layer"] - once["saved_per_token_and_layer"] == 2312
+    assert once["settings"]["recompute_attention"] and once["peak_bytes"] < twice["peak_bytes"]
+
+
+def test_estimate_of_a_mixture(app, tmp_path):
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "tie_word_embeddings": False, **sizes}))
+    found = json_of(app, "estimate", tmp_path, "--max-memory", "80GiB", "--targets", "q_proj,w1,w3,w2")
+    assert found["fits"] and found["largest_batch"] >= 4 and found["saved_besides_per_layer"] > 0
+    # rank 16: q, and of 8 experts gate and up with an adapter of rank 32, down
+    assert found["trained_parameters"] == 32 * (16 * 2 * 4096 + 8 * (32 * (4096 + 2 * 14336) + 16 * (14336 + 4096)))
+    text = plain(run(app, "estimate", tmp_path, "--recompute-mlp").stdout)
+    assert "Note: what experts keep does not depend on the routing" in text and "upper bounds." in text
+    assert "MiB a layer besides" in text and "Note: recompute_mlp does not concern experts." in text
+    words = plain(run(app, "estimate", tmp_path, "--targets", "w1", code=1).stderr)
+    assert "w1 and w3 are one parameter, gate_up_proj" in words
+
+
+# ---------------------------------------------------------------------------------------------- train, eval
+
+
+def test_training_learns_and_leaves_what_it_should(app, world):
+    log = [json.loads(line) for line in (world / "adapter" / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in log if "loss" in line]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.5
+    assert all(line["tokens_per_second"] > 0 and line["memory_bytes"] > 0 for line in log)
+    assert {"adapter_model.safetensors", "nvfp4_adapter.json", "train.yaml"} <= {f.name for f in (world / "adapter").iterdir()}
+    found = json_of(app, "eval", world / "data.jsonl", "--adapter", world / "adapter", "--base")
+    assert found["adapter"]["scores"]["nll"] < found["base"]["scores"]["nll"] - 0.5
+    assert found["adapter"]["rows"] == 8 and set(found["adapter"]["scores"]) == {"accuracy", "macro_f1", "nll", "perplexity"}
+
+
+def test_perplexity_is_that_of_the_model(app, world):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = json_of(app, "eval", world / "notes.txt", "-m", world / "model", "--batch", "2")["model"]["scores"]
+    model = AutoModelForCausalLM.from_pretrained(world / "model").eval().requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    total = count = 0
+    for text in ("the film is good", "the story was dull and bad"):
+        ids = torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id]])
+        total += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    assert found["nll"] == pytest.approx(total / count, rel=1e-5)  # FP32; padding changes only the order of sums
+
+
+def test_answers_are_scored(app, world):
+    found = json_of(app, "eval", world / "qa.jsonl", "-m", world / "model", "--max-new-tokens", "4")["model"]
+    assert set(found["scores"]) == {"exact_match", "f1", "rouge_l", "nll", "perplexity"}
+    assert found["samples"][0]["expected"] == "blue"
+
+
+@pytest.mark.parametrize("backend", ["bf16", "nf4"])
+def test_other_backends_and_a_yaml_file(app, world, tmp_path, backend):
+    if backend == "nf4":
+        pytest.importorskip("bitsandbytes")
+    (tmp_path / "c.yaml").write_text(
+        f"model: {world / 'model'}\ndataset: {world / 'data.jsonl'}\noutput: {tmp_path / 'out'}\nbackend: {backend}\nsteps: 2\n"
+        "batch: 2\nlora:\n  use_rslora: true\ntrainer:\n  label_smoothing_factor: 0.0\n"
+    )
+    found = json_of(app, "train", "--config", tmp_path / "c.yaml", "--eval-rows", "2")
+    assert found["finished"] and found["steps"] == 2 and found["eval_loss"] > 0
+    side_car = json.loads((tmp_path / "out" / "nvfp4_adapter.json").read_text())
+    assert side_car["backend"] == backend
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["use_rslora"] is True
+
+
+def test_keeping_the_output_of_attention_once(app, world, tmp_path):
+    """By a flag, which leaves alone what else a file says of the adapter, or by the file."""
+    (tmp_path / "c.yaml").write_text("lora:\n  use_rslora: true\n")
+    (tmp_path / "d.yaml").write_text("lora:\n  recompute_attention: true\n")
+    args = ("train", world / "model", world / "data.jsonl", "--steps", "1", "--batch", "2")
+    for name, extra, expected in (
+        ("plain", (), False),
+        ("flag", ("--recompute-attention",), True),
+        ("file", ("--config", tmp_path / "d.yaml"), True),
+        ("both", ("--config", tmp_path / "c.yaml", "--recompute-attention"), True),
+    ):
+        run(app, *args, "-o", tmp_path / name, *extra)
+        assert json.loads((tmp_path / name / "nvfp4_adapter.json").read_text())["recompute_attention"] is expected, name
+    assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["use_rslora"] is True
+    assert "recompute_attention: true" in (tmp_path / "flag" / "train.yaml").read_text()  # what --resume reads
+    older = TrainOptions(model="m", dataset="d", output="o", lora={"recompute_attention": True, "use_rslora": True})
+    assert older.recompute_attention is True and older.lora == {"use_rslora": True}
+    (tmp_path / "e.yaml").write_text("recompute_attention: false\nlora:\n  recompute_attention: true\n")
+    found = run(app, *args, "-o", tmp_path / "e", "--config", tmp_path / "e.yaml", code=1)
+    assert "recompute_attention is there twice" in plain(found.stderr)
+
+
+def test_max_memory_chooses_what_fits(app, world, tmp_path):
+    args = ("train", world / "model", world / "data.jsonl", "-o", tmp_path / "o", "--steps", "1", "--max-memory", "1GiB")
+    assert "1 x 8 rows a step; nothing given up" in plain(run(app, *args).output)
+    text = (tmp_path / "o" / "train.yaml").read_text()
+    assert "max_memory: 1GiB" in text and "batch: 8" in text
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (("--backend", "int8"), "unknown backend 'int8'"),
+        (("--columns", "prompt"), "write columns as"),
+        (("--optimizer", "lion2"), "lion2"),
+        (("--max-memory", "100MiB"), "one row of 8 tokens takes"),
+        (("--eval-rows", "100"), "leaves nothing to train on"),
+        (("--dtype", "int4"), "dtype must be auto"),
+        (("--targets", "query"), "query"),
+        (("--calibration", "nowhere"), "nowhere"),
+    ],
+)
+def test_wrong_options(app, world, tmp_path, extra, words):
+    args = ("train", world / "model", world / "data.jsonl", "-o", tmp_path / "o", "--steps", "1", *extra)
+    assert words in plain(run(app, *args, code=1).stderr)
+
+
+def test_an_output_folder_with_checkpoints_is_not_overwritten(app, world):
+    args = ("train", world / "model", world / "data.jsonl", "-o", world / "adapter", "--steps", "1")
+    assert "go on with --resume" in plain(run(app, *args, code=1).stderr)
+
+
+def test_resuming_a_run_from_its_last_checkpoint(app, world, tmp_path):
+    """Six steps at once and three, stopped, then three more: the same adapter. On a CPU sums have one order."""
+    from safetensors.torch import load_file
+
+    import peft_nvfp4.cli._run.training as training
+
+    args = ["train", world / "model", world / "data.jsonl", "--steps", "6", "--batch", "2", "--rank", "4", "--dropout", "0.1"]
+    args += ["--log-every", "1"]
+    run(app, *args, "-o", tmp_path / "whole")
+    before = training.Watch.on_step_end
+
+    def stop_at_three(self, args, state, control, **kwargs):
+        self.stop = state.global_step == 3  # as a signal does
+        return before(self, args, state, control, **kwargs)
+
+    training.Watch.on_step_end = stop_at_three
+    try:
+        text = run(app, *args, "-o", tmp_path / "parts", code=130).output
+    finally:
+        training.Watch.on_step_end = before
+    assert "Stopped after step 3" in text and not (tmp_path / "parts" / "adapter_model.safetensors").exists()
+    text = run(app, "train", "--resume", "-o", tmp_path / "parts").output
+    assert "checkpoint-3" in text
+    log = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    whole, parts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def test_quantize_train_on_it(app, world, tmp_path):
+    written = json_of(app, "quantize", world / "model", "-o", tmp_path / "packed")
+    assert written["packed"] == 14 and 0 < written["bytes"] < written["dense_bytes"]
+    args = ("train", tmp_path / "packed", world / "data.jsonl", "-o", tmp_path / "o", "--steps", "2", "--accuracy", "paper")
+    assert json_of(app, *args)["finished"]
+    assert "not empty" in plain(run(app, "quantize", world / "model", "-o", tmp_path / "packed", code=1).stderr)
+    assert "quantised already" in plain(run(app, "quantize", tmp_path / "packed", "-o", tmp_path / "q", code=1).stderr)
+
+
+def test_calibrate_and_train_on_it(app, world, tmp_path):
+    args = ("calibrate", world / "model", world / "data.jsonl", "-o", tmp_path / "cal", "--samples", "4", "--seq", "16")
+    assert len(json_of(app, *args)["layers"]) == 2
+    args = (
+        "train",
+        world / "model",
+        world / "data.jsonl",
+        "-o",
+        tmp_path / "o",
+        "--steps",
+        "1",
+        "--calibration",
+        tmp_path / "cal",
+    )
+    assert json_of(app, *args)["finished"]
+    found = json_of(app, "inspect", tmp_path / "o")
+    assert found["binds"] and not found["warnings"]
+
+
+def test_inspect(app, world):
+    found = json_of(app, "inspect", world / "adapter")
+    assert found["binds"] and found["layers"] == 14 and found["logit_change"] > 0 and not found["warnings"]
+
+
+def test_merge_keeps_the_adapter(app, world, tmp_path):
+    found = json_of(app, "merge", world / "adapter", "-o", tmp_path / "m", "--to", "fp32", "--probe", world / "data.jsonl")
+    assert found["report"]["total"]["retained"] > 0.999 and found["packed"] == 0
+    adapter = json_of(app, "eval", world / "data.jsonl", "--adapter", world / "adapter")["adapter"]["scores"]["nll"]
+    merged = json_of(app, "eval", world / "data.jsonl", "-m", tmp_path / "m")["model"]["scores"]["nll"]
+    assert merged == pytest.approx(adapter, abs=0.05)  # activations are not rounded to NVFP4 any more
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_merge_into_nvfp4_and_export(app, world, tmp_path, layout):
+    """Both layouts hold the same weights: the models say the same, bit for bit."""
+    json_of(app, "merge", world / "adapter", "-o", tmp_path / "m", "--to", "nvfp4")
+    found = json_of(app, "export", tmp_path / "m", "-o", tmp_path / "x", "--layout", layout)
+    assert found["packed"] == 14 and found["report"]["scheme"] == "W4A16"
+    scores = [json_of(app, "eval", world / "data.jsonl", "-m", tmp_path / f)["model"]["scores"]["nll"] for f in "mx"]
+    assert scores[0] == scores[1]
+
+
+# ---------------------------------------------------------------------------------------------- profile
+
+
+def test_profile(app, world, tmp_path):
+    args = ("profile", world / "model", "--batch", "1", "--seq", "16", "--dtype", "fp32", "--rank", "4")
+    found = json_of(app, *args, "--trace", tmp_path / "t.json", "--png", tmp_path / "p.png")
+    assert set(found["times_ms"]) == set(profiling.CATEGORIES)
+    assert found["times_ms"]["quantise/fused"] > 0 and found["times_ms"]["NVFP4 GEMMs"] > 0 and found["times_ms"]["attention"] > 0
+    assert found["total_ms"] == pytest.approx(sum(found["times_ms"].values()))
+    assert len(found["timeline"]) > 10 and "traceEvents" in json.loads((tmp_path / "t.json").read_text())
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("nvjet_tst_128x128_64x4", "BF16 GEMMs"),
+        ("cutlass3x_sm120_bstensorop_s16864gemm_block_scaled_ue4m3xe2m1", "NVFP4 GEMMs"),
+        ("_quantize_kernel", "quantise/fused"),
+        ("own_thing", "quantise/fused"),
+        ("pytorch_flash::flash_bwd_kernel", "attention"),
+        ("_dequantize_operand", "dequantise"),
+        ("triton_poi_fused_attention_0", "elementwise/other"),
+        ("vectorized_elementwise_kernel", "elementwise/other"),
+    ],
+)
+def test_categories_of_kernels(kernel, expected):
+    assert profiling.category(kernel, frozenset({"own_thing"})) == expected
+
+
+def test_categories_on_a_cpu():
+    assert profiling.cpu_category(["aten::mm", "NVFP4Linears"]) == "NVFP4 GEMMs"
+    assert profiling.cpu_category(["aten::mm", "aten::linear"]) == "BF16 GEMMs"
+    assert profiling.cpu_category(["aten::mul", "GatedQuantizeBackward"]) == "quantise/fused"
+    assert profiling.cpu_category(["aten::copy_", "aten::scaled_dot_product_attention"]) == "attention"

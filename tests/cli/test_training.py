@@ -1,0 +1,395 @@
+"""Training as people do it: plain loops, HF Trainer with resume, TRL, activation checkpointing, bitsandbytes' optimizers,
+accumulation, generation; copies, determinism, and evaluating before training."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers as hf
+from _steps import steps as optimizer_steps
+from conftest import tiny_llama
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, prepare_model_for_kbit_training
+from torch import nn
+
+from peft_nvfp4 import NVFP4LoraConfig, freeze_model
+from peft_nvfp4.lora.layer import FrozenLoraLinear
+from peft_nvfp4.quantization.freeze import frozen_layers
+
+bnb = pytest.importorskip("bitsandbytes")
+
+BACKENDS = ("nvfp4", "nf4", "bf16")
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+IDS = torch.arange(64).reshape(4, 16) * 7 % 128
+
+
+def config(**settings) -> NVFP4LoraConfig:
+    return NVFP4LoraConfig(**{**dict(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"), **settings})
+
+
+def adapted(seed: int = 1, dtype: torch.dtype = torch.float32, **settings) -> PeftModel:
+    """A tiny Llama with an adapter that depends on the seed alone."""
+    base = tiny_llama(dtype)
+    torch.manual_seed(seed)
+    return get_peft_model(base, config(**settings))
+
+
+def adapter(model: PeftModel) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in get_peft_model_state_dict(model).items()}
+
+
+def packed(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{n}.{k}": t for n, layer in frozen_layers(model) for k, t in layer.packed_tensors().items()}
+
+
+def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def gradients(model: nn.Module, ids: torch.Tensor = IDS, seed: int = 5) -> dict[str, torch.Tensor]:
+    """Of the mean loss over ``ids``, in training mode, with every random number from ``seed``."""
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def fit(model: nn.Module, steps: int, lr: float = 1e-2) -> list[float]:
+    model.train()
+    return optimizer_steps(model, IDS, steps, lr)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+# ---------------------------------------------------------------------------------------------- a plain loop
+
+
+@by_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no-dropout", "dropout"])
+def test_a_few_steps_lower_the_loss(backend, dtype, dropout):
+    """From about ln 128 = 4.85 by more than 0.5 nats in 8 steps; only the adapter moves."""
+    model = adapted(dtype=dtype, backend=backend, lora_dropout=dropout)
+    frozen = {n: t.clone() for n, t in packed(model).items()}
+    rest = {n: p.clone() for n, p in model.named_parameters() if "lora_" not in n}
+    losses = fit(model, 8)
+    assert abs(losses[0] - 4.85) < 0.3 and losses[-1] < losses[0] - 0.5
+    assert same_tensors(packed(model), frozen)
+    assert all(torch.equal(p, rest[n]) for n, p in model.named_parameters() if "lora_" not in n)
+    assert all(t.abs().max() > 0 and t.isfinite().all() for t in adapter(model).values())
+
+
+@by_backend
+def test_backends_start_at_the_same_loss_and_learn_alike(backend):
+    """Changing the backend changes one word: four bits cost a little, not the ability to learn. The bound is half of what the
+    baseline gains."""
+    baseline, here = fit(adapted(backend="bf16"), 8), fit(adapted(backend=backend), 8)
+    gain = baseline[0] - baseline[-1]
+    assert abs(here[0] - baseline[0]) < 0.1 and abs(here[-1] - baseline[-1]) < 0.5 * gain
+
+
+@by_backend
+@pytest.mark.parametrize("gradients_in", ["nvfp4", "nvfp4_sr"])
+def test_two_runs_with_one_seed_are_bit_equal(backend, gradients_in):
+    """Dropout and stochastic rounding draw from torch.manual_seed; another seed gives another run."""
+    runs = []
+    for seed in (3, 3, 4):
+        model = adapted(backend=backend, lora_dropout=0.1, gradients=gradients_in)
+        torch.manual_seed(seed)
+        runs.append((fit(model, 3), adapter(model)))
+    assert runs[0][0] == runs[1][0] and same_tensors(runs[0][1], runs[1][1])
+    assert not same_tensors(runs[0][1], runs[2][1])
+
+
+@by_backend
+@pytest.mark.parametrize("parts", [2, 4])
+def test_gradient_accumulation(backend, parts):
+    """Micro-batches of equal size, each loss divided by their number (a power of two, so exact). No token's codes depend on its
+    batchmates, so what differs is the order of FP32 sums over tokens, 2**-24 a term, and with NVFP4 a code that such a difference
+    moves across a threshold: at most one in a thousand, each off by a tenth of its value."""
+    model = adapted(backend=backend, init_lora_weights=False)
+    whole = gradients(model)
+    model.zero_grad()
+    for ids in IDS.chunk(parts):
+        (model(input_ids=ids, labels=ids).loss / parts).backward()
+    bound = 5e-3 if backend == "nvfp4" else 1e-5
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert distance(parameter.grad, whole[name]) < bound, name
+
+
+# ---------------------------------------------------------------------------------------------- activation checkpointing
+
+
+def checkpointing_enable(model):
+    """transformers renamed gradient_checkpointing_enable after 5.12."""
+    return getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+
+
+@by_backend
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no-dropout", "dropout"])
+def test_checkpointing_leaves_gradients_bit_equal(backend, reentrant, dropout):
+    """The recomputed forward must quantise alike and draw the same dropout mask."""
+    settings = dict(backend=backend, lora_dropout=dropout, init_lora_weights=False)
+    expected = gradients(adapted(**settings))
+    model = adapted(**settings)
+    checkpointing_enable(model.base_model.model)({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    calls = []
+    layer = next(m for m in model.modules() if isinstance(m, FrozenLoraLinear))
+    layer.register_forward_hook(lambda *args: calls.append(1))
+    assert same_tensors(gradients(model), expected) and len(expected) == 28
+    assert len(calls) == 2, "nothing was recomputed, so nothing was tested"
+
+
+@by_backend
+def test_checkpointing_with_stochastic_gradients(backend):
+    """Stochastic rounding happens in backward, after recomputation: its seed must be the one that the plain run drew."""
+    settings = dict(backend=backend, gradients="nvfp4_sr", lora_dropout=0.1, init_lora_weights=False)
+    expected = gradients(adapted(**settings))
+    model = adapted(**settings)
+    checkpointing_enable(model.base_model.model)({"use_reentrant": False})
+    assert same_tensors(gradients(model), expected)
+
+
+@by_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_prepare_model_for_kbit_training_before_the_adapter(backend, dtype):
+    """PEFT's own preparation of a QLoRA script: everything in 16 bits goes to FP32, then the base is frozen from that. The codes
+    are those of the unprepared model (BF16 to FP32 is exact)."""
+    model = prepare_model_for_kbit_training(tiny_llama(dtype), gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.manual_seed(1)
+    model = get_peft_model(model, config(backend=backend))
+    direct = adapted(dtype=dtype, backend=backend)
+    assert len(frozen_layers(model)) == 14
+    if backend != "bf16":  # a dense weight is kept in FP32 then
+        assert same_tensors(packed(model), packed(direct))
+    dense = {n: p.dtype for n, p in model.named_parameters() if "base_layer" not in n}
+    assert set(dense.values()) == {torch.float32}
+    losses = fit(model, 4)
+    assert losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------------------------------------- HF Trainer
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.ids = torch.randint(0, 128, (8, 16), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return dict(input_ids=self.ids[i], labels=self.ids[i])
+
+
+def arguments(folder, **settings) -> hf.TrainingArguments:
+    usual = dict(max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, save_strategy="no")
+    return hf.TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], seed=3, disable_tqdm=True, **{**usual, **settings}
+    )
+
+
+def losses_of(trainer: hf.Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@by_backend
+def test_trainer_resumes_bit_equally(tmp_path, backend):
+    """Four steps in one go, and two of them again from the checkpoint at step 2 by a fresh model with another adapter, with
+    dropout 0.1: the checkpoint holds the adapter, the optimizer and the random state."""
+    settings = dict(backend=backend, lora_dropout=0.1)
+    whole = hf.Trainer(adapted(**settings), arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=Rows())
+    whole.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert {"adapter_config.json", "nvfp4_adapter.json", "adapter_model.safetensors"} <= {p.name for p in checkpoint.iterdir()}
+    resumed = hf.Trainer(adapted(seed=77, **settings), arguments(tmp_path), train_dataset=Rows())
+    assert not same_tensors(adapter(resumed.model), adapter(whole.model))
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert losses_of(resumed) == losses_of(whole)[-2:] or losses_of(resumed) == losses_of(whole)
+    assert resumed.state.global_step == 4
+    assert same_tensors(adapter(resumed.model), adapter(whole.model))
+
+
+@pytest.mark.parametrize("backend", ["nf4", "nvfp4"])
+@pytest.mark.parametrize("optim, bits", [("paged_adamw_8bit", 8), ("adamw_bnb_8bit", 8), ("paged_adamw_32bit", 32)])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_bitsandbytes_optimizers(tmp_path, backend, optim, bits):
+    """Selected by name and used: states of 4096 or more values are kept in 8 bits. Paging itself needs CUDA."""
+    model = adapted(backend=backend, r=64)  # A and B of a 64 x 64 projection hold 4096 values
+    trainer = hf.Trainer(model, arguments(tmp_path, optim=optim, max_steps=6), train_dataset=Rows())
+    trainer.train()
+    optimizer = trainer.optimizer
+    while not isinstance(optimizer, bnb.optim.optimizer.Optimizer8bit):
+        optimizer = optimizer.optimizer
+    assert optimizer.args.optim_bits == bits and optimizer.is_paged is optim.startswith("paged")
+    states = [s["state1"].dtype for p, s in optimizer.state.items() if p.numel() >= 4096]
+    assert states and set(states) == {torch.uint8 if bits == 8 else torch.float32}
+    losses = losses_of(trainer)
+    assert losses[-1] < losses[0] and len(losses) == 6
+
+
+# ---------------------------------------------------------------------------------------------- TRL
+
+
+@pytest.fixture(scope="module")
+def trl():
+    """(SFTTrainer, SFTConfig, data set, tokenizer): one token a letter."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{c: i + 3 for i, c in enumerate("abcdefghijklmnopqrstuvwxyz")}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    rows = datasets.Dataset.from_dict({"text": ["hello world", "the quick brown fox", "jumps", "over the lazy dog"] * 2})
+    return trl.SFTTrainer, trl.SFTConfig, rows, tokenizer
+
+
+@by_backend
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_sft_trainer(tmp_path, trl, backend):
+    """With peft_config=NVFP4LoraConfig and with a model prepared before: the same adapters to start from give the same losses and
+    the same adapters, with TRL's defaults (checkpointed activations among them)."""
+    trainer_class, arguments_class, rows, tokenizer = trl
+    usual = dict(max_steps=4, per_device_train_batch_size=4, logging_steps=1, learning_rate=1e-2, save_strategy="no")
+    trainers = []
+    for prepared in (False, True):
+        given = adapted(backend=backend) if prepared else tiny_llama()
+        trainers.append(
+            trainer_class(
+                given,
+                args=arguments_class(
+                    output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, **usual
+                ),
+                train_dataset=rows,
+                processing_class=tokenizer,
+                peft_config=None if prepared else config(backend=backend),
+            )
+        )
+    for trainer in trainers:
+        layers = [m for m in trainer.model.modules() if isinstance(m, FrozenLoraLinear)]
+        assert len(layers) == 14 and all(m.get_base_layer().backend == backend for m in layers)
+    trainers[1].model.load_state_dict(
+        {n: p.detach().clone() for n, p in trainers[0].model.named_parameters() if "lora_" in n}, strict=False
+    )
+    start = adapter(trainers[0].model)
+    for trainer in trainers:
+        trainer.train()
+    losses = [losses_of(trainer) for trainer in trainers]
+    assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
+    assert same_tensors(adapter(trainers[0].model), adapter(trainers[1].model))
+    assert not same_tensors(adapter(trainers[0].model), start)
+
+
+# ---------------------------------------------------------------------------------------------- copies
+
+
+@by_backend
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_compute_the_same_and_share_nothing(backend, way):
+    model = adapted(backend=backend, init_lora_weights=False)
+    expected, weights = logits(model), adapter(model)
+    twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(twin), expected)
+    tensors = lambda m: {t.data_ptr() for t in [*m.parameters(), *packed(m).values()] if t.numel()}
+    assert not tensors(twin) & tensors(model)
+    fit(twin, 2)
+    assert not torch.equal(logits(twin), expected)
+    assert torch.equal(logits(model), expected) and same_tensors(adapter(model), weights)
+    merged = twin.merge_and_unload()  # also rewrites what is frozen
+    assert not torch.equal(logits(merged), expected) and torch.equal(logits(model), expected)
+
+
+# ---------------------------------------------------------------------------------------------- generation
+
+
+@by_backend
+def test_generate_follows_the_teacher_forced_path(backend):
+    """Greedy, with a KV cache: one token at a time gives the logits of the whole sequence at once. FP32 sums in another order
+    differ by 2**-24 a term (1e-4 is ample); with NVFP4 such a difference can move a code (see test_gradient_accumulation)."""
+    model = adapted(backend=backend, init_lora_weights=False).eval()
+    prompt = IDS[:2, :5] + 1
+    settings = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    out = model.generate(input_ids=prompt, **settings, output_logits=True, return_dict_in_generate=True)
+    stepwise, at_once = torch.stack(out.logits, 1), logits(model, out.sequences)[:, 4:-1]
+    bound = 2e-2 if backend == "nvfp4" else 1e-4
+    assert stepwise.shape == at_once.shape == (2, 8, 128)
+    assert distance(stepwise, at_once) < bound
+    chosen = out.sequences[:, 5:]
+    lost = at_once.amax(-1) - at_once.gather(-1, chosen[..., None])[..., 0]
+    assert (lost <= bound * at_once.abs().amax()).all(), "a chosen token is the teacher-forced argmax, or a tie"
+    assert (chosen == at_once.argmax(-1)).float().mean() > 0.8
+    with model.disable_adapter():
+        without = model.generate(input_ids=prompt, **settings)
+    assert not torch.equal(without, out.sequences), "the adapter takes part in generation"
+
+
+# ---------------------------------------------------------------------------------------------- evaluating first
+
+
+@pytest.mark.parametrize("cpu", ["this-cpu", "as-if-avx512-bf16"])
+@pytest.mark.parametrize("backend, loaded", [*[(b, "dense") for b in BACKENDS], ("nf4", "in-4-bits")])
+def test_evaluating_then_training_then_merging(tmp_path, monkeypatch, backend, cpu, loaded):
+    """bitsandbytes repacks a 4-bit weight in place when a CPU with AVX512-BF16 first evaluates it; training then lacks input
+    gradients and merging reads garbage. "as-if" makes bitsandbytes believe that this is such a CPU."""
+    if cpu == "as-if-avx512-bf16":
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    if loaded == "in-4-bits":
+        tiny_llama(intermediate_size=192).save_pretrained(tmp_path)
+        quantised = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        make = lambda: hf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised)
+        assert (
+            any(m.support_avx512bf16_for_cpu for m in make().modules() if isinstance(m, bnb.nn.Linear4bit)) or cpu == "this-cpu"
+        )
+    else:
+        make = lambda: tiny_llama(intermediate_size=192)
+
+    def fresh():
+        base = make()
+        torch.manual_seed(1)
+        return get_peft_model(base, config(backend=backend, init_lora_weights=False))
+
+    never, first = fresh(), fresh()
+    weights = {n: m.dequantize() for n, m in frozen_layers(first)}
+    before = logits(first)
+    assert same_tensors({n: m.dequantize() for n, m in frozen_layers(first)}, weights)
+    for model in (never, first):
+        model.enable_input_require_grads()
+    assert same_tensors(gradients(first), gradients(never))
+    assert torch.equal(logits(first), before)
+    x = torch.randn(2, 64, requires_grad=True)
+    frozen_layers(first)[0][1].eval()(x).sum().backward()
+    assert x.grad is not None and x.grad.abs().max() > 0
+    fit(first, 2)
+    trained = logits(first)
+    merged = first.merge_and_unload()
+    # merged weights are dense FP32: only the order of FP32 sums differs. NVFP4 no longer quantises its activations (a tenth each)
+    assert distance(logits(merged), trained) < (0.3 if backend == "nvfp4" else 1e-4)
+    assert distance(before, trained) > 0.01
+
+
+@by_backend
+def test_freezing_an_evaluated_model(backend):
+    """The other order: evaluate the dense model, freeze, evaluate, adapt, train."""
+    model = tiny_llama()
+    dense = logits(model)
+    frozen = logits(freeze_model(model, backend))
+    assert distance(frozen, dense) < 0.3 and (backend == "bf16") == torch.equal(frozen, dense)
+    torch.manual_seed(1)
+    model = get_peft_model(model, config(backend=backend, fused=False))  # fused: FP32 sums in another order flip a rounding
+    assert torch.equal(logits(model), frozen), "B is zero"
+    losses = fit(model, 4)
+    assert losses[-1] < losses[0]

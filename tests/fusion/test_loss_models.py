@@ -1,0 +1,251 @@
+"""The loss at supervised positions, attached to models of transformers: that they train as with their own loss, which models
+cannot have it, what attaching leaves as it was, and the logits of a training output, computed when somebody reads them."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from _assertions import unit
+from _loss_models import EXACT, FAMILIES, SIZES, VOCABULARY, assert_same_step, batch, build, distance, step
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import nn
+
+from peft_nvfp4.fusion import loss_attach
+from peft_nvfp4.fusion.loss_attach import LazyLogits, attach_loss, detach_loss
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_trains_as_with_its_own_loss(family, dtype):
+    """Every gradient. In BF16 the roundings are the same, except those of the trained head's gradient: FP32 sums of another order
+    flip one bit here and there, of 2**-8 each."""
+    model = build(family, dtype)
+    expected = step(model)
+    report = attach_loss(model)
+    assert report.attached, report
+    got = step(model)
+    assert_same_step(got, expected, EXACT if dtype == torch.float32 else 2 * unit(dtype))
+    assert type(got[0]) is type(expected[0]) and got[0].keys() == expected[0].keys()
+    if family == "Mixtral":
+        assert torch.equal(got[0].aux_loss, expected[0].aux_loss)
+    for num_items in (5, torch.tensor(29)):
+        inputs = {**batch(), "num_items_in_batch": num_items}
+        assert_same_step(
+            step(model, **inputs), step(detach_loss(model), **inputs), EXACT if dtype == torch.float32 else 2 * unit(dtype)
+        )
+        attach_loss(model)
+
+
+def test_it_is_used(monkeypatch):
+    """The comparisons above would also hold if nothing were attached."""
+    calls, loss = [], loss_attach._head_loss
+    monkeypatch.setattr(loss_attach, "_head_loss", lambda *args: calls.append(args) or loss(*args))
+    model = build()
+    step(model)
+    attach_loss(model)
+    tried = len(calls)
+    step(model)
+    assert len(calls) == tried + 1
+    with torch.no_grad():
+        model.eval()(**batch())
+        model.train()(**{**batch(), "labels": None})
+        model(**batch(), return_dict=False)
+        model(**batch(2, 8), logits_to_keep=8)
+    assert len(calls) == tried + 1
+    step(detach_loss(model))
+    assert len(calls) == tried + 1 and type(model) is hf.LlamaForCausalLM and "_supervised_loss" not in model.__dict__
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_evaluation_and_generation_are_bit_equal(family):
+    model = build(family).eval()
+    with torch.no_grad():
+        expected, tokens = model(**batch()), model.generate(batch()["input_ids"], max_new_tokens=3, do_sample=False)
+        attach_loss(model)
+        got = model(**batch())
+        assert torch.equal(got.loss, expected.loss) and torch.equal(got.logits, expected.logits)
+        assert torch.equal(model.generate(batch()["input_ids"], max_new_tokens=3, do_sample=False), tokens)
+    assert not model.training and "forward" not in model.lm_head.__dict__ and "_loss_function" not in model.__dict__
+
+
+def test_without_labels_that_count_the_loss_is_nan_as_before():
+    model = build()
+    inputs = {**batch(), "labels": torch.full_like(batch()["labels"], -100)}
+    attach_loss(model)
+    output, gradients = step(model, **inputs)
+    assert output.loss.isnan() and not any(g.any() for g in gradients.values())
+    assert step(model, **inputs, num_items_in_batch=5)[0].loss == 0
+
+
+def test_labels_that_are_shifted_already_count_instead():
+    """As context parallelism passes them: the last position has a label too."""
+    model, inputs = build(), batch()
+    inputs["shift_labels"] = inputs["labels"].roll(2, 0).roll(3, 1)
+    attach_loss(model)
+    assert_same_step(step(model, **inputs), step(detach_loss(model), **inputs))
+
+
+def test_checkpointing_and_autocast():
+    model, inputs = build(), batch()
+    attach_loss(model)
+    plain = step(model, **inputs)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    again = step(model, **inputs)
+    assert plain[0].loss == again[0].loss and all(torch.equal(g, again[1][n]) for n, g in plain[1].items())
+    with torch.autocast("cpu", torch.bfloat16):
+        got = step(model, **inputs)
+        expected = step(detach_loss(model), **inputs)
+    assert got[0].loss.dtype == torch.float32
+    assert_same_step(got, expected, 4 * unit(torch.bfloat16))
+
+
+class Biased(hf.LlamaForCausalLM):
+    """Something between head and loss that no scale or cap is."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        logits = logits + torch.arange(logits.shape[-1]) / 100
+        return hf.modeling_outputs.CausalLMOutput(self.loss_function(logits, labels, self.config.vocab_size), logits)
+
+
+class Regularised(hf.LlamaForCausalLM):
+    """A second loss of all logits, past model.loss_function."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        loss = self.loss_function(logits, labels, self.config.vocab_size) + 1e-3 * logits.logsumexp(-1).square().sum()
+        return hf.modeling_outputs.CausalLMOutput(loss, logits)
+
+
+class Inline(hf.LlamaForCausalLM):
+    """As older code: its own cross_entropy."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return hf.modeling_outputs.CausalLMOutput(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits)
+
+
+def custom_loss(logits, labels, vocab_size, **kwargs):
+    return logits.square().mean()
+
+
+def test_what_cannot_have_it_says_why_and_stays_as_it_was():
+    reasons = {
+        Biased(hf.LlamaConfig(**SIZES)): "more than a scale and a cap",
+        Regularised(hf.LlamaConfig(**SIZES)): "its loss on random tokens differs",
+        Inline(hf.LlamaConfig(**SIZES)): "random tokens failed|does not take its loss",
+        hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=64, d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16)
+        ): "not a causal LM",
+        hf.LlamaModel(hf.LlamaConfig(**SIZES)): "not a causal LM",
+        nn.Linear(4, 4): "not a model of transformers",
+    }
+    custom, replaced = build(), build()
+    custom.loss_function = custom_loss
+    replaced.forward = lambda **kwargs: None
+    for model, reason in {**reasons, custom: "its loss is custom_loss", replaced: "replaced its forward"}.items():
+        before, attributes = type(model), set(model.__dict__)
+        report = attach_loss(model)
+        assert not report.attached and re.search(reason, str(report)), report
+        assert type(model) is before and set(model.__dict__) == attributes
+
+
+def test_attaching_draws_no_random_number():
+    model = build()
+    handle = model.model.register_forward_hook(lambda *_: torch.rand(1) and None)
+    state = torch.get_rng_state()
+    assert attach_loss(model).attached and torch.equal(torch.get_rng_state(), state)
+    handle.remove()
+
+
+def test_an_error_leaves_nothing_behind():
+    model = build()
+    attach_loss(model)
+    with pytest.raises(IndexError):
+        model(**{**batch(), "input_ids": torch.full((3, 11), VOCABULARY)})
+    assert "forward" not in model.lm_head.__dict__ and "_loss_function" not in model.__dict__
+    assert torch.is_tensor(model.eval()(**batch()).logits)
+
+
+def test_a_hook_on_the_head_gets_logits():
+    model, seen = build(), []
+    attach_loss(model)
+    handle = model.lm_head.register_forward_hook(lambda m, args, out: seen.append(out))
+    output = model(**batch())
+    assert torch.equal(seen[0], output.logits) and output.logits.shape == (3, 11, VOCABULARY)
+    handle.remove()
+    assert isinstance(model(**batch()).logits, LazyLogits)
+
+
+class Moves(AlignDevicesHook):
+    calls = 0
+
+    def pre_forward(self, *args, **kwargs):
+        self.calls += 1
+        return super().pre_forward(*args, **kwargs)
+
+
+def test_a_model_spread_over_devices_by_accelerate():
+    """Its instances have forwards of their own, which move tensors: the head's must still be called, once a chunk."""
+    model, inputs = build(), batch()
+    expected = step(model, **inputs)
+    moves = Moves(execution_device="cpu")
+    add_hook_to_module(model, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    add_hook_to_module(model.lm_head, moves)
+    report = attach_loss(model)
+    assert report.attached and "own forward" in report.reason
+    moves.calls = 0
+    got = step(model, **inputs)
+    assert moves.calls == 1 and isinstance(got[0].logits, LazyLogits)
+    assert_same_step(got, expected)
+    assert torch.equal(step(detach_loss(model), **inputs)[0].logits, expected[0].logits)
+
+
+# ---------------------------------------------------------------------------------------------- lazy logits
+
+
+def test_lazy_logits_are_the_logits():
+    model, inputs = build("Gemma2"), batch()
+    expected = step(model, **inputs)[0].logits
+    attach_loss(model)
+    output = model(**inputs)
+    lazy = output.logits
+    assert isinstance(lazy, LazyLogits) and lazy.shape == expected.shape and lazy.dtype == expected.dtype
+    assert torch.equal(lazy[..., :-1, :], expected[..., :-1, :]) and torch.equal(output["logits"].tensor(), expected)
+    assert torch.equal(lazy.argmax(-1), expected.argmax(-1)) and torch.equal(torch.argmax(lazy, dim=-1), expected.argmax(-1))
+    assert torch.equal(F.log_softmax(lazy.float(), -1), F.log_softmax(expected.float(), -1)) and torch.equal(
+        2 * lazy, 2 * expected
+    )
+    assert lazy.to(torch.bfloat16).dtype == torch.bfloat16 and not hasattr(lazy, "no_such_thing")
+    with torch.no_grad():
+        assert not lazy[0].requires_grad
+
+
+def test_gradients_flow_through_lazy_logits():
+    """A loss of one's own (distillation, say) that reads the logits of a training output."""
+    model, inputs = build(), batch()
+    gradients = []
+    for attached in (False, True):
+        if attached:
+            attach_loss(model)
+        model.zero_grad()
+        output = model(**inputs)
+        (output.loss + output.logits.float().square().mean()).backward()
+        gradients.append(model.model.embed_tokens.weight.grad.clone())
+    assert distance(*gradients) <= EXACT
+
+
+def test_asking_about_lazy_logits_computes_nothing():
+    def compute():
+        raise AssertionError("computed")
+
+    lazy = LazyLogits(compute, (2, 3, 4), torch.bfloat16, torch.device("cpu"))
+    assert lazy.float().dtype == torch.float32 and lazy.to("cpu", torch.float16).dtype == torch.float16
+    assert hasattr(lazy, "argmax") and callable(lazy.view) and lazy.shape[-1] == 4
+    with pytest.raises(AssertionError, match="computed"):
+        lazy[0]

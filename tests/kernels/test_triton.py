@@ -1,0 +1,186 @@
+"""Every Triton kernel against its reference, bit for bit, on the cases of :mod:`triton_cases`.
+
+They run on a CPU through Triton's interpreter, in a process of its own (``TRITON_INTERPRET`` must be set before Triton is
+imported, and the interpreter needs the repairs of :mod:`triton_interpreter`), with few rows, since its cost is per row; and on
+CUDA with real shapes, marked ``gpu``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from _assertions import SEED
+from _interpreter import run_interpreted
+from triton_cases import BF16, GROUPS, ON_GPU, awkward, cases, difference, normal, run_case
+
+from peft_nvfp4 import kernels
+from peft_nvfp4.numerics import fused_reference
+from peft_nvfp4.numerics.formats import QuantizedMatrix
+from peft_nvfp4.ops import fused
+
+# ---------------------------------------------------------------------------------------------- on a CPU
+
+INTERPRETED = {  # group -> rows, widths, weights
+    "quantize": (21, (10, 300), ()),
+    "terms": (21, (10, 576), ()),
+    "dequantize": (21, (10, 300), ()),
+    "transpose": (0, (), ((200, 24), (24, 300))),
+    "norm": (21, (10, 300), ()),
+    "mlp": (10, (10, 300), ()),
+    "random": (3, (300, 1000), ()),
+    "rope": (5, (64, 10), ()),
+}
+
+
+def interpret(groups: list[str]) -> int:
+    """Run the interpreted cases of the groups in this process; prints one JSON line per group and returns the mismatches."""
+    import triton_interpreter
+
+    triton_interpreter.install()
+    torch.set_num_threads(1)
+    total = 0
+    for group in groups:
+        found = [text for case in cases(group, *INTERPRETED[group]) for text in run_case(case, "cpu")]
+        print(json.dumps({"group": group, "cases": len(cases(group, *INTERPRETED[group])), "mismatches": found}), flush=True)
+        total += len(found)
+    return total
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """group -> result of :func:`interpret`, from one process that runs them all."""
+    run = run_interpreted(__file__)
+    results = {result["group"]: result for result in map(json.loads, run.stdout.splitlines())}
+    assert results.keys() == set(GROUPS), run.stderr[-3000:]
+    return results
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_interpreted_kernels_give_the_bits_of_the_reference(group, interpreted):
+    assert interpreted[group]["cases"] > 0
+    assert interpreted[group]["mismatches"] == []
+
+
+# ---------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels_give_the_bits_of_the_reference(group, packed, monkeypatch):
+    from peft_nvfp4.kernels.triton import tables
+
+    monkeypatch.setattr(tables, "PACKED_FP16", packed)
+    found = [text for case in cases(group, *ON_GPU[group]) for text in run_case(case, "cuda")]
+    assert found == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_few_rows(rows):
+    found = []
+    for group in ("quantize", "terms", "dequantize", "norm", "mlp", "random", "rope"):
+        for case in cases(group, rows, (1000,), ()):
+            found += run_case(case, "cuda")
+    assert found == []
+
+
+@pytest.mark.gpu
+def test_strided_rows_and_seeds_on_the_device():
+    """gate and up as the two halves of one matrix; a seed that lives on the GPU."""
+    both = awkward(64, 2048, BF16).cuda()
+    gate, up = both.chunk(2, dim=1)
+    assert gate.stride() == (2048, 1)
+    got = kernels.implementation("silu_mul_quantize")(gate, up, None, "silu", 1, True)
+    expected = kernels.implementation("silu_mul_quantize")(gate.contiguous(), up.contiguous(), None, "silu", 1, True)
+    assert all(difference(a, b)[0] == 0 for a, b in zip(got, expected))
+    x, seed = normal(64, 2048, dtype=BF16).cuda(), torch.tensor(SEED)
+    drop = kernels.implementation("dropout")
+    assert difference(drop(x, 0.1, seed), drop(x, 0.1, seed.cuda()))[0] == 0
+    sr = kernels.implementation("quantize")
+    a, b = (sr(x, None, s, "max6", True, True) for s in (seed, seed.cuda()))
+    assert all(difference(p, q)[0] == 0 for p, q in zip(a, b))
+
+
+@pytest.mark.gpu
+def test_operators_call_the_kernels_and_say_so():
+    kernels.load()
+    triton = {o.operator for o in kernels.status().operators if o.implementation == "triton"}
+    assert triton == set(kernels.KERNELS)
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+
+@pytest.mark.parametrize("operator", fused.OPERATORS)
+def test_fused_operators_pass_opcheck(operator):
+    """Schema, fake and the derivative that is refused, on the first case of every operator."""
+    found = [c for group in GROUPS if group != "transpose" for c in cases(group, 2, (48,), ()) if c.operator == operator]
+    for case in found[:2]:
+        torch.library.opcheck(
+            getattr(torch.ops.peft_nvfp4, operator).default,
+            case.make(),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
+
+
+@pytest.mark.parametrize("operator", fused.OPERATORS)
+def test_fused_operators_return_what_the_reference_returns(operator):
+    """The public function unpacks the operator's flat outputs in the right order."""
+    case = next(c for group in GROUPS for c in cases(group, 3, (80,), ((24, 80),)) if c.operator == operator)
+    arguments = list(case.make())
+    if operator in ("dequantize_terms", "rmsnorm_backward"):
+        first = operator == "rmsnorm_backward"
+        lists, k = arguments[first : first + 3], 80
+        rest = arguments[:first], arguments[first + 3 :]
+        parts = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(*lists)]
+        arguments = [*rest[0], parts, *(a for a in rest[1] if operator == "rmsnorm_backward" or not isinstance(a, int))]
+    elif operator == "silu_mul_backward":
+        arguments[1:7] = QuantizedMatrix(*arguments[1:4], 80), QuantizedMatrix(*arguments[4:7], 80)
+    elif operator == "gated_values":
+        *codes, centre, act, terms, k, dtype = arguments
+        arguments = [QuantizedMatrix(*codes[:3], k), QuantizedMatrix(*codes[3:], k), centre, act, terms, dtype]
+    with torch.no_grad():
+        got = getattr(fused, operator)(*arguments)
+        expected = getattr(fused_reference, operator)(*arguments)
+    assert flattened(got) and len(flattened(got)) == len(flattened(expected))
+    assert all(difference(a, b)[0] == 0 for a, b in zip(flattened(got), flattened(expected)))
+
+
+def flattened(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in flattened(v)] if isinstance(value, (list, tuple)) else []
+
+
+# ---------------------------------------------------------------------------------------------- choosing
+
+
+def test_status_names_every_operator_and_a_reason():
+    status = kernels.status()
+    names = {o.operator for o in status.operators}
+    assert names == set(kernels.KERNELS) | set(kernels.PRODUCTS) | set(kernels.PLAIN)
+    assert all(o.note for o in status.operators if o.implementation == "reference")
+    assert str(status).splitlines()[0].split() == ["operator", "implementation", "device", "note"]
+
+
+def test_an_unknown_choice_raises(monkeypatch):
+    monkeypatch.setattr(kernels, "_loaded", None)
+    monkeypatch.setenv(kernels.VARIABLE, "cutlas")
+    with pytest.raises(ValueError, match="choose 'auto'"):
+        kernels.load()
+
+
+def test_the_reference_can_be_forced(monkeypatch):
+    monkeypatch.setattr(kernels, "_loaded", None)
+    monkeypatch.setenv(kernels.VARIABLE, "reference")
+    monkeypatch.setattr(kernels.ops, "register_kernel", lambda *args: pytest.fail("a kernel was registered"))
+    kernels.load()
+    assert kernels._loaded == f"{kernels.VARIABLE}=reference"
+
+
+if __name__ == "__main__":
+    sys.exit(min(interpret(sys.argv[1:] or list(GROUPS)), 1))

@@ -1,0 +1,255 @@
+"""inspect_adapter(): what binds, what does not, and what the adapter was trained on."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from _assertions import assert_same_bits
+from _lora_layers import assert_same_packed
+from conftest import tiny_llama
+from peft import IA3Config, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from peft_nvfp4 import NVFP4LoraConfig, attach, freeze_model, inspect_adapter
+from peft_nvfp4.fusion.attach import attached
+from peft_nvfp4.lora.fingerprint import BASE_FILE, base_record
+from peft_nvfp4.quantization.freeze import frozen_layers
+
+IDS = torch.arange(24).reshape(2, 12) * 7 % 128
+
+
+def config(**settings):
+    return NVFP4LoraConfig(**{**dict(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False), **settings})
+
+
+def saved(folder, base=None, **settings):
+    model = get_peft_model(base or tiny_llama(), config(**settings))
+    model.save_pretrained(folder)
+    return model
+
+
+def frozen(backend="nvfp4", seed=0, **settings):
+    model = tiny_llama()
+    if seed:
+        for p in model.parameters():
+            p.data += 0.02 * torch.randn_like(p)
+    return freeze_model(model, backend, progress=False, **settings)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+# ---------------------------------------------------------------------------------------------- binds
+
+
+@pytest.mark.parametrize("backend", ("nvfp4", "nf4", "bf16"))
+def test_binds_to_its_own_base(tmp_path, backend):
+    """No warning; the logits' change is the adapter's own."""
+    if backend == "nf4":
+        pytest.importorskip("bitsandbytes")
+    model = saved(tmp_path, backend=backend, fused=False).eval()
+    with torch.no_grad():
+        adapter = model(input_ids=IDS).logits
+        with model.disable_adapter():
+            base = model(input_ids=IDS).logits
+    report = inspect_adapter(frozen(backend), tmp_path, probe=IDS)
+    assert report.binds and report.layers == 14 and report.ranks == [4] and report.warnings == []
+    assert report.logit_change == pytest.approx(((adapter - base).norm() / base.norm()).item(), rel=1e-5)
+    assert report.changed_choice == pytest.approx((adapter.argmax(-1) != base.argmax(-1)).float().mean().item())
+    assert report.trained_on["fingerprint"] == report.base["fingerprint"]
+    assert report.trained_on["source"] == base_record(tiny_llama())["source"]
+    assert "binds (14 layers" in str(report) and json.loads(json.dumps(report.as_dict()))["binds"]
+
+
+@pytest.mark.parametrize("init", (False, "pissa"))
+def test_base_is_given_back_as_it_was(tmp_path, init):
+    saved(tmp_path, init_lora_weights=init)
+    base = frozen()
+    attach(base)
+    base.train()
+    base.model.norm.weight.requires_grad_(True)
+    stored = {n: {k: t.clone() for k, t in m.packed_tensors().items()} for n, m in frozen_layers(base)}
+    flags = {n: p.requires_grad for n, p in base.named_parameters()}
+    with torch.no_grad():
+        before = base(input_ids=IDS).logits
+        assert inspect_adapter(base, tmp_path, probe=IDS).logit_change > 0
+        assert_same_bits(base(input_ids=IDS).logits, before, "logits")
+    assert base.training and attached(base) and flags == {n: p.requires_grad for n, p in base.named_parameters()}
+    for name, layer in frozen_layers(base):
+        assert_same_packed(dict(layer.packed_tensors()), stored[name])
+    get_peft_model(base, config())  # nothing is left of the adapter
+
+
+def test_stock_adapter_on_a_dense_base(tmp_path):
+    """Not trained here: nothing is known of its base, but keys, shapes and logits are."""
+    get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(tmp_path)
+    assert not (tmp_path / BASE_FILE).exists()
+    report = inspect_adapter(tiny_llama(), tmp_path)
+    assert report.binds and report.layers == 2 and report.logit_change > 0 and report.base["format"] == "bf16"
+    assert report.warnings == [f"nothing says which base it was trained on ({BASE_FILE} is missing)"]
+
+
+# ---------------------------------------------------------------------------------------------- does not bind
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    (
+        (lambda t: t.update({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)}), "no such module"),
+        (lambda t: t.update({"base_model.model.extra.weight": torch.zeros(4)}), "the base has no such parameter"),
+        (lambda t: t.pop("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"), "mlp.up_proj: holds A only"),
+        (
+            lambda t: [t.pop(f"base_model.model.model.layers.0.mlp.up_proj.lora_{x}.weight") for x in "AB"],
+            "mlp.up_proj: is a target of the adapter, which holds no weights for it",
+        ),
+        (
+            lambda t: t.update({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(4, 32)}),
+            "are for 32 inputs and 176 outputs, the base has 64 and 176",
+        ),
+        (
+            lambda t: t.update({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(3, 64)}),
+            "have different ranks",
+        ),
+        (
+            lambda t: t.update({"base_model.model.model.norm.weight": torch.zeros(63)}),
+            "has the shape .63,., the base holds .64,.",
+        ),
+        (lambda t: t.update({"base_model.model.model.layers.0.mlp.up_proj.weight": torch.zeros(176, 64)}), "torch.uint8"),
+    ),
+    ids=("module", "parameter", "half", "missing", "shape", "rank", "norm", "packed"),
+)
+def test_does_not_bind(tmp_path, change, problem):
+    saved(tmp_path)
+    rewrite(tmp_path, change)
+    report = inspect_adapter(frozen(), tmp_path)
+    assert not report.binds and report.logit_change is None
+    assert len(report.problems) == 1 and pytest.importorskip("re").search(problem, report.problems[0])
+    assert "DOES NOT BIND" in str(report)
+
+
+def test_another_models_adapter_does_not_bind(tmp_path):
+    saved(tmp_path, tiny_llama(hidden_size=32, intermediate_size=96))
+    report = inspect_adapter(frozen(), tmp_path)
+    assert not report.binds and len(report.problems) == 14 and "and 9 more" in str(report)
+
+
+def test_modules_to_save_bind(tmp_path):
+    saved(tmp_path, modules_to_save=["lm_head"])
+    report = inspect_adapter(frozen(), tmp_path)
+    assert report.binds and report.layers == 14
+
+
+def test_what_is_no_adapter_is_refused(tmp_path):
+    base = frozen()
+    with pytest.raises(ValueError, match="holds no adapter: adapter_config.json is missing"):
+        inspect_adapter(base, tmp_path)
+    model = saved(tmp_path)
+    with pytest.raises(ValueError, match="base carries an adapter"):
+        inspect_adapter(model, tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(ValueError, match="cannot be read"):
+        inspect_adapter(base, tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(ValueError, match="a pickle, adapter_model.bin, is not read"):
+        inspect_adapter(base, tmp_path)
+    get_peft_model(tiny_llama(), IA3Config(target_modules=["k_proj"], feedforward_modules=[])).save_pretrained(tmp_path / "ia3")
+    with pytest.raises((ValueError, TypeError)):
+        inspect_adapter(base, tmp_path / "ia3")
+
+
+# ---------------------------------------------------------------------------------------------- another base
+
+
+def test_another_format_is_warned_of(tmp_path):
+    saved(tmp_path)
+    report = inspect_adapter(tiny_llama(), tmp_path)
+    assert report.binds and report.logit_change > 0
+    assert len(report.warnings) == 1 and "trained on a nvfp4 base and this one is bf16" in report.warnings[0]
+    other = tiny_llama()
+    other.model.layers[0].mlp.up_proj.weight.data += 1
+    report = inspect_adapter(other, tmp_path)
+    assert len(report.warnings) == 2 and "another model: the dense weights differ" in report.warnings[1]
+
+
+def test_another_base_of_the_same_format_is_warned_of(tmp_path):
+    saved(tmp_path)
+    for base in (frozen(seed=1), frozen(skip_modules=["o_proj"])):
+        assert "trained on another nvfp4 base" in inspect_adapter(base, tmp_path, probe=False).warnings[0]
+    report = inspect_adapter(frozen(accuracy="paper"), tmp_path, probe=False)
+    assert report.warnings == [
+        "the weights are those it was trained on, but inputs are quantised otherwise (accuracy preset, centres)"
+    ]
+    assert inspect_adapter(frozen(weight_layouts="transient"), tmp_path, probe=False).warnings == []
+
+
+def test_merge_aware_and_residual_inits_are_warned_of(tmp_path):
+    saved(tmp_path, merge_aware=True)
+    report = inspect_adapter(tiny_llama(), tmp_path)
+    assert "trained merge-aware" in report.warnings[0]
+    model = saved(tmp_path, merge_aware=True).eval()
+    with torch.no_grad():
+        adapter = model(input_ids=IDS).logits
+        with model.disable_adapter():
+            base = model(input_ids=IDS).logits
+    report = inspect_adapter(frozen(), tmp_path, probe=IDS)
+    assert report.warnings == []
+    assert report.logit_change == pytest.approx(((adapter - base).norm() / base.norm()).item(), rel=1e-5)
+
+
+def test_an_adapter_without_effect_is_warned_of(tmp_path):
+    saved(tmp_path, init_lora_weights=True)
+    report = inspect_adapter(frozen(), tmp_path)
+    assert report.logit_change == 0 and report.warnings == ["the adapter changes no logit on the probe"]
+
+
+# ---------------------------------------------------------------------------------------------- the record on disk
+
+
+def test_record_is_written_for_plain_lora_on_a_frozen_base(tmp_path):
+    model = get_peft_model(frozen(), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / BASE_FILE).read_text())
+    assert record["format"] == "nvfp4" and record["linears"] == 14 and record["source"] is None
+    assert record["fingerprint"] == base_record(frozen())["fingerprint"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LoraConfig.from_pretrained(str(tmp_path))  # stock PEFT does not mind
+
+
+def test_record_of_pissa_is_of_the_base_before_it(tmp_path):
+    """Loading such an adapter makes the residual base anew, from the original one."""
+    saved(tmp_path, init_lora_weights="pissa")
+    report = inspect_adapter(frozen(), tmp_path)
+    assert report.warnings == [] and report.trained_on["init"] == "pissa" and report.logit_change > 0
+
+
+def test_fingerprint_sees_single_changes():
+    base = base_record(frozen())
+    for change in ("weight", "weight_scales", "weight_gscale"):
+        model = frozen()
+        getattr(model.model.layers[1].mlp.down_proj, change).data[0] ^= 1
+        assert base_record(model)["fingerprint"] != base["fingerprint"], change
+    model = copy.deepcopy(frozen())
+    model.to(torch.bfloat16)
+    assert base_record(model) == base
+    half = tiny_llama(torch.bfloat16)
+    record = base_record(half)
+    assert record == base_record(freeze_model(copy.deepcopy(half), "bf16", progress=False)) == base_record(half.float())
+
+
+@pytest.mark.parametrize(
+    "content", ("{", "[]", '{"format_version": 1}', '{"format_version": "x", "format": 1, "fingerprint": 2}')
+)
+def test_damaged_record_raises(tmp_path, content):
+    saved(tmp_path)
+    (tmp_path / BASE_FILE).write_text(content)
+    with pytest.raises(ValueError, match="is no valid record of a base"):
+        inspect_adapter(frozen(), tmp_path)
+    (tmp_path / BASE_FILE).write_text('{"format_version": 2, "format": "nvfp4", "fingerprint": ""}')
+    with pytest.raises(ValueError, match="upgrade peft_nvfp4"):
+        inspect_adapter(frozen(), tmp_path)

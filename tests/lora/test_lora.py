@@ -1,0 +1,244 @@
+"""The LoRA layer over a frozen base, through PEFT's own entry points, for the three backends: forward, gradients and training.
+
+Most tests call one layer of a small MLP and compare with the formula in FP64, with the layer's own D(x~) and D(W)
+(see _lora_layers.py)."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _assertions import assert_same_bits
+from _lora_layers import HIDDEN, LAYERS, TOKENS, D, Mlp, adapt, assert_close, by_dtype, formula, inputs, layer_of, lora_config
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from peft_nvfp4 import FrozenLinear, freeze_model, ops
+from peft_nvfp4.autograd.frozen_linear import draw_seed
+from peft_nvfp4.lora.layer import FrozenLoraLinear
+
+# ---------------------------------------------------------------------------------------------- forward
+
+
+@by_dtype
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("rslora", (False, True), ids=("lora", "rslora"))
+def test_forward_and_scaling(backend, dtype, name, rslora):
+    model = adapt(backend, dtype=dtype, r=9, lora_alpha=6, use_rslora=rslora)
+    layer = layer_of(model, name)
+    assert type(layer) is FrozenLoraLinear and isinstance(layer.get_base_layer(), FrozenLinear)
+    assert layer.scaling["default"] == (6 / math.sqrt(9) if rslora else 6 / 9)
+    x = inputs(layer, dtype)
+    y = layer(x)
+    assert y.dtype == dtype
+    assert_close(y, *formula(layer, x, ["default"]), dtype)
+    without, _ = formula(layer, x, [])
+    assert (y.double() - without).norm() > 0.1 * without.norm()  # the adapter is seen
+
+
+def test_rank_and_alpha_patterns(backend):
+    model = adapt(backend, rank_pattern={"up_proj": 6}, alpha_pattern={"down_proj": 20})
+    up, down = layer_of(model, "up_proj"), layer_of(model, "down_proj")
+    assert (up.r["default"], up.scaling["default"]) == (6, 8 / 6)
+    assert (down.r["default"], down.scaling["default"]) == (4, 20 / 4)
+    assert up.lora_A["default"].weight.shape == (6, D) and down.lora_A["default"].weight.shape == (4, HIDDEN)
+    for layer in (up, down):
+        x = inputs(layer)
+        assert_close(layer(x), *formula(layer, x, ["default"]))
+
+
+def test_fresh_adapter_changes_nothing(backend):
+    """B is zero, so adding it adds exact zeros."""
+    model = adapt(backend, init_lora_weights=True)
+    x = torch.randn(TOKENS, D)
+    y = model(x)
+    with model.disable_adapter():
+        assert_same_bits(y, model(x), "y")
+
+
+@by_dtype
+def test_dropout_in_training_and_its_gradient(backend, dtype):
+    """Training uses a mask, drawn again for the gradient: dA = s (dy B)^T (m * D(x~)), dB = s dy^T ((m * D(x~)) A^T). Evaluating
+    uses none."""
+    model = adapt(backend, dtype=dtype, lora_dropout=0.5)
+    layer = layer_of(model)
+    x, dy = inputs(layer, dtype), torch.randn(TOKENS, HIDDEN).to(dtype)
+    model.eval()
+    assert_close(layer(x), *formula(layer, x, ["default"]), dtype, "eval")
+    model.train()
+    torch.manual_seed(7)
+    y = layer(x)
+    y.backward(dy)
+    torch.manual_seed(7)
+    mask = ops.dropout_mask(x.float(), 0.5, draw_seed()).double()
+    assert set(mask.unique().tolist()) == {0.0, 2.0}
+    assert_close(y, *formula(layer, x, ["default"], {"default": mask}), dtype, "train")
+    xm, g, s = layer.get_base_layer().lora_input(x).double() * mask, dy.double(), layer.scaling["default"]
+    a, b = (m["default"].weight.detach().double() for m in (layer.lora_A, layer.lora_B))
+    for got, want, magnitude, what in (
+        (layer.lora_A, s * (g @ b).T @ xm, s * (g.abs() @ b.abs()).T @ xm.abs(), "dA"),
+        (layer.lora_B, s * g.T @ (xm @ a.T), s * g.abs().T @ (xm.abs() @ a.abs().T), "dB"),
+    ):
+        assert_close(got["default"].weight.grad, want, magnitude, dtype, what)
+    torch.manual_seed(8)
+    assert (layer(x) != y).any()  # another seed, another mask
+
+
+def test_lora_bias(backend):
+    """The branch's own bias is scaled with it, and gets the gradient s * sum of dy."""
+    model = adapt(backend, lora_bias=True)
+    layer = layer_of(model)
+    bias = layer.lora_B["default"].bias
+    assert bias.abs().sum() > 0
+    x, dy = inputs(layer), torch.randn(TOKENS, HIDDEN)
+    y = layer(x)
+    assert_close(y, *formula(layer, x, ["default"]))
+    y.backward(dy)
+    s = layer.scaling["default"]
+    assert_close(bias.grad, s * dy.double().sum(0), s * dy.double().abs().sum(0), what="dbias")
+
+
+@pytest.mark.parametrize("mode", ("none", "all", "lora_only"))
+def test_trainable_biases(backend, mode):
+    """Mode "all" trains every bias of the model, "lora_only" those of adapted layers; the gradient of one is the sum of dy."""
+    model = adapt(backend, bias=True)
+    config = lora_config(backend, target_modules=["up_proj"], bias=mode)
+    model = get_peft_model(Mlp(), config)
+    trainable = {name.removeprefix("base_model.model.") for name, p in model.named_parameters() if p.requires_grad}
+    biases = {
+        "none": set(),
+        "lora_only": {"up_proj.base_layer.bias"},
+        "all": {"up_proj.base_layer.bias", "down_proj.bias", "norm.bias"},
+    }
+    assert trainable == {"up_proj.lora_A.default.weight", "up_proj.lora_B.default.weight"} | biases[mode]
+    layer, dy = layer_of(model), torch.randn(TOKENS, HIDDEN)
+    layer(inputs(layer)).backward(dy)
+    grad = layer.get_base_layer().bias.grad
+    assert (grad is None) == (mode == "none")
+    if mode != "none":
+        assert_close(grad, dy.double().sum(0), dy.double().abs().sum(0), what="dbias")
+
+
+def test_scale_setters(backend):
+    model = adapt(backend)
+    layer = layer_of(model)
+    x = inputs(layer)
+    for change, scaling in (
+        (lambda: layer.set_scale("default", 3), 3 * 2.0),
+        (lambda: layer.scale_layer(0.5), 3.0),
+        (lambda: layer.unscale_layer(0.5), 6.0),
+        (layer.unscale_layer, 2.0),
+        (lambda: layer.set_scale("default", 0), 0.0),
+    ):
+        change()
+        assert layer.scaling["default"] == scaling
+        assert_close(layer(x), *formula(layer, x, ["default"]))
+
+
+def test_only_adapters_get_gradients(backend, llama):
+    model = get_peft_model(llama(), lora_config(backend, target_modules="all-linear"))
+    ids = torch.randint(0, 128, (2, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    for name, p in model.named_parameters():
+        assert p.requires_grad == ("lora_" in name) == (p.grad is not None), name
+        assert p.grad is None or (p.grad.isfinite().all() and p.grad.abs().sum() > 0), name
+
+
+@pytest.mark.parametrize("autocast_adapter_dtype, expected", ((True, torch.float32), (False, torch.bfloat16)), ids=str)
+def test_adapter_dtype_over_a_bf16_model(backend, autocast_adapter_dtype, expected):
+    """FP32 masters by default; on request the model's dtype, whatever the base is stored in."""
+    model = adapt(backend, None, dtype=torch.bfloat16, autocast_adapter_dtype=autocast_adapter_dtype)
+    layer = layer_of(model)
+    factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    assert [t.dtype for t in factors] == [expected] * 2
+    x = inputs(layer, torch.bfloat16)
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert [t.grad.dtype for t in factors] == [expected] * 2
+    model.to(torch.bfloat16)
+    assert layer(x).dtype == torch.bfloat16
+
+
+def test_forward_under_autocast(backend):
+    """An FP32 model under BF16 autocast: a BF16 result within BF16's error of the FP32 formula, and FP32 gradients."""
+    model = adapt(backend)
+    layer = layer_of(model)
+    x = inputs(layer).bfloat16().float()  # autocast rounds the input; here that loses nothing
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert_close(y, *formula(layer, x, ["default"]), torch.bfloat16)
+    y.sum().backward()
+    assert layer.lora_A["default"].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "non_reentrant"))
+def test_gradient_checkpointing_changes_no_gradient(backend, llama, reentrant):
+    """Recomputing draws the same dropout masks, so losses and gradients have the same bits."""
+    model = get_peft_model(llama(), lora_config(backend, target_modules="all-linear", lora_dropout=0.3))
+    ids = torch.randint(0, 128, (2, 8))
+    model.enable_input_require_grads()
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        results.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
+    assert results[0].keys() == results[1].keys() and len(results[0]) == 1 + 2 * 14
+    for name, value in results[0].items():
+        assert_same_bits(results[1][name], value, name)
+
+
+def test_training_learns(backend):
+    """Fifty steps of Adam towards a rank-2 change of the function: the loss falls to a tenth (measured: 0.015 to 0.025)."""
+    model = adapt(backend, init_lora_weights=True, lora_dropout=0.0)
+    x = torch.randn(64, D)
+    with torch.no_grad():
+        target = model(x) + 0.5 * x @ torch.randn(D, 2) @ torch.randn(2, D) / math.sqrt(D)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(50):
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_frozen_model_takes_plain_lora(backend):
+    """A frozen model and stock PEFT's LoraConfig: the same layer, the same merge."""
+    frozen = freeze_model(Mlp(), backend, progress=False)
+    model = get_peft_model(frozen, LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False))
+    layer = layer_of(model)
+    assert type(layer) is FrozenLoraLinear
+    x = inputs(layer)
+    assert_close(layer(x), *formula(layer, x, ["default"]))
+    dense = model.merge_and_unload()
+    assert {type(dense.up_proj), type(dense.down_proj)} == {nn.Linear}
+
+
+def test_plain_branches(backend):
+    """What modules that compute several linears at once ask a layer for."""
+    model = adapt(backend, None)
+    layer = layer_of(model, LAYERS[0])
+    (branch,) = layer.plain_branches()
+    assert branch.a is layer.lora_A["default"].weight and branch.b is layer.lora_B["default"].weight
+    model.base_model.set_adapter(["default", "a1"])
+    assert [branch.a is layer.lora_A[name].weight for name, branch in zip(("default", "a1"), layer.plain_branches())] == [
+        True
+    ] * 2
+    layer.merge_aware_adapters = frozenset({"a1"})
+    assert layer.plain_branches() is None
+    layer.merge_aware_adapters = frozenset()
+    with model.disable_adapter():
+        assert layer.plain_branches() == []
+    model.merge_adapter()
+    assert layer.plain_branches() == []
+    model.unmerge_adapter()
+    layer.set_adapter(["elsewhere"])
+    assert layer.plain_branches() == []

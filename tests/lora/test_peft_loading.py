@@ -1,0 +1,281 @@
+"""What is saved with an adapter and read again: the configuration with its own fields (in the side-car, a file beside PEFT's),
+and the adapter, in every way that PEFT and transformers have: onto a dense model or a frozen one, as a second adapter, on the
+meta device, swapped in place, and injected without a PeftModel."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+from _peft_models import DEFAULTS, U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft.utils.hotswap import hotswap_adapter
+
+from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
+from peft_nvfp4.fusion.attach import attached
+from peft_nvfp4.lora.config import OWN_FIELDS, SIDE_CAR
+
+# ---------------------------------------------------------------------------------------------- the configuration
+
+VALUES = {
+    "backend": ["nvfp4", "nf4", "bf16"],
+    "accuracy": ["paper", "balanced", "high"],
+    "weight_layouts": ["cached", "transient"],
+    "gradients": ["nvfp4", "nvfp4_sr", "bf16"],
+    "activations": ["bf16", "nvfp4"],
+    "fused": [True, False],
+    "recompute_mlp": [False, True],
+    "recompute_attention": [False, True],
+    "cuda_graphs": [False, True],
+    "skip_modules": [None, [], ["lm_head", "layers.0.mlp"]],
+    "calibration": [None, "a/folder"],
+    "merge_aware": [False, True],
+    "offload": [None, "cpu"],
+}
+by_own_field = pytest.mark.parametrize(
+    "field, value", [(f, v) for f, values in VALUES.items() for v in values], ids=lambda v: str(v).replace("'", "")
+)
+
+
+def test_every_own_field_is_tested():
+    stock_fields = {f.name for f in dataclasses.fields(LoraConfig)}
+    own = {f.name for f in dataclasses.fields(NVFP4LoraConfig)} - stock_fields
+    assert own == set(VALUES) == set(OWN_FIELDS)
+
+
+@by_own_field
+@pytest.mark.parametrize("way", ["save", "replace", "deepcopy", "pickle"])
+def test_configuration_round_trip(tmp_path, field, value, way):
+    dropout = 0.0 if field == "merge_aware" else 0.25  # the two do not go together
+    before = config(**{field: value}, lora_dropout=dropout, rank_pattern={"q_proj": 2}, modules_to_save=["norm"])
+    if way == "save":
+        before.save_pretrained(str(tmp_path))
+        after = NVFP4LoraConfig.from_pretrained(str(tmp_path))
+    elif way == "replace":
+        after = dataclasses.replace(before, r=16)
+        assert after.r == 16
+        after.r = before.r
+    else:
+        after = copy.deepcopy(before) if way == "deepcopy" else pickle.loads(pickle.dumps(before))
+    assert type(after) is NVFP4LoraConfig and getattr(after, field) == value
+    assert dataclasses.asdict(after) == dataclasses.asdict(before)
+
+
+def test_configuration_in_a_subfolder(tmp_path):
+    config(backend="nf4").save_pretrained(str(tmp_path / "best"))
+    assert NVFP4LoraConfig.from_pretrained(str(tmp_path), subfolder="best").backend == "nf4"
+
+
+def test_configuration_without_a_side_car_gets_defaults(tmp_path):
+    config(backend="nf4", accuracy="paper").save_pretrained(str(tmp_path))
+    (tmp_path / SIDE_CAR).unlink()
+    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == DEFAULTS
+
+
+@pytest.mark.parametrize("field", VALUES)
+def test_a_side_car_from_before_a_field_existed(tmp_path, field):
+    """The field gets its default."""
+    defaults = NVFP4LoraConfig().own_fields()
+    config(**{field: next(v for v in VALUES[field] if v != defaults[field])}).save_pretrained(str(tmp_path))
+    side_car = json.loads((tmp_path / SIDE_CAR).read_text())
+    del side_car[field]
+    (tmp_path / SIDE_CAR).write_text(json.dumps(side_car))
+    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == defaults
+
+
+def test_configuration_from_the_hub(tmp_path):
+    """A repository in the Hub's cache layout, read offline: the side-car is found there like adapter_config.json."""
+    revision = "0" * 40
+    repo = tmp_path / "models--someone--adapter"
+    config(backend="nf4", gradients="bf16").save_pretrained(str(repo / "snapshots" / revision))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(revision)
+    read = NVFP4LoraConfig.from_pretrained("someone/adapter", cache_dir=str(tmp_path))
+    assert read.r == 4 and (read.backend, read.gradients) == ("nf4", "bf16")
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        pytest.param("{", "not a valid", id="truncated"),
+        pytest.param("", "not a valid", id="empty"),
+        pytest.param("{}", "format_version", id="no-version"),
+        pytest.param("[1, 2]", "not a valid", id="a-list"),
+        pytest.param("null", "not a valid", id="null"),
+        pytest.param(b"\xff\xfe\x00", "not a valid", id="not-text"),
+        pytest.param('{"format_version": "one"}', "", id="version-is-a-word"),
+        pytest.param('{"format_version": 2, "backend": "nvfp4"}', "version 2.*upgrade", id="newer-version"),
+        pytest.param('{"format_version": 1, "backend": "nvfp4", "flavour": "sweet"}', "unknown.*flavour", id="unknown-field"),
+        pytest.param('{"format_version": 1, "backend": "mxfp4"}', "mxfp4", id="unknown-backend"),
+        pytest.param('{"format_version": 1, "skip_modules": "lm_head"}', "skip_modules", id="wrong-type"),
+    ],
+)
+def test_a_bad_side_car_is_refused_by_name(tmp_path, content, reason):
+    config().save_pretrained(str(tmp_path))
+    (tmp_path / SIDE_CAR).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"(?s){SIDE_CAR}.*{reason}"):
+        NVFP4LoraConfig.from_pretrained(str(tmp_path))
+
+
+def test_a_configuration_of_another_method_is_refused(tmp_path):
+    IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match="IA3.*not LoRA"):
+        NVFP4LoraConfig.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "settings, known",
+    [
+        pytest.param(dict(backend="int4"), "bf16, nf4, nvfp4", id="backend"),
+        pytest.param(dict(accuracy="best"), "paper, balanced, high", id="accuracy"),
+        pytest.param(dict(weight_layouts="none"), "cached, transient", id="weight_layouts"),
+        pytest.param(dict(gradients="fp8"), "nvfp4, nvfp4_sr, bf16", id="gradients"),
+        pytest.param(dict(activations="fp8"), "bf16, nvfp4", id="activations"),
+    ],
+)
+def test_an_unknown_word_lists_the_known_ones(settings, known):
+    with pytest.raises(ValueError, match=f"{known}.*") as error:
+        config(**settings)
+    assert next(iter(settings.values())) in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+@by_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["config", "plain-on-frozen", "load_adapter"])
+def test_reload_is_bit_equal(llama, tmp_path, backend, dtype, way):
+    """config: a dense model is frozen again from the side-car. plain-on-frozen: a base frozen before, PEFT makes the plain
+    LoraConfig of adapter_config.json; nobody asked for fusing, so the model computes what ours does when detached, and what ours
+    does once it is attached. load_adapter: the same as a second adapter."""
+    model = trained(llama(dtype), backend=backend)
+    expected, weights = logits(model), adapter_tensors(model)
+    model.save_pretrained(str(tmp_path))
+    name = "default"
+    if way == "config":
+        read = NVFP4LoraConfig.from_pretrained(str(tmp_path))
+        again = PeftModel.from_pretrained(llama(dtype), str(tmp_path), config=read)
+    elif way == "plain-on-frozen":
+        again = PeftModel.from_pretrained(freeze_model(llama(dtype), backend), str(tmp_path))
+        assert type(again.peft_config["default"]) is LoraConfig and not attached(again)
+        assert torch.equal(logits(again), logits(detach(model)))
+        attach(again)
+    else:
+        again, name = get_peft_model(llama(dtype), config(backend=backend, r=2)), "second"
+        first = logits(again)
+        again.load_adapter(str(tmp_path), adapter_name=name)
+        assert torch.equal(logits(again), first), "loading must not activate the second adapter"
+        again.set_adapter(name)
+    layers = frozen_lora(again)
+    assert len(layers) == 14 and all(type(m.get_base_layer()).backend == backend for m in layers.values())
+    assert same_tensors(adapter_tensors(again, name), weights)
+    assert attached(again) == (backend == "nvfp4")
+    assert torch.equal(logits(again), expected)
+    if way == "load_adapter":
+        again.set_adapter("default")
+        assert torch.equal(logits(again), first)
+
+
+def test_fusing_is_decided_once_for_all_adapters(llama):
+    """Of a model, not of an adapter: a first config that does not want it may be followed by one that does, but not undone."""
+    model = get_peft_model(llama(), config(fused=False))
+    assert not attached(model)
+    model.add_adapter("b", config())
+    assert attached(model) and len(model.base_model.nvfp4_report.sites) == 4
+    with pytest.warns(UserWarning, match="fused already.*detach"):
+        model.add_adapter("c", config(fused=False))
+    assert attached(model) and not attached(get_peft_model(llama(), config(backend="bf16")))
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "inference"])
+def test_is_trainable(llama, tmp_path, trainable):
+    model = trained(llama(), backend="nvfp4")
+    model.save_pretrained(str(tmp_path))
+    read = NVFP4LoraConfig.from_pretrained(str(tmp_path))
+    again = PeftModel.from_pretrained(llama(), str(tmp_path), config=read, is_trainable=trainable)
+    wanted = {n for n, _ in again.named_parameters() if "lora_" in n} if trainable else set()
+    assert {n for n, p in again.named_parameters() if p.requires_grad} == wanted
+    if trainable:
+        train(again)
+        assert not same_tensors(adapter_tensors(again), adapter_tensors(model))
+
+
+@by_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["config", "plain-on-frozen"])
+def test_low_cpu_mem_usage(llama, tmp_path, backend, dtype, way):
+    """PEFT makes new modules on the meta device here, which must not reach the base, nor what a fused module holds of it. It may
+    round the adapter to the base's compute dtype on this path (it does so for any BF16 LoRA): exact for FP32, within U for
+    BF16."""
+    model = trained(llama(dtype), backend=backend)
+    model.save_pretrained(str(tmp_path))
+    read = NVFP4LoraConfig.from_pretrained(str(tmp_path)) if way == "config" else None
+    base = llama(dtype) if way == "config" else freeze_model(llama(dtype), backend)
+    again = PeftModel.from_pretrained(base, str(tmp_path), config=read, low_cpu_mem_usage=True)
+    assert [n for n, p in again.named_parameters() if p.is_meta] == []
+    assert attached(again) == (way == "config" and backend == "nvfp4")
+    if way == "config" and backend == "nvfp4":
+        assert again.base_model.nvfp4_report == model.base_model.nvfp4_report
+    saved, loaded = adapter_tensors(model), adapter_tensors(again)
+    assert saved.keys() == loaded.keys() and len(saved) == 28
+    for key, value in saved.items():
+        assert loaded[key].dtype == torch.float32
+        slack = 0.0 if dtype == torch.float32 else U
+        assert ((loaded[key] - value).abs() <= slack * value.abs()).all(), key
+    if dtype == torch.float32:
+        assert torch.equal(logits(again), logits(model))
+
+
+@by_backend
+def test_hotswap(llama, tmp_path, backend):
+    first, second = trained(llama(), backend=backend), get_peft_model(llama(), config(backend=backend))
+    train(second, steps=3, lr=5e-2)
+    for name, model in (("a", first), ("b", second)):
+        model.save_pretrained(str(tmp_path / name))
+    swapped = PeftModel.from_pretrained(freeze_model(llama(), backend), str(tmp_path / "a"))
+    assert torch.equal(logits(swapped), logits(first))
+    hotswap_adapter(swapped, str(tmp_path / "b"), adapter_name="default", torch_device="cpu")
+    assert torch.equal(logits(swapped), logits(second))
+    assert not torch.equal(logits(first), logits(second))
+
+
+@by_backend
+def test_load_adapter_of_transformers(llama, tmp_path, backend):
+    """transformers' own integration injects the layers without a PeftModel around the model."""
+    model = trained(llama(), backend=backend)
+    model.save_pretrained(str(tmp_path))
+    again = freeze_model(llama(), backend)
+    again.load_adapter(str(tmp_path))
+    assert len(frozen_lora(again)) == 14
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_mixed_model_over_a_frozen_base(llama):
+    """mixed=True makes another tuner class (MixedModel), which asks LoraModel for its layers."""
+    torch.manual_seed(3)
+    model = get_peft_model(freeze_model(llama()), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), mixed=True)
+    torch.manual_seed(3)
+    usual = get_peft_model(freeze_model(llama()), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    assert len(frozen_lora(model)) == 2
+    assert torch.equal(logits(model), logits(usual))
+
+
+def test_mixed_model_freezes_a_dense_base(llama):
+    model = get_peft_model(llama(), config(), mixed=True)
+    assert len(frozen_lora(model)) == 14, "backend='nvfp4' was asked for"
+
+
+@by_backend
+def test_inject_adapter_in_model(llama, backend):
+    """The model itself stays the outermost module, and computes what get_peft_model's does."""
+    torch.manual_seed(3)
+    model = inject_adapter_in_model(config(backend=backend, init_lora_weights=False), llama())
+    torch.manual_seed(3)
+    usual = get_peft_model(llama(), config(backend=backend, init_lora_weights=False))
+    assert not isinstance(model, PeftModel) and len(frozen_lora(model)) == 14
+    assert torch.equal(logits(model), logits(usual))
+    train(model)
+    assert not torch.equal(logits(model), logits(usual))

@@ -1,0 +1,255 @@
+"""Which modules train in a frozen model: those that PEFT's rules select for LoRA, new heads, modules to save, chosen tokens and
+layers used twice; and PEFT's other methods, which are refused where they would have to change a frozen layer."""
+
+import warnings
+
+import pytest
+import torch
+from _peft_models import (
+    ALL,
+    IDS,
+    adapter_tensors,
+    by_backend,
+    config,
+    frozen_lora,
+    logits,
+    same_tensors,
+    snapshot,
+    train,
+    trained,
+)
+from peft import (
+    AdaLoraConfig,
+    BOFTConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, freeze_model, frozen_bytes
+from peft_nvfp4.quantization.freeze import frozen_layers
+
+# ---------------------------------------------------------------------------------------------- heads and modules to save
+
+
+def tiny_classifier() -> LlamaForSequenceClassification:
+    torch.manual_seed(0)
+    settings = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForSequenceClassification(LlamaConfig(**settings, vocab_size=128, num_labels=3, pad_token_id=0))
+
+
+@by_backend
+def test_sequence_classification(tmp_path, backend):
+    """PEFT trains the new head "score" and saves it with the adapter, so it must stay dense."""
+    settings = dict(r=4, target_modules="all-linear", task_type="SEQ_CLS", backend=backend)
+    model = get_peft_model(tiny_classifier(), NVFP4LoraConfig(**settings))
+    score = model.base_model.model.score.modules_to_save["default"]
+    assert type(score) is nn.Linear and score.weight.requires_grad and score.weight.dtype == torch.float32
+    before = score.weight.clone()
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+    for _ in range(2):
+        model(input_ids=IDS, labels=torch.tensor([0, 2])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(score.weight, before)
+    model.save_pretrained(str(tmp_path))
+    assert torch.equal(adapter_tensors(model)["base_model.model.score.weight"], score.weight)
+    torch.manual_seed(99)
+    read = NVFP4LoraConfig.from_pretrained(str(tmp_path))
+    again = PeftModel.from_pretrained(tiny_classifier(), str(tmp_path), config=read)
+    assert torch.equal(logits(again), logits(model))
+
+
+@by_backend
+@pytest.mark.parametrize("saved", ["lm_head", "down_proj", "mlp"])
+def test_modules_to_save_stay_dense_and_train(llama, tmp_path, backend, saved):
+    model = get_peft_model(llama(), config(backend=backend, target_modules=["q_proj", "o_proj"], modules_to_save=[saved]))
+    wrapped = [(n, m) for n, m in model.named_modules() if n.endswith(saved) and hasattr(m, "modules_to_save")]
+    assert len(wrapped) == (1 if saved == "lm_head" else 2)
+    start = {n: p.clone() for n, p in model.named_parameters()}
+    for name, module in wrapped:
+        linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
+        assert linears and all(type(m) is nn.Linear for m in linears), name
+    train(model)
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, start[n])}
+    assert moved == {n for n in start if "lora_" in n or "modules_to_save" in n}
+    model.save_pretrained(str(tmp_path))
+    read = NVFP4LoraConfig.from_pretrained(str(tmp_path))
+    assert torch.equal(logits(PeftModel.from_pretrained(llama(), str(tmp_path), config=read)), logits(model))
+
+
+@pytest.mark.parametrize("kind", [LoraConfig, NVFP4LoraConfig], ids=lambda k: k.__name__)
+def test_modules_to_save_of_a_frozen_module_is_explained(llama, kind):
+    """Packed bytes cannot be trained. The error must name the module and the way out, not PyTorch's complaint about dtypes."""
+    model = freeze_model(llama())
+    with pytest.raises(ValueError, match="(?s)down_proj.*(skip_modules|dequantize)"):
+        get_peft_model(model, kind(target_modules=["q_proj"], modules_to_save=["down_proj"]))
+
+
+@by_backend
+def test_trainable_tokens(llama, tmp_path, backend):
+    """Chosen rows of the embedding train beside the adapter; the other rows do not move."""
+    assert {14, 21} <= set(IDS.flatten().tolist())
+    model = trained(llama(), backend=backend, trainable_token_indices=[14, 21])
+    rows = model.get_input_embeddings().token_adapter.get_merged_weights(["default"])
+    changed = (rows != llama().model.embed_tokens.weight).any(1).nonzero().flatten().tolist()
+    assert changed == [14, 21]
+    model.save_pretrained(str(tmp_path))
+    read = NVFP4LoraConfig.from_pretrained(str(tmp_path))
+    assert torch.equal(logits(PeftModel.from_pretrained(llama(), str(tmp_path), config=read)), logits(model))
+
+
+@by_backend
+def test_layer_replication_shares_the_packed_weights(llama, backend):
+    """Layers 0 and 1, twice: four layers over the storage of two, each with an adapter of its own."""
+    plain = freeze_model(llama(), backend)
+    model = get_peft_model(llama(), config(backend=backend, layer_replication=[[0, 2], [0, 2]]))
+    layers = model.base_model.model.model.layers
+    assert len(layers) == 4 and len(frozen_lora(model)) == 28
+    assert frozen_bytes(model) == frozen_bytes(plain)
+    for i in (0, 1):
+        a, b = layers[i].mlp.up_proj, layers[i + 2].mlp.up_proj
+        shared = a.base_layer.packed_tensors()
+        assert all(t.data_ptr() == b.base_layer.packed_tensors()[n].data_ptr() for n, t in shared.items())
+        assert a.lora_A["default"].weight.data_ptr() != b.lora_A["default"].weight.data_ptr()
+    train(model)
+    assert all(m.lora_B["default"].weight.abs().max() > 0 for m in frozen_lora(model).values())
+
+
+# ---------------------------------------------------------------------------------------------- selection of modules
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        pytest.param(dict(target_modules="all-linear"), ALL, id="all-linear"),
+        pytest.param(dict(target_modules=["q_proj", "down_proj"]), {n for n in ALL if n[-6:] in ("q_proj", "n_proj")}, id="list"),
+        pytest.param(dict(target_modules=r".*layers\.1\.mlp\.(up|gate)_proj"), {"1.mlp.up_proj", "1.mlp.gate_proj"}, id="regex"),
+        pytest.param(
+            dict(target_modules="all-linear", exclude_modules=["o_proj", "mlp.up_proj"]),
+            {n for n in ALL if not n.endswith(("o_proj", "up_proj"))},
+            id="exclude_modules",
+        ),
+        pytest.param(
+            dict(target_modules=["v_proj"], layers_to_transform=[1], layers_pattern="layers"),
+            {"1.self_attn.v_proj"},
+            id="layers_to_transform",
+        ),
+    ],
+)
+def test_selection(llama, settings, expected):
+    """The adapter goes where PEFT's rules say; everything is frozen whether it gets one or not."""
+    model = get_peft_model(llama(), config(**settings))
+    assert set(frozen_lora(model)) == expected
+    assert len(frozen_layers(model)) == 14
+    assert type(model.base_model.model.lm_head) is nn.Linear
+    trainable = {n.split("layers.")[-1].split(".lora_")[0] for n, p in model.named_parameters() if p.requires_grad}
+    assert trainable == expected
+
+
+def test_rank_and_alpha_patterns(llama):
+    settings = dict(rank_pattern={"q_proj": 2, r"layers\.1\.mlp\.up_proj": 8}, alpha_pattern={"q_proj": 32}, use_rslora=True)
+    layers = frozen_lora(get_peft_model(llama(), config(**settings)))
+    ranks = {n: m.r["default"] for n, m in layers.items()}
+    assert ranks == {n: 2 if "q_proj" in n else 8 if n == "1.mlp.up_proj" else 4 for n in ALL}
+    assert layers["0.self_attn.q_proj"].scaling["default"] == 32 / 2**0.5
+    assert layers["0.self_attn.k_proj"].scaling["default"] == 8 / 2
+
+
+# ---------------------------------------------------------------------------------------------- other methods
+
+OTHER_TUNERS = {
+    "IA3": lambda: IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "BOFT": lambda: BOFTConfig(boft_block_size=4, target_modules=["q_proj"]),
+    "OFT": lambda: OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"]),
+    "LoHa": lambda: LoHaConfig(r=4, target_modules=["q_proj"]),
+    "AdaLora": lambda: AdaLoraConfig(init_r=4, total_step=10, target_modules=["q_proj"]),
+    "Vera": lambda: VeraConfig(r=4, target_modules=["q_proj"]),
+}
+by_tuner = pytest.mark.parametrize("make", OTHER_TUNERS.values(), ids=OTHER_TUNERS.keys())
+
+
+@by_backend
+@by_tuner
+def test_other_tuners_are_refused_and_change_nothing(llama, backend, make):
+    model = freeze_model(llama(), backend)
+    modules, trainable, tensors = snapshot(model)
+    other = make()
+    with pytest.raises(ValueError, match=rf"{type(other).__name__}.*model\.layers\.0\.self_attn\.q_proj.*{backend}.*LoraConfig"):
+        get_peft_model(model, other)
+    after = snapshot(model)
+    assert after[0] == modules
+    assert same_tensors(after[2], tensors)
+    assert not hasattr(model, "peft_config")
+
+
+def test_a_refused_tuner_does_not_freeze_the_rest_of_the_model(llama):
+    """Norms, embeddings and the head train or do not train as before the failed call."""
+    model = freeze_model(llama())
+    before = snapshot(model)[1]
+    assert any(before.values())
+    with pytest.raises(ValueError, match="IA3Config"):
+        get_peft_model(model, OTHER_TUNERS["IA3"]())
+    assert snapshot(model)[1] == before
+
+
+def test_a_refused_tuner_leaves_existing_adapters_alone(llama):
+    """PEFT lets a second get_peft_model stack another method onto a LoRA model (with a warning)."""
+    model = trained(llama())
+    modules, _, tensors = snapshot(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="IA3Config"):
+            get_peft_model(model, OTHER_TUNERS["IA3"]())
+    after = snapshot(model)
+    assert after[0] == modules
+    assert same_tensors(after[2], tensors)
+
+
+def test_other_tuners_may_leave_frozen_layers_out(llama):
+    """IA3 on a layer that was left dense works beside frozen ones."""
+    model = freeze_model(llama(), skip_modules=["q_proj"])
+    model = get_peft_model(model, IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    train(model)
+    scale = model.base_model.model.model.layers[0].self_attn.q_proj.ia3_l["default"]
+    assert (scale != 1).any()
+
+
+@by_backend
+def test_prompt_tuning_over_a_frozen_base(llama, backend):
+    model = get_peft_model(freeze_model(llama(), backend), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    assert len(frozen_layers(model)) == 14 and all(isinstance(m, FrozenLinear) for _, m in frozen_layers(model))
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == ["prompt_encoder.default.embedding.weight"]
+    losses = []
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(4):
+        losses.append(model(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("made_by", ["LoraConfig", "NVFP4LoraConfig"])
+def test_target_parameters_of_a_frozen_weight(llama, made_by):
+    model = llama()
+    if made_by == "LoraConfig":
+        freeze_model(model)
+        lora = LoraConfig(target_modules=[], target_parameters=["q_proj.weight"])
+    else:
+        lora = config(target_modules=[], target_parameters=["q_proj.weight"])
+    with pytest.raises(ValueError, match="target_parameters.*'weight'.*nvfp4.*target_modules.*skip_modules"):
+        get_peft_model(model, lora)
+    dense = get_peft_model(llama(), config(target_modules=[], target_parameters=["q_proj.weight"], skip_modules=["q_proj"]))
+    assert type(dense.base_model.model.model.layers[0].self_attn.q_proj).__name__ == "ParamWrapper"
+    before = logits(dense)
+    train(dense)
+    assert not torch.equal(logits(dense), before)

@@ -1,0 +1,410 @@
+"""The memory estimator: against what was measured on an H200, against the paper's numbers, against what autograd keeps of tiny
+models, and its limits."""
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from peft import LoraConfig, get_peft_model
+
+from peft_nvfp4 import NVFP4LoraConfig
+from peft_nvfp4.fusion import rope
+from peft_nvfp4.memory import (
+    BUILTIN,
+    CARDS,
+    Settings,
+    activations,
+    card,
+    draw,
+    estimate,
+    fit,
+    largest_batch,
+    model_shape,
+    parse_bytes,
+    usable,
+    weights,
+)
+
+# of benchmarks/bench_train.py
+BENCH = Settings(accuracy="balanced", batch=4, sequence=1024, rank=16, loss="full", positions=33)
+PAPER = replace(BENCH, accuracy="paper")
+STOCK = replace(BENCH, adapter_bytes=2)
+LIGER = replace(STOCK, loss="liger")
+GRAPHS = replace(PAPER, cuda_graphs=True)
+MEASURED = {  # benchmarks/results/train_h200.json and _largest.json, Llama-3.2-1B: peak_allocated
+    "bf16": (replace(STOCK, backend="bf16"), 9_411_268_096),
+    "bf16-liger": (replace(LIGER, backend="bf16-liger"), 7_731_895_808),
+    "qlora": (replace(STOCK, backend="nf4"), 7_967_330_816),
+    "qlora-liger": (replace(LIGER, backend="nf4-liger"), 6_287_957_504),
+    "paper": (GRAPHS, 3_978_927_616),
+    "recompute": (replace(GRAPHS, recompute_mlp=True), 3_693_828_608),
+    "transient": (replace(GRAPHS, recompute_mlp=True, weight_layouts="transient"), 3_147_545_088),
+    "balanced": (replace(GRAPHS, accuracy="balanced"), 4_132_100_608),
+    "high": (replace(GRAPHS, accuracy="high"), 4_508_637_696),
+    "ckpt": (replace(PAPER, recompute_mlp=True, weight_layouts="transient", checkpointing=True), 1_917_002_240),
+    "largest": (replace(PAPER, batch=28), 16_541_258_752),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_measured_peaks(case):
+    settings, measured = MEASURED[case]
+    # 7 % is what was asked for; 2 % is where the formulas are, and a wrong one of them moves most of these by more
+    assert abs(estimate("llama-1b", settings).peak / measured - 1) < 0.02
+
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import measure_peaks  # noqa: E402
+
+PEAKS = BENCHMARKS / "results" / "peaks_h200.csv"
+
+
+def test_peaks_of_three_shapes():
+    """Llama 1B, 3B and 8B, six cases, three sizes. Other backends within 2 %: each formula that was missing cost as much of some
+    row. The rows of nvfp4 were measured before backward stopped making zero gradients for codes, up to 4.4 % of a peak."""
+    rows = list(csv.DictReader(PEAKS.read_text().splitlines()))
+    assert len(rows) >= 54
+    off = {}
+    for row in rows:
+        settings = measure_peaks.CASES[row["case"]]
+        settings = replace(settings, loss="liger" if settings.loss == "liger" else "full", positions=33)
+        settings = replace(settings, batch=int(row["batch"]), sequence=int(row["seq"]))
+        ratio = estimate(f"llama-{row['shape']}", settings).peak / int(row["peak_allocated"])
+        off[row["shape"], row["case"], row["batch"]] = ratio - 1
+    for key, ratio in off.items():
+        assert (-0.045 if "nvfp4" in key[1] else -0.02) < ratio < 0.02, (key, ratio)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (PAPER, 27_904),
+        (replace(PAPER, recompute_mlp=True), 23_292),
+        (replace(PAPER, recompute_mlp=True, recompute_attention=True), 22_136),
+        (BENCH, 30_216),
+        (replace(BENCH, accuracy="high"), 35_984),
+        (replace(STOCK, backend="bf16"), 100_712),
+        (replace(STOCK, backend="nf4"), 100_712),
+        (replace(LIGER, backend="bf16-liger"), 76_136),
+        (replace(PAPER, checkpointing=True), 4_096),
+    ],
+)
+def test_measured_bytes_per_token_and_layer(settings, expected):
+    assert estimate("llama-1b", settings).saved_per_token_and_layer == expected
+
+
+ON_5080 = {"native_fp4": True, "workspace": card("RTX 5080").workspace}
+PAPERS_BF16 = replace(LIGER, backend="bf16-liger", adapter_bytes=4, **ON_5080)
+PAPERS_PACT = replace(PAPER, **ON_5080)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gigabytes"),
+    [
+        (PAPERS_BF16, 7.06),
+        (replace(PAPERS_BF16, checkpointing=True), 3.14),
+        (PAPERS_PACT, 3.72),
+        (replace(PAPERS_PACT, checkpointing=True), 2.27),
+    ],
+)
+def test_peaks_of_the_paper(settings, gigabytes):
+    """Table 9. Its GB are taken for 2**30 bytes: so all four agree, and with 10**9 all four are 3 to 10 % too small. BF16 LoRA is
+    that of fused kernels: stock modules would take 9.4 GB."""
+    assert abs(estimate("llama-1b", settings).peak / 2**30 / gigabytes - 1) < 0.08
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch"),
+    [(PAPERS_BF16, 10), (replace(PAPERS_BF16, backend="nf4-liger"), 12), (PAPERS_PACT, 26)],
+)
+def test_largest_batches_of_the_paper(settings, batch):
+    """Table 5, Llama-1B at 1024 tokens on a 16 GB card."""
+    assert abs(largest_batch("llama-1b", settings, card("RTX 5080").memory) - batch) <= 1
+
+
+# ---------------------------------------------------------------------------------------------- against real models
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Rotary embeddings in one Function, as a kernel computes them: without, a CPU keeps what they multiply with as well."""
+    monkeypatch.setattr(rope, "_on_a_kernel", lambda x: True)
+
+
+def kept_by_autograd(model, ids: torch.Tensor) -> int:
+    """Bytes of unique storages that autograd keeps of a forward, but for parameters and buffers."""
+    seen = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    sizes = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in seen and t.dtype != torch.int64:
+            sizes[storage.data_ptr()] = storage
+        return t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = model(input_ids=ids, logits_to_keep=1)
+    del output
+    return sum(storage.nbytes() for storage in sizes.values())
+
+
+def per_token_and_layer(make, tokens: tuple[int, int] = (32, 64), layers: tuple[int, int] = (2, 3)) -> float:
+    """Second difference, over tokens and over layers: what neither grows with drops out."""
+    kept = {}
+    for depth in layers:
+        model = make(depth)
+        for n in tokens:
+            kept[depth, n] = kept_by_autograd(model, torch.arange(n)[None] % 64)
+    few, many = layers
+    return ((kept[many, tokens[1]] - kept[many, tokens[0]]) - (kept[few, tokens[1]] - kept[few, tokens[0]])) / (
+        tokens[1] - tokens[0]
+    )
+
+
+def llama(layers: int, **settings):
+    return tiny_llama(torch.bfloat16, num_hidden_layers=layers, vocab_size=64, **settings)
+
+
+def qwen3(layers: int):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **{"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": layers, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64},
+    )
+    return Qwen3ForCausalLM(config).to(torch.bfloat16)
+
+
+CASES = {
+    "balanced": {"accuracy": "balanced"},
+    "paper": {"accuracy": "paper"},
+    "high": {"accuracy": "high"},
+    "recompute": {"recompute_mlp": True},
+    "attention once": {"recompute_attention": True},
+    "unfused": {"fused": False},
+    "attention only": {"target_modules": ["q_proj", "v_proj"]},
+    "bf16": {"backend": "bf16"},
+    "bf16, MLP only": {"backend": "bf16", "target_modules": ["up_proj"]},
+    "bf16 compressed": {"backend": "bf16", "activations": "nvfp4"},
+}
+
+
+@pytest.mark.parametrize("base", [llama, qwen3])
+@pytest.mark.parametrize("case", CASES)
+def test_what_autograd_keeps(case, base, as_on_a_gpu):
+    fields = {"target_modules": "all-linear", **CASES[case]}
+
+    def make(layers):
+        config = NVFP4LoraConfig(r=4, task_type="CAUSAL_LM", **fields)
+        return get_peft_model(base(layers), config).train()
+
+    own = {name: value for name, value in fields.items() if name != "target_modules"}
+    settings = Settings(rank=4, targets=fields["target_modules"], **own)
+    expected = sum(activations.layer(model_shape(base(2).config), settings).values())
+    assert per_token_and_layer(make) == expected
+
+
+def test_what_autograd_keeps_of_stock_peft():
+    make = lambda layers: get_peft_model(
+        llama(layers), LoraConfig(r=4, target_modules="all-linear"), autocast_adapter_dtype=False
+    )
+    shape = model_shape(llama(2).config)
+    expected = sum(activations.layer(shape, Settings(rank=4, backend="bf16")).values())
+    assert per_token_and_layer(make) == expected
+
+
+@pytest.mark.parametrize("backend", ["nvfp4", "bf16", "nf4"])
+@pytest.mark.parametrize("layouts", ["cached", "transient"])
+def test_static_bytes_are_those_of_a_real_model(backend, layouts):
+    if backend == "nf4":
+        pytest.importorskip("bitsandbytes")
+    base = llama(2, tie_word_embeddings=False)
+    shape = model_shape(base.config)
+    fields = {"backend": backend, "weight_layouts": layouts}
+    model = get_peft_model(base, NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **fields))
+    from peft_nvfp4 import frozen_bytes
+
+    found = weights.static(shape, Settings(rank=4, **fields))
+    assert found["frozen linears, forward layout"] + found["frozen linears, backward layout"] == frozen_bytes(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert found["adapters"] == sum(p.numel() * p.element_size() for p in trained)
+    assert found["optimizer"] == 2 * found["adapters"]
+    dense = [p for n, p in model.named_parameters() if not p.requires_grad and ("embed" in n or "lm_head" in n)]
+    assert found["embedding and head"] == sum(p.numel() * p.element_size() for p in dense)
+
+
+def test_parameters():
+    model = qwen3(2)
+    assert model_shape(model.config).parameters == sum(p.numel() for p in model.parameters()) - 2 * 2 * 32  # head norms
+
+
+# ---------------------------------------------------------------------------------------------- behaviour
+
+
+def test_memory_grows_with_what_it_should():
+    base = estimate("llama-3b", BENCH).peak
+    for more in ({"batch": 8}, {"sequence": 2048}, {"rank": 64}, {"padded": True}, {"accuracy": "high"}, {"adapter_bytes": 8}):
+        assert estimate("llama-3b", replace(BENCH, **more)).peak > base, more
+    for less in ({"checkpointing": True}, {"weight_layouts": "transient"}, {"recompute_mlp": True}, {"optimizer": "paged_adamw"}):
+        assert estimate("llama-3b", replace(BENCH, **less)).peak < base, less
+
+
+def test_categories_add_up_to_the_peak():
+    for settings, _ in MEASURED.values():
+        found = estimate("llama-1b", settings)
+        assert found.peak == sum(found.categories().values()) == sum(found.groups().values())
+        assert found.peak == found.as_dict()["moments"][found.at] == max(found.as_dict()["moments"].values())
+        assert set(found.groups()) <= set(draw.GROUPS)
+
+
+def test_paged_optimizers_keep_their_state_on_the_host():
+    found = estimate("llama-1b", replace(BENCH, optimizer="paged_adamw_8bit"))
+    assert found.static["optimizer"] == 0 and found.host == 2 * 11_272_192
+    assert estimate("llama-1b", BENCH).static["optimizer"] == 8 * 11_272_192
+
+
+def test_largest_batch_is_the_largest():
+    memory = card("RTX 4090").memory
+    n = largest_batch("llama-3b", BENCH, memory)
+    assert n > 1
+    assert estimate("llama-3b", replace(BENCH, batch=n)).peak <= usable(memory)
+    assert estimate("llama-3b", replace(BENCH, batch=n + 1)).peak > usable(memory)
+    assert largest_batch("llama-8b", replace(BENCH, backend="bf16"), 8 << 30) == 0
+
+
+def test_fit_gives_up_what_costs_least_first():
+    roomy = fit("llama-1b", BENCH, 80 << 30, 16)
+    assert (roomy.changed, roomy.settings.batch, roomy.settings.accumulation) == ((), 16, 1)
+    split = fit("llama-1b", BENCH, 8 << 30, 32)
+    assert split.changed == () and split.settings.batch * split.settings.accumulation == 32
+    assert split.estimate.peak <= usable(8 << 30)
+    tight = fit("llama-8b", replace(BENCH, sequence=4096), 12 << 30, 4)
+    assert any("checkpointed" in text for text in tight.changed) and tight.estimate.peak <= usable(12 << 30)
+    with pytest.raises(ValueError, match="one row of 1024 tokens takes .* GiB"):
+        fit("llama-8b", BENCH, 4 << 30, 4)
+    other = fit("llama-3b", replace(BENCH, backend="nf4"), 8 << 30, 4)
+    assert set(other.changed) <= {"decoder layers are checkpointed"}  # the others are of nvfp4
+
+
+def test_what_costs_no_time_is_given_up_alone_where_it_is_enough():
+    least = estimate("llama-1b", replace(BENCH, batch=2, recompute_attention=True)).peak  # 2048 tokens, which keep a GPU busy
+    memory = next(n << 20 for n in range(1 << 10, 1 << 14, 4) if usable(n << 20) >= least)
+    plan = fit("llama-1b", BENCH, memory, 2)
+    assert plan.settings.recompute_attention and not (plan.settings.recompute_mlp or plan.settings.checkpointing)
+    assert plan.changed == ("attention's output is kept once",) and plan.settings.batch == 2
+    unfused = fit("llama-1b", replace(BENCH, fused=False), 6 << 30, 8)
+    assert not (unfused.settings.recompute_attention or unfused.settings.recompute_mlp)  # fused modules do that
+
+
+def test_fit_of_batches_that_do_not_divide():
+    plan = fit("llama-1b", BENCH, 8 << 30, 17)
+    assert plan.settings.batch * plan.settings.accumulation == 17
+
+
+def test_from_config_json_alone(tmp_path):
+    config = llama(2).config
+    config.save_pretrained(tmp_path)
+    shapes = [model_shape(m) for m in (tmp_path, str(tmp_path / "config.json"), config, config.to_dict())]
+    assert all(replace(s, name="") == replace(shapes[0], name="") for s in shapes)
+    assert replace(model_shape(tmp_path), name="").hidden == 64
+
+
+def test_phi3_has_fused_projections():
+    config = {"model_type": "phi3", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64}
+    shape = model_shape({**config, "num_hidden_layers": 2, "tie_word_embeddings": False})
+    assert [p.name for p in shape.projections] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    assert estimate(shape, BENCH).peak > 0
+
+
+def test_multimodal_counts_the_text_decoder_and_says_so():
+    text = llama(2).config.to_dict()
+    shape = model_shape({"model_type": "llava", "text_config": text, "vision_config": {}})
+    assert shape.hidden == 64 and "other towers" in shape.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "gpt2", "n_embd": 64}, "no hidden_size"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "mixtures of experts"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+    ],
+)
+def test_other_kinds_of_models_are_refused(config, words):
+    with pytest.raises(ValueError, match=words):
+        model_shape(config)
+
+
+def test_a_name_that_is_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="neither one of llama-1b"):
+        model_shape("no-such-model")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"backend": "int8"},
+        {"accuracy": "best"},
+        {"weight_layouts": "both"},
+        {"optimizer": "lion"},
+        {"loss": "none"},
+        {"batch": 0},
+        {"rank": 1.5},
+        {"positions": 5000},
+    ],
+)
+def test_wrong_settings(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        replace(BENCH, **wrong)
+
+
+def test_targets_that_do_not_exist():
+    with pytest.raises(ValueError, match="query.*; it has q_proj"):
+        estimate("llama-1b", replace(BENCH, targets=("query",)))
+    with pytest.raises(ValueError, match="match none"):
+        estimate("llama-1b", replace(BENCH, targets="nothing"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("16GiB", 16 << 30), ("16G", 16 << 30), ("16 GB", 16 * 10**9), ("1.5gib", 3 << 29), ("500MiB", 500 << 20), ("4096", 4096)],
+)
+def test_parse_bytes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "16 apples", "GiB", "-3GiB", "1TiB"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ValueError, match="no amount of memory"):
+        parse_bytes(text)
+
+
+def test_cards():
+    assert card("nvidia geforce rtx 5080") is card("rtx5080") is CARDS["RTX 5080"]
+    assert card("RTX 5070").name == "RTX 5070" and card("h200").workspace == 32 << 20
+    with pytest.raises(ValueError, match="unknown card"):
+        card("RTX 1080")
+    with pytest.raises(ValueError, match="unknown card"):
+        card("RTX")  # many
+
+
+def test_drawing(tmp_path):
+    several = draw.over_lengths(estimate("llama-1b", BENCH))
+    assert [e.settings.sequence for e in several] == [512, 1024, 2048, 4096]
+    draw.png(several, ["a", "b", "c", "d"], tmp_path / "x.png", "title", 16 << 30)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    rows = draw.bars({"a": 100, "b": 50, "c": 1}, width=10)
+    assert [bar for _, bar, _, _ in rows] == ["█" * 10, "█" * 5, "▏"] and rows[0][3] == "66.2 %"
+
+
+def test_json_is_json():
+    json.dumps(estimate(BUILTIN["llama-8b"], replace(BENCH, targets=("q_proj",))).as_dict())

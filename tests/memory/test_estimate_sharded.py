@@ -1,0 +1,134 @@
+"""The estimator for several GPUs: against what FSDP2 cuts and gathers of a real model, and its arithmetic."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from _two_processes import both
+from conftest import tiny_llama
+
+from peft_nvfp4.memory import Settings, card, estimate, fit, largest_batch, model_shape, room, sharding, usable, weights
+
+LARGE = {  # Llama 3.1 70B's config.json, what matters of it
+    **{"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False},
+}
+ALONE = Settings(batch=1, sequence=2048, weight_layouts="transient", checkpointing=True)
+FOUR = replace(ALONE, cards=4, strategy="fsdp2")
+WEIGHTS = ("frozen linears, forward layout", "frozen linears, backward layout")
+
+
+@pytest.mark.parametrize("backend", ["nvfp4", "bf16"])
+def test_shares_add_up(backend):
+    alone, one = (estimate(LARGE, replace(s, backend=backend)) for s in (ALONE, FOUR))
+    for name, count in alone.static.items():
+        assert one.static[name] == -(-count // 4), name
+    gradients = alone.moments["optimizer"]["gradients"]
+    assert one.moments["optimizer"]["gradients"] == -(-gradients // 4)
+    assert one.moments["optimizer"][sharding.LAYER] == one.moments["optimizer"][sharding.ROOT] == 0
+
+
+def test_activations_are_those_of_one_card():
+    alone, four = estimate(LARGE, ALONE), estimate(LARGE, FOUR)
+    own = {sharding.LAYER, sharding.ROOT, sharding.SCATTERED, "gradients"}
+    for name, parts in alone.moments.items():
+        assert {k: v for k, v in parts.items() if k not in own} == {k: v for k, v in four.moments[name].items() if k not in own}
+
+
+def test_two_layers_are_gathered_in_the_layouts_that_are_kept():
+    """A layer of 70B has 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 weights, .5625 bytes each in one layout."""
+    n = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+    adapters = 4 * 16 * (2 * 2 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+    layer = n * 9 // 16 + 7 * 4 + 2 * 2 * 8192 + adapters  # + global scales, norms
+    for layouts, more in (("transient", 0), ("cached", n * 9 // 16 + 7 * 4)):
+        found = estimate(LARGE, replace(FOUR, weight_layouts=layouts))
+        # the last norm, of 2 * 8192 bytes, is spread over the layers: less than 1 KiB each
+        assert found.moments["layer"][sharding.LAYER] == pytest.approx(2 * (layer + more), abs=1024)
+        assert found.moments["final norm"][sharding.LAYER] == pytest.approx(layer + more, abs=512)
+    assert found.moments["layer"][sharding.ROOT] == 2 * 2 * 128256 * 8192
+
+
+def test_scales_of_nf4_stay_whole():
+    alone, four = (estimate(LARGE, replace(s, backend="nf4")) for s in (ALONE, FOUR))
+    n = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) * 80
+    whole = alone.static[WEIGHTS[0]] - n // 2
+    assert four.static[WEIGHTS[0]] == whole + n // 2 // 4
+    assert whole == n // 64 + 4 * n // (64 * 256) + 7 * 80 * 4 * (16 + 256 + 1)  # a byte for 64, four for 256 of those, tables
+    assert four.moments["layer"][sharding.LAYER] < 2 * (alone.static[WEIGHTS[0]] // 80 + alone.static["adapters"] // 80 + 2**15)
+
+
+def test_ddp_holds_everything_and_its_buckets():
+    alone, two = estimate("llama-8b", Settings()), estimate("llama-8b", Settings(cards=2))
+    assert two.peak == alone.peak + weights.gradients(two.shape, two.settings)
+    assert two.groups()["adapters and optimizer"] > alone.groups()["adapters and optimizer"]
+    assert estimate("llama-8b", Settings(cards=2)).peak == estimate("llama-8b", Settings(cards=8)).peak
+
+
+def test_one_card_is_what_it_was():
+    for strategy in ("ddp", "fsdp2"):
+        assert estimate("llama-1b", Settings(strategy=strategy)).peak == estimate("llama-1b", Settings()).peak
+
+
+def test_70b_fits_on_cards_that_are_many_enough():
+    memory = card("RTX 5090").memory
+    batches = [largest_batch(LARGE, replace(FOUR, cards=n), memory) for n in (1, 2, 4, 8)]
+    assert batches[0] == batches[1] == 0 < batches[2] < batches[3]
+    assert estimate(LARGE, replace(FOUR, batch=batches[2])).peak <= room(FOUR, memory) < usable(memory)
+    plan = fit(LARGE, replace(FOUR, checkpointing=False, weight_layouts="cached"), memory, 8)
+    assert plan.settings.cards == 4 and plan.estimate.peak <= room(FOUR, memory)
+    with pytest.raises(ValueError, match="one row of 2048 tokens takes"):
+        fit(LARGE, replace(FOUR, cards=2), memory, 8)
+
+
+def test_paged_state_on_the_host_is_shared():
+    paged = replace(FOUR, optimizer="paged_adamw")
+    assert estimate(LARGE, paged).host == estimate(LARGE, replace(paged, cards=1)).host // 4
+    assert estimate(LARGE, replace(paged, strategy="ddp")).host == estimate(LARGE, replace(paged, cards=1)).host
+
+
+@pytest.mark.parametrize("wrong", [{"strategy": "fsdp1"}, {"cards": 0}])
+def test_wrong_settings(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        replace(FOUR, **wrong)
+
+
+# ---------------------------------------------------------------------------------------------- against FSDP2 itself
+
+
+def sharded(rank: int, backend: str, layouts: str) -> tuple[int, int, int]:
+    """Bytes of this process's shares, and of what a step gathers for one layer."""
+    from peft import get_peft_model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from peft_nvfp4 import NVFP4LoraConfig
+    from peft_nvfp4.training.distributed import count_bytes
+
+    config = NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend, weight_layouts=layouts)
+    model = get_peft_model(tiny_llama(tie_word_embeddings=False, intermediate_size=192), config)
+    mesh = init_device_mesh("cpu", (2,))
+    base = model.get_base_model()
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    shares = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+    with count_bytes() as count:
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    layer_bytes = sum(p.numel() * p.element_size() for p in base.model.layers[0].parameters())
+    return shares, count.payload["all_gather"], layer_bytes
+
+
+@pytest.mark.parametrize("layouts", ["cached", "transient"])
+def test_shares_and_gathered_bytes_are_those_of_fsdp2(layouts):
+    (shares, gathered, layer_bytes), other = both(sharded, "nvfp4", layouts)
+    shape = replace(model_shape(tiny_llama(tie_word_embeddings=False, intermediate_size=192).config), dtype_bytes=4)
+    settings = Settings(rank=4, weight_layouts=layouts, cards=2, strategy="fsdp2")
+    alone = weights.static(shape, settings)
+    expected = {name: n for name, n in estimate(shape, settings).static.items() if name != "optimizer"}
+    # all rows are even in number; global scales of 4 bytes are cut in two as well
+    assert shares == sum(expected.values())
+    one = sharding.layer_bytes(shape, settings, alone)
+    assert layer_bytes == one - 64 * 4 // 2  # the last norm is the root's, the estimate spreads it over two layers
+    # forward and backward gather each layer once, the root once
+    root = alone["embedding and head"] + 64 * 4
+    assert gathered == 2 * 2 * layer_bytes + root

@@ -1,0 +1,379 @@
+"""Every operator on every device: contract of torch.library, values, messages, and the same bits on CPU and CUDA.
+
+What the numbers should be is settled in test_reference*.py; here the operators are held to it.
+"""
+
+import itertools
+
+import pytest
+import torch
+from _assertions import (
+    DISTRIBUTIONS,
+    DTYPES,
+    FORMATS,
+    SEED,
+    assert_same_bits,
+    assert_same_matrix,
+    assert_same_values,
+    by_device,
+    by_dtype,
+    gaussian,
+    generator,
+    sample,
+    seed_for,
+    to,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from peft_nvfp4 import ops
+from peft_nvfp4.autograd import frozen_linear
+from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics.formats import (
+    ACTIVATION,
+    GRADIENT_STOCHASTIC,
+    SCALE_RULES,
+    WEIGHT,
+    WEIGHT_BACKWARD,
+    NVFP4Format,
+    QuantizedMatrix,
+)
+
+by_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
+
+# ---------------------------------------------------------------------------------------------- the contract of torch.library
+
+
+def opcheck_cases():
+    """(id, operator, arguments on the CPU)."""
+    op = torch.ops.peft_nvfp4
+    x = sample("student_t", 5, 40)
+    seed, g = torch.tensor(SEED), torch.tensor([0.25])
+    for key, fmt in FORMATS.items():
+        args = (fmt.rule, fmt.global_scale == "row", fmt.stochastic)
+        yield f"quantize-{key}", op.quantize, (x, None, seed if fmt.stochastic else None, *args)
+    yield "quantize-given-scale", op.quantize, (x, g, None, "max6", False, False)
+    yield "quantize-given-row-scales", op.quantize, (x.bfloat16(), g.repeat(5), None, "mse", False, False)
+    yield "quantize-fp32-transposed", op.quantize, (sample("normal", 64, 6).T, None, None, "four_over_six", False, False)
+    yield "quantize-fp16-transposed", op.quantize, (sample("fp16", 64, 6).T, None, None, "max6", True, False)
+    for dtype in DTYPES:
+        yield f"dequantize-{dtype}", op.dequantize, (*gaussian(5, 40, ACTIVATION), dtype)
+    yield "dequantize-tensor-scale", op.dequantize, (*gaussian(3, 64, WEIGHT), torch.bfloat16)
+    for rule in SCALE_RULES:
+        yield f"transpose_requantize-{rule}", op.transpose_requantize, (*gaussian(40, 33, WEIGHT), rule)
+    x1, x2, w = gaussian(3, 40, ACTIVATION), gaussian(3, 40, ACTIVATION, 1), gaussian(6, 40, WEIGHT)
+    for xs, bias, dtype in itertools.product(([x1], [x1, x2]), (None, torch.ones(6)), (torch.float32, torch.bfloat16)):
+        lists = [q.codes for q in xs], [q.scales for q in xs], [q.gscale for q in xs]
+        name = f"matmul-{len(xs)}-{'no' if bias is None else 'with'}-bias-{dtype}"
+        yield name, op.matmul, (*lists, *w[:3], bias, None, 40, dtype)
+    lists, values = ([x1.codes], [x1.scales], [x1.gscale]), reference.dequantize(x1)
+    yield "matmul-given-values", op.matmul, (*lists, *w[:3], None, values, 40, torch.float32)
+    yield "pack", op.pack, (reference.unpack(x1.codes),)
+    yield "pack-transposed", op.pack, (reference.unpack(gaussian(64, 32, WEIGHT).codes).T,)
+    yield "unpack", op.unpack, (x1.codes,)
+    for rows, nb in ((5, 3), (128, 4), (130, 9)):
+        scales = torch.arange(rows * nb).to(torch.uint8).view(rows, nb)
+        yield f"swizzle_scales-{rows}x{nb}", op.swizzle_scales, (scales,)
+        yield f"unswizzle_scales-{rows}x{nb}", op.unswizzle_scales, (reference.swizzle_scales(scales), rows, nb)
+    for dtype in DTYPES:
+        yield f"dropout_mask-{dtype}", op.dropout_mask, (torch.zeros(3, 5, 7, dtype=dtype), 0.3, seed)
+    yield "dropout_mask-transposed", op.dropout_mask, (torch.zeros(4, 6).T, 0.0, seed)
+
+
+CASES = list(opcheck_cases())
+
+
+@pytest.mark.parametrize(("op", "args"), [c[1:] for c in CASES], ids=[c[0].replace("torch.", "") for c in CASES])
+@by_device
+def test_opcheck(op, args, device):
+    """Schema (nothing mutated or aliased), registration of autograd, fake against real, and AOT with dynamic shapes."""
+    args = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), args)
+    torch.library.opcheck(op.default, args)
+
+
+def test_every_operator_is_checked():
+    """An operator added to ops.py without a case above is noticed."""
+    assert {f.op for f in vars(ops).values() if hasattr(f, "op")} == {case[1] for case in CASES}
+
+
+# ---------------------------------------------------------------------------------------------- messages
+
+
+def blank(rows: int, k: int, **replaced) -> QuantizedMatrix:
+    kp = -(-k // 32) * 32
+    codes, scales = torch.zeros(rows, kp // 2, dtype=torch.uint8), torch.zeros(rows, kp // 16, dtype=torch.uint8)
+    return QuantizedMatrix(codes, scales, torch.ones(rows), k)._replace(**replaced)
+
+
+def _quantize(*gscale, fmt=WEIGHT, seed=None):
+    return ops.quantize(torch.ones(4, 4), fmt, *gscale, seed=seed)
+
+
+def _dequantize(**replaced):
+    return ops.dequantize(blank(2, 40, **replaced))
+
+
+def _matmul(*terms: QuantizedMatrix, w=None, bias=None, dtype=torch.float32, values=None):
+    return ops.matmul(terms, w or blank(6, 40), bias, dtype, values)
+
+
+SR, f32 = GRADIENT_STOCHASTIC, torch.ones
+ERRORS = {  # what is wrong: the call, and words that the message must have: operator, argument, expected and got
+    "quantize-vector": (lambda: ops.quantize(f32(4), WEIGHT), r"quantize: x must be a matrix .*\(4,\)"),
+    "quantize-int": (lambda: ops.quantize(f32(4, 4).int(), WEIGHT), "quantize: x must be float32.*int32"),
+    "quantize-fp64": (lambda: ops.quantize(f32(4, 4).double(), WEIGHT), "quantize: x must be float32.*float64"),
+    "quantize-no-seed": (lambda: _quantize(fmt=SR), "quantize: .*needs a seed"),
+    "quantize-seed-dtype": (lambda: _quantize(fmt=SR, seed=f32(())), "quantize: seed must be int64.*float32"),
+    "quantize-seed-shape": (lambda: _quantize(fmt=SR, seed=f32(3).long()), r"quantize: seed must .*\(3,\)"),
+    "quantize-gscale-dtype": (lambda: _quantize(f32(1).half()), "quantize: gscale must be .*float16"),
+    "quantize-gscale-shape": (lambda: _quantize(f32(3)), r"quantize: gscale must be .*\(4,\).*\(3,\)"),
+    "dequantize-codes-dtype": (lambda: _dequantize(codes=f32(2, 32)), "dequantize: codes must be .*uint8.*float32"),
+    "dequantize-codes-ndim": (lambda: _dequantize(codes=f32(64).byte()), r"dequantize: codes must have 2.*\(64,\)"),
+    "dequantize-codes-shape": (lambda: ops.dequantize(blank(2, 40)._replace(k=65)), "dequantize: codes .*K=65 have 48 .*got 32"),
+    "dequantize-scales-shape": (
+        lambda: _dequantize(scales=f32(2, 3).byte()),
+        r"dequantize: scales must be \(2, 4\), got \(2, 3\)",
+    ),
+    "dequantize-gscale-length": (lambda: _dequantize(gscale=f32(3)), "dequantize: gscale must hold 1 or 2.*got 3"),
+    "dequantize-gscale-dtype": (lambda: _dequantize(gscale=f32(1).double()), "dequantize: gscale must be .*float32.*float64"),
+    "transpose_requantize-scales": (
+        lambda: ops.transpose_requantize(blank(2, 40, scales=f32(2, 4)), WEIGHT),
+        "transpose_requantize: scales must be .*uint8.*float32",
+    ),
+    "matmul-no-terms": (lambda: _matmul(), "matmul: .*one or two terms, got 0"),
+    "matmul-three-terms": (lambda: _matmul(*[blank(3, 40)] * 3), "matmul: .*one or two terms, got 3"),
+    "matmul-k": (lambda: _matmul(blank(3, 72)), "matmul: .*K=72.*K=40"),
+    "matmul-k-within-padding": (lambda: _matmul(blank(3, 41)), "matmul: .*K=41.*K=40"),
+    "matmul-input": (lambda: _matmul(blank(3, 40, gscale=f32(3).half())), r"matmul \(input\): gscale must be .*float32.*float16"),
+    "matmul-rows-of-terms": (lambda: _matmul(blank(3, 40), blank(4, 40)), "matmul: .*rows.* 3 and 4"),
+    "matmul-weight": (
+        lambda: _matmul(blank(3, 40), w=blank(6, 40, scales=f32(6, 4))),
+        r"matmul \(weight\): scales must be .*uint8.*float32",
+    ),
+    "matmul-bias": (lambda: _matmul(blank(3, 40), bias=f32(5)), r"matmul: bias must be \(6,\), got \(5,\)"),
+    "matmul-values": (lambda: _matmul(blank(3, 40), values=f32(3, 64)), r"matmul: values must be \(3, 40\), got \(3, 64\)"),
+    "matmul-dtype": (lambda: _matmul(blank(3, 40), dtype=torch.float64), "matmul: dtype must be .*got torch.float64"),
+    "pack-odd": (lambda: ops.pack(f32(2, 3).byte()), "pack: .*must be even, got 3"),
+    "pack-dtype": (lambda: ops.pack(f32(2, 4)), "pack: codes must be uint8.*float32"),
+    "unpack-ndim": (lambda: ops.unpack(f32(4).byte()), r"unpack: packed must have 2.*\(4,\)"),
+    "swizzle-dtype": (lambda: ops.swizzle_scales(f32(4, 4)), "swizzle_scales: scales must be uint8.*float32"),
+    "unswizzle-size": (lambda: ops.unswizzle_scales(f32(512).byte(), 129, 4), r"unswizzle_scales: \(129, 4\) .*1024.*got 512"),
+    "unswizzle-ndim": (lambda: ops.unswizzle_scales(f32(1, 512).byte(), 128, 4), "unswizzle_scales: swizzled must have 1"),
+    "dequantize-dtype": (lambda: ops.dequantize(blank(3, 40), torch.int32), "dequantize: dtype must be .*got torch.int32"),
+    "dropout_mask-dtype": (lambda: ops.dropout_mask(f32(2).int(), 0.5, f32(()).long()), "dropout_mask: like must be .*int32"),
+    "dropout_mask-p": (lambda: ops.dropout_mask(f32(2), 1.0, f32(()).long()), r"dropout_mask: p must be in \[0, 1\), got 1"),
+    "dropout_mask-seed-shape": (lambda: ops.dropout_mask(f32(2), 0.5, f32(2).long()), r"dropout_mask: seed must .*\(2,\)"),
+    "dropout_mask-seed": (lambda: ops.dropout_mask(f32(2), 0.5, f32(())), "dropout_mask: seed must be int64.*float32"),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, FakeTensorMode], ids=["operator", "direct", "fake"])
+@pytest.mark.parametrize(("call", "message"), ERRORS.values(), ids=ERRORS.keys())
+def test_messages(call, message, mode):
+    """The same message through the dispatcher, past it (as eager code without autograd calls) and while a compiler traces
+    shapes."""
+    with mode(), pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def test_a_third_term_reaches_no_implementation(monkeypatch):
+    """Kernels assume one or two. It is refused before one is called, and by the operator where that is called itself."""
+    x, w = blank(3, 40), blank(6, 40)
+    reached = []
+    monkeypatch.setitem(ops._DIRECT, ("matmul", "cpu"), lambda codes, *_: reached.append(len(codes)))
+    with torch.no_grad():
+        _matmul(x)
+        _matmul(x, x)
+        with pytest.raises(RuntimeError, match="one or two terms, got 3"):
+            _matmul(x, x, x)
+    assert reached == [1, 2]
+    with pytest.raises(RuntimeError, match="one or two terms, got 3"):
+        torch.ops.peft_nvfp4.matmul([x.codes] * 3, [x.scales] * 3, [x.gscale] * 3, *w[:3], None, None, 40, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("median", "row", False), "unknown block-scale rule 'median'; choose one of max6, four_over_six, mse"),
+        (("max6", "column", False), "global_scale is 'tensor' or 'row', got 'column'"),
+        (("mse", "row", True), "stochastic rounding is defined with rule='max6' only, got 'mse'"),
+    ],
+    ids=["rule", "global_scale", "stochastic"],
+)
+def test_formats_that_do_not_exist(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        NVFP4Format(*arguments)
+
+
+def test_quick_check_of_a_packed_operand():
+    """True for what is sound, at the first glance (the messages cost more); never for anything else."""
+    sound = dict(zip(("codes", "scales", "gscale"), gaussian(3, 40, ACTIVATION)))
+    assert ops._is_packed(**sound, kp=64) is True
+    assert ops._is_packed(**{**sound, "gscale": torch.ones(1)}, kp=64) is True
+    for name, wrong in {
+        "codes": [f32(3, 32), f32(3, 31).byte(), f32(3, 62).byte(), f32(2, 32).byte(), f32(3 * 32).byte()],
+        "scales": [f32(3, 4), f32(3, 3).byte(), f32(4, 4).byte(), f32(12).byte()],
+        "gscale": [torch.ones(3).double(), torch.ones(2), torch.ones(3, 1), torch.ones(())],
+    }.items():
+        for t in wrong:
+            assert not ops._is_packed(**{**sound, name: t}, kp=64), (name, t.shape, t.dtype)
+    assert not ops._is_packed(**sound, kp=32) and not ops._is_packed(**sound, kp=128)
+
+
+def test_eager_code_without_autograd_goes_past_the_dispatcher(monkeypatch):
+    monkeypatch.setitem(ops._DIRECT, ("pack", "cpu"), lambda codes: "straight")
+    codes = f32(2, 4).byte()
+    with torch.no_grad():
+        assert ops.pack(codes) == "straight" and ops.pack(torch.nn.Parameter(codes, requires_grad=False)) == "straight"
+    assert_same_bits(ops.pack(codes), f32(2, 2).byte() * 17, "through the dispatcher")
+    with FakeTensorMode() as mode, torch.no_grad():
+        assert ops.pack(mode.from_tensor(codes)).shape == (2, 2)
+
+
+# ---------------------------------------------------------------------------------------------- autograd
+
+
+def _graph_cases():
+    x, q, w = torch.randn(4, 32), gaussian(4, 32, ACTIVATION), gaussian(6, 32, WEIGHT)
+    g = torch.ones(1, requires_grad=True)
+    yield "quantize", lambda: ops.quantize(x.requires_grad_(), ACTIVATION).gscale
+    yield "dequantize", lambda: ops.dequantize(ops.quantize(x.requires_grad_(), ACTIVATION), torch.bfloat16)
+    yield "dequantize", lambda: ops.dequantize(w._replace(gscale=g))
+    yield "transpose_requantize", lambda: ops.transpose_requantize(w._replace(gscale=g), WEIGHT_BACKWARD).gscale
+    yield "matmul", lambda: ops.matmul([q], w, torch.ones(6, requires_grad=True), torch.float32)
+    yield "matmul", lambda: ops.matmul([q], w._replace(gscale=g), None, torch.bfloat16)
+
+
+GRAPHS = list(_graph_cases())
+
+
+@pytest.mark.parametrize(("name", "build"), GRAPHS, ids=[f"{i}-{case[0]}" for i, case in enumerate(GRAPHS)])
+def test_backward_raises_and_names_the_way(name, build):
+    message = f"peft_nvfp4::{name} has no derivative.*NVFP4FrozenLinear.*peft_nvfp4.autograd.frozen_linear.fake_quantize"
+    with pytest.raises(RuntimeError, match=message):
+        build().sum().backward()
+    assert callable(frozen_linear.fake_quantize)
+
+
+# ---------------------------------------------------------------------------------------------- the same bits everywhere
+
+
+@by_device
+@by_format
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_same_bits_on_every_device(name, fmt, device):
+    """The operators on ``device`` against the plain reference on the CPU, through the dispatcher and past it (without
+    autograd)."""
+    x, given = sample(name, 37), torch.tensor([2.0**-6])
+    want = reference.quantize(x, fmt, seed=seed_for(fmt))
+    want_given = reference.quantize(x, fmt, given, seed_for(fmt))
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            q = ops.quantize(x.to(device), fmt, seed=seed_for(fmt, device))
+            assert_same_matrix(q, want)
+            assert all(t.is_contiguous() and t.device.type == device for t in q[:3])
+            assert_same_matrix(ops.quantize(x.to(device), fmt, given.to(device), seed_for(fmt)), want_given, "given scale")
+            for dtype in DTYPES:
+                assert_same_values(ops.dequantize(q, dtype), reference.dequantize(want, dtype), f"dequantize({dtype})")
+            swizzled = ops.swizzle_scales(q.scales)
+            assert_same_bits(swizzled, reference.swizzle_scales(want.scales), "swizzle_scales")
+            assert_same_bits(ops.unswizzle_scales(swizzled, *q.scales.shape), want.scales, "unswizzle_scales")
+            assert_same_bits(ops.unpack(q.codes), reference.unpack(want.codes), "unpack")
+            assert_same_bits(ops.pack(ops.unpack(q.codes)), want.codes, "pack")
+            if not fmt.stochastic and fmt.global_scale == "tensor":
+                wb = ops.transpose_requantize(q, fmt)
+                assert_same_matrix(wb, reference.transpose_requantize(want, fmt), "transpose_requantize")
+
+
+@by_device
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_quantize_weight_by_chunks(rule, device, monkeypatch):
+    """Chunks of 5 rows, the last one of a single row, give the bits of the whole; so does one chunk. One largest value is
+    negative."""
+    fmt = NVFP4Format(rule=rule)
+    for w in (sample("student_t", 36, 100), -sample("outlier_per_row", 36, 100), sample("bf16", 36, 100)):
+        want, want_given = reference.quantize(w, fmt), reference.quantize(w, fmt, torch.ones(1))
+        for chunk in (599, 1 << 22):
+            monkeypatch.setattr(ops, "CHUNK", chunk)
+            monkeypatch.setattr(ops, "CHUNK_CPU", chunk)
+            assert_same_matrix(ops.quantize_weight(w.to(device), fmt), want)
+            assert_same_matrix(ops.quantize_weight(w.to(device), fmt, torch.ones(1, device=device)), want_given)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (3, 1), (1, 4, 2)])
+def test_shared_global_scale(sizes):
+    """The one that the weights would have as rows of one matrix; a weight may be empty, its largest value negative."""
+    weights = [sample("student_t", rows, 40) * 2.0**-i for i, rows in enumerate(sizes)]
+    weights[-1] = -weights[-1].abs() * 64
+    for given in (weights, [*weights, torch.zeros(0, 40)]):
+        found = ops.shared_gscale(given)
+        assert_same_bits(found, ops.weight_gscale(torch.cat(weights)), "scale")
+        assert found.shape == (1,)
+
+
+@by_device
+@by_dtype
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+def test_dropout_mask_on_every_device(p, dtype, device):
+    """The mask of the reference, wherever the seed lives; a strided ``like`` gives the mask of its shape."""
+    expected = reference.dropout_mask((5, 1001), p, torch.tensor(SEED), torch.device("cpu"), dtype)
+    for like in (torch.empty(5, 1001, dtype=dtype, device=device), torch.empty(1001, 5, dtype=dtype, device=device).T):
+        for seed in (torch.tensor(SEED), torch.tensor(SEED, device=device)):
+            assert_same_bits(ops.dropout_mask(like, p, seed), expected, "mask")
+
+
+@pytest.mark.parametrize("fmt", [ACTIVATION, GRADIENT_STOCHASTIC], ids=["row", "stochastic"])
+def test_transpose_requantize_honours_the_whole_format(fmt):
+    """Either the format's global scale and rounding are used, or the call says that it cannot."""
+    q = gaussian(40, 33, WEIGHT)
+    try:
+        got = ops.transpose_requantize(q, fmt)
+    except (ValueError, RuntimeError) as error:
+        assert "transpose_requantize" in str(error)
+    else:
+        assert_same_matrix(got, reference.quantize(reference.dequantize(q).T, fmt, seed=seed_for(fmt)))
+
+
+@by_device
+def test_no_rows(device):
+    """An empty batch (a rank or an expert without tokens) passes through every operator."""
+    for fmt in FORMATS.values():
+        q = ops.quantize(torch.empty(0, 40, device=device), fmt, seed=seed_for(fmt, device))
+        assert [tuple(t.shape) for t in q[:3]] == [(0, 32), (0, 4), (0 if fmt.global_scale == "row" else 1,)] and q.k == 40
+        assert ops.dequantize(q).shape == (0, 40)
+        assert ops.unpack(q.codes).shape == (0, 64) and ops.pack(ops.unpack(q.codes)).shape == (0, 32)
+        assert ops.unswizzle_scales(ops.swizzle_scales(q.scales), 0, 4).shape == (0, 4)
+        y = ops.matmul([q, q], to(gaussian(6, 40, WEIGHT), device), torch.ones(6, device=device), torch.bfloat16)
+        assert y.shape == (0, 6) and y.dtype == torch.bfloat16
+    assert ops.dropout_mask(torch.empty(0, 8, device=device), 0.1, torch.tensor(1)).shape == (0, 8)
+
+
+def test_dropout_mask_is_a_constant():
+    """Multiplying x by the mask made for x is an ordinary product: the mask itself has no gradient."""
+    x = torch.randn(4, 8, requires_grad=True)
+    mask = ops.dropout_mask(x, 0.5, torch.tensor(SEED))
+    (x * mask).sum().backward()
+    assert torch.equal(x.grad, mask.detach())
+
+
+# ---------------------------------------------------------------------------------------------- compile
+
+
+@by_device
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(dynamic, device):
+    w, bias, seed = to(gaussian(24, 72, WEIGHT), device), torch.ones(24, device=device), torch.tensor(SEED, device=device)
+
+    def step(x):
+        q = ops.quantize(x, ACTIVATION)
+        rest = ops.quantize(x - ops.dequantize(q, x.dtype), GRADIENT_STOCHASTIC, seed=seed)
+        y = ops.matmul([q, rest], w, bias, torch.bfloat16)
+        scales = ops.unswizzle_scales(ops.swizzle_scales(q.scales), *q.scales.shape)
+        wb = ops.transpose_requantize(w, WEIGHT_BACKWARD)
+        return y * ops.dropout_mask(y, 0.1, seed), scales, ops.pack(ops.unpack(rest.codes)), *wb[:3]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for m in (3, 17):
+        x = torch.randn(m, 72, generator=generator(m)).to(device)
+        for i, (got, expected) in enumerate(zip(compiled(x), step(x), strict=True)):
+            assert_same_bits(got, expected, f"M={m}, output {i}")

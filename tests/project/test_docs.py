@@ -1,0 +1,79 @@
+"""The pages in docs/: links lead somewhere, code is Python, names exist, and what is generated is what the code says now."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import peft_nvfp4
+from peft_nvfp4.memory import CARDS, Settings, estimate
+from peft_nvfp4.memory.run import room
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}; there are {sorted(anchors(file))}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_is_python_and_imports_what_exists(page):
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("peft_nvfp4"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), f"{page.name}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_and_names_that_are_mentioned_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:benchmarks|examples|docs|csrc|tests)/[\w./*-]+)`", text):
+        assert list(ROOT.glob(path)), f"{page.name} speaks of {path}"
+    for name in re.findall(r"`peft_nvfp4\.([A-Za-z_0-9]+)", text):
+        found = hasattr(peft_nvfp4, name) or importlib.util.find_spec(f"peft_nvfp4.{name}")
+        assert found, f"{page.name} speaks of peft_nvfp4.{name}"
+
+
+def test_the_configuration_page_is_what_the_code_says():
+    module = script("make_configuration")
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run python docs/make_configuration.py"
+
+
+def test_the_plan_of_a_70b_is_the_estimators():
+    page = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")
+    config = json.loads(re.search(r"```json\n(.*?)```", page, re.S)[1])
+    ways = ({"weight_layouts": "transient"}, {"weight_layouts": "cached"}, {"backend": "nf4"}, {"backend": "bf16"})
+    cards = sorted(CARDS.values(), key=lambda card: card.memory)
+    found = []
+    for n in (1, 2, 4, 8):
+        plans = [Settings(sequence=2048, batch=1, checkpointing=True, cards=n, strategy="fsdp2", **way) for way in ways]
+        peaks = [estimate(config, plan).peak for plan in plans]
+        smallest = next(card.name for card in cards if room(plans[0], card.memory) >= peaks[0])
+        found.append(f"| {' | '.join([str(n), *(f'{peak / 2**30:.1f}' for peak in peaks), smallest])} |")
+    assert "\n".join(found) in page, "\n".join(found)

@@ -1,0 +1,315 @@
+"""Freezing models of many families: each linear is quantised as its place in the model asks (its *site*: global scale and
+number of terms), the share that stays dense is said, and the frozen model computes what the definition of the format says."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as hf
+from _frozen_models import ALL, IDS, by_backend, names
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from peft_nvfp4 import NVFP4LoraConfig, dequantize_model, freeze_model
+from peft_nvfp4.autograd.frozen_linear import fake_quantize
+from peft_nvfp4.numerics.reference import power_of_two_scale
+from peft_nvfp4.quantization.freeze import frozen_layers
+from peft_nvfp4.quantization.sites import fused_siblings, input_terms
+
+# ---------------------------------------------------------------------------------------------- what stays dense is said
+
+SMALL = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
+)
+
+
+def gpt_oss():
+    moe = dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"])
+    return hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, **moe))
+
+
+GPT_OSS_DENSE = ("up_proj", "down_proj", "proj_bias", "router.weight")  # experts have biases, one row each
+
+
+def gpt2():
+    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128))
+
+
+@by_backend
+@pytest.mark.parametrize(
+    "make, dense, kind",
+    [
+        pytest.param(gpt_oss, GPT_OSS_DENSE, "GptOssExperts", id="gpt-oss"),
+        pytest.param(gpt2, ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "Conv1D", id="gpt2"),
+    ],
+)
+def test_the_share_that_stays_dense_is_said(backend, make, dense, kind):
+    """Experts with biases and Conv1D are not packed. The warning gives their share of all matrix weights without
+    embeddings and heads."""
+    model = make()
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+    stays = sum(size for n, size in sizes.items() if n.endswith(dense))
+    with pytest.warns(UserWarning, match=kind) as caught:
+        freeze_model(model, backend)
+    frozen = sum(m.in_features * m.out_features for _, m in frozen_layers(model))
+    assert stays > 0
+    (message,) = [str(w.message) for w in caught if kind in str(w.message)]
+    assert int(re.search(r"(\d+)%", message)[1]) == round(100 * stays / (stays + frozen))
+
+
+@by_backend
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_no_warning_where_all_is_frozen(llama, backend, tied):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        freeze_model(llama(tie_word_embeddings=tied), backend)
+
+
+def test_a_warning_where_much_is_skipped_on_purpose_would_be_noise(llama):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        freeze_model(llama(), "bf16", skip_modules=["mlp"])
+
+
+# ---------------------------------------------------------------------------------------------- sites
+
+
+def test_siblings_share_a_global_scale(llama):
+    """q/k/v and gate/up have one, made from the largest weight of the group; o and down have their own."""
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for i, p in enumerate(
+                p for parent in (layer.self_attn, layer.mlp) for p in parent.children() if isinstance(p, nn.Linear)
+            ):
+                p.weight.mul_(8.0**i)  # so that no two of them agree by themselves
+    amax = {n: m.weight.detach().abs().max() for n, m in model.named_modules() if n in ALL}
+    freeze_model(model)
+    scale = {n: m.weight_gscale.view(torch.float32).item() for n, m in frozen_layers(model)}
+    for i in range(2):
+        base = f"model.layers.{i}."
+        for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            expected = power_of_two_scale(torch.stack([amax[base + p] for p in group]).max().reshape(1)).item()
+            assert [scale[base + p] for p in group] == [expected] * len(group)
+        for alone in ("self_attn.o_proj", "mlp.down_proj"):
+            assert scale[base + alone] == power_of_two_scale(amax[base + alone].reshape(1)).item()
+    assert len(set(scale.values())) > 2
+
+
+def test_a_skipped_sibling_has_no_say_in_the_global_scale(llama):
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(4096)
+    own = [getattr(model.model.layers[0].self_attn, p).weight.detach().abs().max() for p in ("q_proj", "k_proj")]
+    freeze_model(model, skip_modules=["v_proj"])
+    expected = power_of_two_scale(torch.stack(own).max().reshape(1))
+    for p in ("q_proj", "k_proj"):
+        assert torch.equal(getattr(model.model.layers[0].self_attn, p).weight_gscale.view(torch.float32), expected)
+
+
+NORM_FED = [
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.mlp.gate_proj",
+    "model.layers.0.mlp.gate_up_proj",
+    "model.layers.0.self_attn.qkv_proj",
+    "model.decoder.layers.0.fc1",
+    "encoder.block.0.layer.0.SelfAttention.q",
+    "encoder.block.0.layer.1.DenseReluDense.wi_0",
+    "transformer.h.0.self_attention.query_key_value",
+    "transformer.h.0.mlp.dense_h_to_4h",
+    "bert.encoder.layer.0.attention.self.query",
+    "bert.encoder.layer.0.intermediate.dense",
+    "some.unknown_linear",
+]
+INTERIOR = [
+    "model.layers.0.self_attn.o_proj",
+    "model.layers.0.mlp.down_proj",
+    "model.decoder.layers.0.self_attn.out_proj",
+    "model.decoder.layers.0.fc2",
+    "encoder.block.0.layer.0.SelfAttention.o",
+    "transformer.h.0.mlp.dense_4h_to_h",
+    "transformer.h.0.self_attention.dense",
+    "bert.encoder.layer.0.attention.output.dense",
+    "bert.encoder.layer.0.output.dense",
+]
+
+
+@pytest.mark.parametrize("accuracy, norm, interior", [("paper", 1, 1), ("balanced", 2, 1), ("high", 2, 2)])
+@pytest.mark.parametrize("name", NORM_FED + INTERIOR)
+def test_terms_of_a_site(name, accuracy, norm, interior):
+    """What a norm feeds gets the preset's first number of terms, what attention or the MLP's product feeds the second."""
+    assert input_terms(name, accuracy) == (norm if name in NORM_FED else interior)
+
+
+def test_fused_siblings():
+    assert fused_siblings("model.layers.3.self_attn.k_proj") == tuple(f"model.layers.3.self_attn.{p}_proj" for p in "qkv")
+    assert fused_siblings("up_proj") == ("gate_proj", "up_proj")
+    assert fused_siblings("a.o_proj") == ("a.o_proj",)
+
+
+@pytest.mark.parametrize("accuracy, q, o", [("paper", 1, 1), ("balanced", 2, 1), ("high", 2, 2)])
+def test_terms_reach_the_layers(llama, accuracy, q, o):
+    attention = freeze_model(llama(), accuracy=accuracy).model.layers[0].self_attn
+    x = torch.randn(5, 64)
+    assert (attention.q_proj.options.terms, attention.o_proj.options.terms) == (q, o)
+    for layer, terms in ((attention.q_proj, q), (attention.o_proj, o)):
+        assert torch.equal(layer.lora_input(x), fake_quantize(x, terms))
+
+
+# ---------------------------------------------------------------------------------------------- families
+
+ENCODER = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+TEXT = lambda: dict(input_ids=IDS, labels=IDS)
+PIXELS = lambda: dict(pixel_values=torch.randn(2, 3, 32, 32))
+
+
+def causal(name: str, **settings) -> Callable[[], nn.Module]:
+    return lambda: getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**{**SMALL, **settings}))
+
+
+def t5():
+    settings = dict(d_model=64, d_ff=96, d_kv=16, num_layers=1, num_heads=4, vocab_size=128, feed_forward_proj="gated-gelu")
+    return hf.T5ForConditionalGeneration(hf.T5Config(**settings, decoder_start_token_id=0))
+
+
+def opt():
+    settings = dict(
+        hidden_size=64, ffn_dim=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=128, word_embed_proj_dim=32
+    )
+    return hf.OPTForCausalLM(hf.OPTConfig(**settings))
+
+
+def bert():
+    return hf.BertForSequenceClassification(hf.BertConfig(**ENCODER, vocab_size=128))
+
+
+def vit():
+    return hf.ViTForImageClassification(hf.ViTConfig(**ENCODER, image_size=32, patch_size=8))
+
+
+# (model, inputs, number of frozen linears, last components of the linears that stay dense)
+FAMILIES = {
+    "mistral": (causal("Mistral"), TEXT, 7, {"lm_head"}),
+    "qwen2-bias": (causal("Qwen2"), TEXT, 7, {"lm_head"}),
+    "qwen3": (causal("Qwen3", head_dim=16), TEXT, 7, {"lm_head"}),
+    "gemma2": (causal("Gemma2", head_dim=16), TEXT, 7, {"lm_head"}),
+    "phi3-fused-qkv": (causal("Phi3", pad_token_id=0, bos_token_id=1, eos_token_id=1), TEXT, 4, {"lm_head"}),
+    "opt": (opt, TEXT, 8, {"lm_head"}),
+    "t5": (t5, TEXT, 16, {"lm_head", "wo"}),
+    "bert": (bert, lambda: dict(input_ids=IDS, labels=torch.tensor([0, 1])), 7, {"classifier"}),
+    "vit": (vit, lambda: dict(**PIXELS(), labels=torch.tensor([0, 1])), 6, {"classifier"}),
+}
+by_family = pytest.mark.parametrize("make, inputs, count, dense", FAMILIES.values(), ids=FAMILIES.keys())
+
+
+def quietly(function, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **kwargs)
+
+
+def emulate(frozen: nn.Module) -> nn.Module:
+    """The same model in plain PyTorch and stock PEFT: dense linears with the dequantised weights, whose inputs (also the
+    adapter's) are quantised and dequantised by a hook with the straight-through gradient."""
+    terms = {n: m.options.terms for n, m in frozen_layers(frozen)}
+    model = dequantize_model(copy.deepcopy(frozen))
+    torch.manual_seed(5)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    for name, t in terms.items():
+        layer = model.base_model.model.get_submodule(name)
+        assert isinstance(layer, BaseTunerLayer)
+        layer.register_forward_pre_hook(lambda module, args, t=t: (fake_quantize(args[0], t),))
+    return model
+
+
+def run(model: nn.Module, inputs: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    out = model.eval()(**inputs)
+    out.loss.backward()
+    return out.logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@by_family
+def test_families_compute_the_definition(make, inputs, count, dense):
+    """Logits and all adapter gradients against the emulation, with gradients="bf16" (exact input gradients) and norms and MLPs
+    that are not fused (test_families.py has those). FP32 sums in another order move a value across a rounding threshold now and
+    then, which shifts one value of thousands by a tenth: hence 1 %, a tenth of what quantisation itself does to the logits."""
+    torch.manual_seed(0)
+    original, batch = make(), inputs()
+    linears = {n for n, m in original.named_modules() if type(m) is nn.Linear}
+    with torch.no_grad():
+        unquantised = original.eval()(**batch).logits
+    frozen = quietly(freeze_model, copy.deepcopy(original), accuracy="balanced", gradients="bf16")
+    assert len(names(frozen)) == count
+    assert {n.rpartition(".")[2] for n in linears - names(frozen)} == dense
+    with torch.no_grad():
+        assert 0.01 < distance(frozen.eval()(**batch).logits, unquantised) < 1, "quantisation must be visible, not destructive"
+    expected, wanted = run(quietly(emulate, frozen), batch)
+    torch.manual_seed(5)
+    settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, accuracy="balanced", gradients="bf16", fused=False)
+    logits, grads = run(quietly(get_peft_model, frozen, NVFP4LoraConfig(**settings)), batch)
+    assert distance(logits, expected) < 0.01
+    assert grads.keys() == wanted.keys() and len(grads) >= 2 * count
+    for name, grad in grads.items():
+        assert grad is not None and grad.isfinite().all() and grad.abs().max() > 0, name
+        assert distance(grad, wanted[name]) < 0.05, name
+
+
+@by_family
+def test_families_train_with_the_default_settings(make, inputs, count, dense):
+    """backend="nvfp4", accuracy="high", quantised gradients: a few steps on a fixed batch lower the loss."""
+    torch.manual_seed(0)
+    model = quietly(get_peft_model, make(), NVFP4LoraConfig(r=4, target_modules="all-linear"))
+    batch = inputs()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model.eval()(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+
+
+def test_gpt2_stays_dense_and_trains():
+    """Conv1D is no nn.Linear: nothing is frozen (a warning says so), PEFT's own LoRA over Conv1D works."""
+    model = quietly(get_peft_model, gpt2(), NVFP4LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    assert names(model) == set()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    grads = [p.grad for n, p in model.named_parameters() if "lora_B" in n]
+    assert len(grads) == 1 and grads[0].abs().max() > 0
+
+
+@by_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_t5_does_not_cast_activations_to_bytes(backend, dtype):
+    """T5 casts the input of "wo" to the dtype of its weight, which in packed form is uint8. Its class asks for FP32 there, so wo
+    stays dense; what arrives must still be a number."""
+    model = freeze_model(t5().to(dtype), backend)
+    arrived = []
+    for name, module in model.named_modules():
+        if name.endswith("DenseReluDense.wo"):
+            assert type(module) is nn.Linear
+            module.register_forward_pre_hook(lambda module, args: arrived.append(args[0]))
+    model.eval()(**TEXT())
+    assert len(arrived) == 2 and all(x.is_floating_point() and (x != x.round()).any() for x in arrived)
+
+
+def test_clip_vision_tower():
+    """A tower without a head: all its linears are frozen, and gradients reach every adapter."""
+    model = hf.CLIPVisionModel(hf.CLIPVisionConfig(**ENCODER, image_size=32, patch_size=8))
+    model = quietly(get_peft_model, model, NVFP4LoraConfig(r=4, target_modules="all-linear"))
+    assert len(names(model)) == 6
+    model(**PIXELS()).pooler_output.square().sum().backward()
+    grads = [p.grad for n, p in model.named_parameters() if "lora_B" in n]
+    assert len(grads) == 6 and all(g.abs().max() > 0 for g in grads)

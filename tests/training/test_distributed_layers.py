@@ -1,0 +1,72 @@
+"""What layers, recordings and the weight cache do while FSDP2 holds the weights."""
+
+import subprocess
+import sys
+
+import torch
+from _two_processes import both
+from test_distributed import batch, shard, tuned
+
+from peft_nvfp4 import enable_cuda_graphs, frozen_bytes, graph_status, ops
+from peft_nvfp4.kernels import weight_cache
+from peft_nvfp4.numerics.formats import WEIGHT, QuantizedMatrix
+from peft_nvfp4.training.distributed.hooks import plain_parameters
+
+
+def sharded_model(rank: int):
+    model, ids = tuned("nvfp4 transient"), batch()
+    whole = frozen_bytes(model)
+    enable_cuda_graphs(model)
+    model.get_base_model().model.forward.recorder = None  # nothing may be recorded
+    shard(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    reasons = list(graph_status(model).reasons)
+    try:
+        model.merge_adapter()
+    except ValueError as error:
+        return reasons, str(error), frozen_bytes(model) / whole
+
+
+def test_what_cannot_be_done_while_sharded_is_said():
+    for reasons, message, share in both(sharded_model):
+        assert reasons == ["the parameters are sharded (FSDP2), and each step gathers them anew"]
+        assert "merge there" in message and share == 0.5
+
+
+def test_nf4_layer_with_a_plain_parameter():
+    model = tuned("nf4").get_base_model()
+    layer = model.model.layers[0].mlp.up_proj.base_layer
+    before, x = layer.dequantize(), torch.randn(3, 64)
+    y, snapshot = layer(x), layer.packed_tensors()
+    assert len(plain_parameters(layer, torch.device("cpu"))) == 5 and type(layer.weight) is torch.nn.Parameter
+    assert torch.equal(layer.dequantize(), before) and torch.equal(layer(x), y)
+    assert all(torch.equal(t, snapshot[name]) for name, t in layer.packed_tensors().items())
+    layer.requantize_(torch.zeros(layer.out_features, layer.in_features))
+    assert not layer.dequantize().any()
+
+
+def test_weight_cache_tells_storages_apart():
+    """Two weights, one after the other, at one address and in one version."""
+    first, second = (ops.quantize_weight(torch.randn(16, 32), WEIGHT) for _ in range(2))
+    memory = [bytearray(t.contiguous().view(torch.uint8).numpy().tobytes()) for t in first[:3]]
+
+    def there() -> QuantizedMatrix:
+        codes, scales, gscale = (torch.frombuffer(m, dtype=torch.uint8) for m in memory)
+        return QuantizedMatrix(codes.view(16, -1), scales.view(16, -1), gscale.view(torch.float32), 32)
+
+    weight_cache.limit(1 << 20)
+    try:
+        now = there()
+        assert torch.equal(weight_cache.dequantize(now, torch.bfloat16), ops.dequantize(first, torch.bfloat16))
+        for m, t in zip(memory, second[:3]):
+            m[:] = t.contiguous().view(torch.uint8).numpy().tobytes()
+        later = there()  # the storages of ``now`` live on
+        assert later.codes.data_ptr() == now.codes.data_ptr() and not weight_cache.holds(later)
+        assert torch.equal(weight_cache.dequantize(later, torch.bfloat16), ops.dequantize(second, torch.bfloat16))
+    finally:
+        weight_cache.limit(0)
+
+
+def test_importing_the_package_is_enough():
+    code = "import peft_nvfp4 as p; assert p.distributed.registered(); p.unregister(); assert not p.distributed.registered()"
+    subprocess.run([sys.executable, "-c", code], check=True)

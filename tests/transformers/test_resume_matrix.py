@@ -1,0 +1,179 @@
+"""Stop and resume, save and reload: every kind of base, stock Trainer and TRL's SFTTrainer, activation checkpointing on and off.
+
+Each cell trains four steps in one go, then two, a checkpoint and two more in a model made anew, with dropout and shuffled rows.
+The adapters must have the same bits, and the saved adapter on a new base the same logits.
+"""
+
+import functools
+
+import pytest
+import torch
+import transformers as hf
+from conftest import tiny_llama
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+
+from peft_nvfp4 import NVFP4LoraConfig, PactConfig
+from peft_nvfp4.quantization.freeze import frozen_layers
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+LORA = dict(r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+BASES = {
+    "cached": dict(backend="nvfp4"),
+    "transient": dict(backend="nvfp4", weight_layouts="transient", gradients="nvfp4_sr"),  # rounding that draws random numbers
+    "nf4": dict(backend="nf4"),
+    "bf16": dict(backend="bf16"),
+    "pact": {},  # quantised while loading, plain LoraConfig
+}
+STEPS, STOP = 4, 2
+IDS = torch.arange(32).reshape(2, 16) * 7 % 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def saved_base(tmp_path_factory):
+    """The folder of the dense model, for what quantises while loading."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_llama(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cells(saved_base, tmp_path_factory):
+    """(base, trainer, checkpointing) -> the trainer after four steps, each run once."""
+    return functools.cache(lambda *cell: trained(saved_base, tmp_path_factory.mktemp("whole"), *cell))
+
+
+def make_base(folder, base):
+    loading = {"pact": PactConfig, "bitsandbytes": lambda: hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
+    kwargs = {"quantization_config": loading[base]()} if base in loading else {}
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
+
+
+def lora_config(base):
+    return NVFP4LoraConfig(**LORA, **BASES[base]) if BASES.get(base) else LoraConfig(**LORA)
+
+
+class StopAt(hf.TrainerCallback):
+    """What a time limit does: a checkpoint after this step, and no more steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == STOP:
+            control.should_save = control.should_training_stop = True
+
+
+def rows():
+    ids = torch.randint(2, 128, (12, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    return [{"input_ids": row[: 6 + i % 7]} for i, row in enumerate(ids)]  # of unequal lengths
+
+
+def make_trainer(folder, out, base, trainer, checkpointing, seed=1, fp32=True, **kwargs):
+    """A trainer over a new model whose adapter starts from ``seed``. ``fp32``: it stays in FP32, which TRL changes over a base
+    that was loaded in 4 bits (see test_what_trl_and_peft_do_to_adapters_in_bf16)."""
+    settings = dict(max_steps=STEPS, per_device_train_batch_size=3, learning_rate=1e-2, logging_steps=1, save_strategy="no")
+    settings |= dict(output_dir=str(out), use_cpu=True, report_to=[], seed=3, disable_tqdm=True, bf16=False)
+    settings |= dict(gradient_checkpointing=checkpointing)
+    model, config = make_base(folder, base), lora_config(base)
+    torch.manual_seed(seed)
+    if trainer == "Trainer":
+        model = get_peft_model(model, config)
+        collate = functools.partial(pad, labels=True)
+        return hf.Trainer(model, hf.TrainingArguments(**settings), train_dataset=rows(), data_collator=collate, **kwargs)
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    arguments = trl.SFTConfig(**settings, max_length=16)
+    data = datasets.Dataset.from_list(rows())
+    made = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer(), peft_config=config, **kwargs)
+    if fp32:
+        for p in made.model.parameters():
+            p.data = p.data.float() if p.requires_grad else p.data
+    return made
+
+
+def pad(rows, labels):
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
+    mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows])
+    return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>"))
+    return hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def trained(folder, out, *cell):
+    trainer = make_trainer(folder, out, *cell)
+    trainer.train()
+    return trainer
+
+
+def adapter(model):
+    return {name: t.clone() for name, t in get_peft_model_state_dict(model).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+by_base = pytest.mark.parametrize("base", BASES)
+by_trainer = pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
+by_checkpointing = pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+
+
+@by_checkpointing
+@by_trainer
+@by_base
+def test_resumes_and_reloads_bit_equally(cells, saved_base, tmp_path, base, trainer, checkpointing):
+    if base == "nf4":
+        pytest.importorskip("bitsandbytes")
+    cell = (base, trainer, checkpointing)
+    whole = cells(*cell)
+    assert whole.model.training and whole.state.global_step == STEPS
+
+    make_trainer(saved_base, tmp_path, *cell, callbacks=[StopAt()]).train()
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{STOP}"]
+    resumed = make_trainer(saved_base, tmp_path, *cell, seed=77)  # another start, which the checkpoint replaces
+    start = adapter(resumed.model)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == STEPS
+    assert not same(adapter(resumed.model), start)
+    assert same(adapter(resumed.model), adapter(whole.model))
+
+    resumed.save_model(tmp_path / "adapter")
+    config = None if base == "pact" else NVFP4LoraConfig.from_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(make_base(saved_base, base), tmp_path / "adapter", config=config)
+    assert all(layer.backend == BASES[base].get("backend", "nvfp4") for _, layer in frozen_layers(again))
+    assert torch.equal(logits(again), logits(whole.model))
+
+
+@by_trainer
+@by_base
+def test_checkpointing_trains_the_same_adapter(cells, base, trainer):
+    if base == "nf4":
+        pytest.importorskip("bitsandbytes")
+    assert same(adapter(cells(base, trainer, True).model), adapter(cells(base, trainer, False).model))
+
+
+@pytest.mark.parametrize("base", ["pact", "bitsandbytes"])
+def test_what_trl_and_peft_do_to_adapters_in_bf16(saved_base, tmp_path, base):
+    """TRL makes the adapter BF16 if the base was loaded in 4 bits, and PEFT reads one from a checkpoint as FP32: such a run goes
+    on from the same values, in another dtype, and not bit for bit. With PactConfig as with bitsandbytes; whoever minds makes the
+    adapter FP32 before the first step, as ``make_trainer`` does."""
+    pytest.importorskip("bitsandbytes"), pytest.importorskip("trl")
+    cell = (base, "SFTTrainer", False)
+    stopped = make_trainer(saved_base, tmp_path, *cell, fp32=False, callbacks=[StopAt()])
+    stopped.train()
+    resumed = make_trainer(saved_base, tmp_path, *cell, seed=77, fp32=False)
+    resumed._load_from_checkpoint(str(tmp_path / f"checkpoint-{STOP}"))
+    before, after = adapter(stopped.model), adapter(resumed.model)
+    assert before.keys() == after.keys() and all(torch.equal(before[k].float(), after[k].float()) for k in before)
+    assert {t.dtype for t in before.values()} == {torch.bfloat16} and {t.dtype for t in after.values()} == {torch.float32}
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == STEPS and not same(adapter(resumed.model), after)

@@ -1,0 +1,351 @@
+"""PactConfig while it loads: how much memory it takes, and that a broken file gives a clear error and no model."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import tiny_llama
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from peft_nvfp4 import PactConfig
+from peft_nvfp4.quantization.freeze import frozen_layers
+from peft_nvfp4.transformers import mapped
+from peft_nvfp4.transformers.quantizer import PactQuantizer
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(dense, packed): the same tiny Llama in BF16 and as saved by PactConfig, each in several files."""
+    root = tmp_path_factory.mktemp("saved")
+    tiny_llama(torch.bfloat16).save_pretrained(root / "dense", max_shard_size="60kB")
+    load(root / "dense").save_pretrained(root / "packed", max_shard_size="40kB")
+    return root / "dense", root / "packed"
+
+
+def load(folder, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=PactConfig(), dtype=torch.bfloat16, **kwargs)
+
+
+def reload(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def shard_of(folder, tensor):
+    return folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+
+
+def change(folder, copy, tensor, function):
+    """Copy a checkpoint and apply ``function`` to one tensor (None removes it). Returns the file it is in."""
+    shutil.copytree(folder, copy)
+    file = shard_of(copy, tensor)
+    tensors = load_file(file)
+    tensors[tensor] = function(tensors[tensor])
+    save_file({name: t for name, t in tensors.items() if t is not None}, file, metadata={"format": "pt"})
+    return file
+
+
+def raises(loader, folder, *parts):
+    """The error names every part, and nothing is returned."""
+    with pytest.raises(ValueError) as error:
+        loader(folder)
+    message = str(error.value)
+    assert [part for part in map(str, parts) if part not in message] == [], message
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def write_checkpoint(folder, shard_bytes=50 << 20, **shape):
+    """A random Llama in BF16, written shard by shard. Returns its bytes."""
+    folder.mkdir()
+    config = LlamaConfig(**shape, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        state = LlamaForCausalLM(config).state_dict()
+    if config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    files, shard = {}, {}
+
+    def flush():
+        name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, p in state.items():
+        shard[name] = (torch.randn(p.shape) * 0.02 if p.ndim > 1 else torch.ones(p.shape)).to(torch.bfloat16)
+        if sum(t.nbytes for t in shard.values()) > shard_bytes:
+            flush()
+    flush()
+    size = sum(p.numel() * 2 for p in state.values())
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return size
+
+
+MEASURE = """
+import json, sys, threading, time
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+import transformers.models.llama.modeling_llama
+from peft_nvfp4 import PactConfig, freeze_model
+
+def now(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+freeze_model(torch.nn.Sequential(torch.nn.Linear(32, 32)), progress=False)  # what the first call loads is not the model's
+open("/proc/self/clear_refs", "w").write("5")  # the kernel's own peak starts anew here
+before, start = now("VmRSS"), time.perf_counter()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], **eval(sys.argv[2]))
+seconds, peak = time.perf_counter() - start, now("VmHWM")
+if len(sys.argv) > 3:
+    model.save_pretrained(sys.argv[3], max_shard_size="30MB")
+print(json.dumps({"peak": peak - before, "seconds": seconds}))
+"""
+
+
+def measure(folder, kwargs, save_to=None):
+    """Growth of the peak of resident memory (all of it: heap, and pages of mapped files) by loading, and the seconds it took."""
+    arguments = [str(folder), kwargs, *([str(save_to)] if save_to else [])]
+    run = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: resident memory is read from /proc")
+def test_peak_memory_stays_below_60_percent(tmp_path):
+    """282 MB in BF16. One layout takes 4.5/16 of that; a group of dense weights and what quantises it come on top."""
+    size = write_checkpoint(
+        tmp_path / "dense",
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=9,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=2048,
+    )
+    first = measure(tmp_path / "dense", "dict(quantization_config=PactConfig(weight_layouts='transient'))", tmp_path / "packed")
+    assert first["peak"] < 0.6 * size, f"{first['peak'] / size:.0%}"
+    again = measure(tmp_path / "packed", "{}")
+    assert again["peak"] < 0.4 * size and again["seconds"] < first["seconds"] / 4, (first, again)
+    plain = measure(tmp_path / "dense", "dict(dtype=torch.bfloat16)")
+    assert plain["peak"] < 1.2 * size, "the measure counts what it should not"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: resident memory is read from /proc")
+def test_peak_memory_at_a_billion_weights(tmp_path):
+    """The shapes of Llama 3.2 1B, 2.5 GB in BF16, with both layouts of the weights in memory."""
+    size = write_checkpoint(
+        tmp_path / "dense",
+        shard_bytes=400 << 20,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+    )
+    first = measure(tmp_path / "dense", "dict(quantization_config=PactConfig())", tmp_path / "packed")
+    assert first["peak"] < 0.6 * size, f"{first['peak'] / size:.0%}"
+    again = measure(tmp_path / "packed", "{}")
+    assert again["peak"] < 0.6 * size and again["seconds"] < first["seconds"], (first, again)
+
+
+def test_at_most_one_group_is_dense(saved, monkeypatch):
+    held, original = [], PactQuantizer.collect
+
+    def collect(self, model, name, weight):
+        original(self, model, name, weight)
+        held.append(sorted(n.rsplit(".", 1)[1] for n in self._held))
+
+    monkeypatch.setattr(PactQuantizer, "collect", collect)
+    model = load(saved[0])
+    assert len(held) == 14 and max(map(len, held)) == 2 and held[-1] == [], held
+    assert not model.hf_quantizer._held and not model.hf_quantizer._stored
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: pages are counted in /proc")
+def test_release_gives_pages_back_and_keeps_what_was_written(tmp_path):
+    """The pages of a mapped file leave memory; bytes that somebody wrote into a private mapping of it stay."""
+    save_file({"a": torch.arange(4 << 20, dtype=torch.int32), "b": torch.zeros(8)}, tmp_path / "x.safetensors")
+
+    def resident():
+        lines = open("/proc/self/smaps").read().split("\n")
+        at = [i for i, line in enumerate(lines) if line.endswith("x.safetensors")]
+        return sum(int(next(x for x in lines[i:] if x.startswith("Rss:")).split()[1]) for i in at)
+
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as f:
+        a, b = f.get_slice("a")[...], f.get_slice("b")[...]
+        expected = a.sum()  # touches every page
+        b += 1
+        if resident() < 15_000:
+            pytest.skip("not run: this safetensors does not map files")
+        mapped.release([str(tmp_path / "x.safetensors")])
+        assert resident() < 1_000
+        assert torch.equal(b, torch.ones(8)) and torch.equal(a.sum(), expected)
+    mapped.release([str(tmp_path / "absent")])
+
+
+# ---------------------------------------------------------------------------------------------- broken files
+
+
+def test_untouched_copies_load(saved, tmp_path):
+    """What the tests below do to a file is what makes it fail."""
+    change(saved[0], tmp_path / "dense", f"{DOWN}.weight", lambda t: t)
+    change(saved[1], tmp_path / "packed", f"{DOWN}.weight", lambda t: t)
+    a, b = load(tmp_path / "dense").state_dict(), reload(tmp_path / "packed").state_dict()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dense", "packed"])
+@pytest.mark.parametrize("keep", [0.9, 0.01, 0])
+def test_truncated_shard(saved, tmp_path, kind, keep):
+    shutil.copytree(saved[kind], tmp_path / "copy")
+    file = shard_of(tmp_path / "copy", f"{DOWN}.weight")
+    content = file.read_bytes()
+    file.write_bytes(content[: int(keep * len(content))])
+    raises((load, reload)[kind], tmp_path / "copy", file, "truncated or damaged")
+
+
+def test_missing_shard(saved, tmp_path):
+    shutil.copytree(saved[1], tmp_path / "copy")
+    file = shard_of(tmp_path / "copy", f"{DOWN}.weight")
+    file.unlink()
+    with pytest.raises(OSError, match=file.name):
+        reload(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("leaf", ["weight", "weight_scales", "weight_gscale"])
+def test_missing_tensor(saved, tmp_path, leaf):
+    file = change(saved[1], tmp_path / "copy", f"{DOWN}.{leaf}", lambda t: None)
+    raises(reload, tmp_path / "copy", f"{DOWN}.{leaf}", "missing in", file.parent)
+
+
+@pytest.mark.parametrize(
+    "leaf, wrong, expected",
+    [
+        ("weight", lambda t: t[:-1], (64, 96)),
+        ("weight", lambda t: t[:, :88], (64, 96)),  # not padded to 32 columns
+        ("weight_scales", lambda t: t[:, ::2], (64, 12)),  # groups of 32
+        ("weight_gscale", lambda t: t.repeat(2), (4,)),
+    ],
+)
+def test_wrong_shape(saved, tmp_path, leaf, wrong, expected):
+    file = change(saved[1], tmp_path / "copy", f"{DOWN}.{leaf}", lambda t: wrong(t).contiguous())
+    raises(reload, tmp_path / "copy", f"{DOWN}.{leaf}", file, expected)
+
+
+def test_wrong_type(saved, tmp_path):
+    file = change(saved[1], tmp_path / "copy", f"{DOWN}.weight_gscale", lambda t: t.view(torch.float32))
+    raises(reload, tmp_path / "copy", f"{DOWN}.weight_gscale", file, "F32", "U8")
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x80])
+def test_nan_or_negative_block_scale(saved, tmp_path, byte):
+    def one(t):
+        t[3, 5] = byte
+        return t
+
+    file = change(saved[1], tmp_path / "copy", f"{DOWN}.weight_scales", one)
+    raises(reload, tmp_path / "copy", f"{DOWN}.weight_scales", file, "NaN or negative")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_bad_global_scale(saved, tmp_path, value):
+    bad = torch.tensor([value]).view(torch.uint8)
+    file = change(saved[1], tmp_path / "copy", f"{DOWN}.weight_gscale", lambda t: bad)
+    raises(reload, tmp_path / "copy", f"{DOWN}.weight_gscale", file, "not finite and positive")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_dense_weight_that_is_not_finite(saved, tmp_path, value):
+    def one(t):
+        t[3, 5] = value
+        return t
+
+    file = change(saved[0], tmp_path / "copy", "model.layers.0.self_attn.k_proj.weight", one)
+    raises(load, tmp_path / "copy", "model.layers.0.self_attn.k_proj.weight", file, "NaN or Inf")
+
+
+def test_after_an_error_nothing_is_quantised_any_more(saved, tmp_path, monkeypatch):
+    change(saved[0], tmp_path / "copy", "model.layers.0.self_attn.k_proj.weight", lambda t: t * float("nan"))
+    frozen, original = [], PactQuantizer._freeze_group
+    monkeypatch.setattr(PactQuantizer, "_freeze_group", lambda self, model, names: frozen.append(original(self, model, names)))
+    raises(load, tmp_path / "copy", "k_proj")
+    assert len(frozen) <= 2, "the MLP of layer 0 comes before it"
+
+
+def test_dense_weight_of_another_shape(saved, tmp_path):
+    file = change(saved[0], tmp_path / "copy", f"{DOWN}.weight", lambda t: t[:, :160].contiguous())
+    raises(load, tmp_path / "copy", f"{DOWN}.weight", file, (64, 160), (64, 176))
+
+
+def edit_config(folder, copy, **changes):
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"].update(changes)
+    (copy / "config.json").write_text(json.dumps(config))
+
+
+def test_unknown_layout_version(saved, tmp_path):
+    edit_config(saved[1], tmp_path / "copy", format_version=2)
+    raises(reload, tmp_path / "copy", "format_version 2", "upgrade peft_nvfp4")
+
+
+def test_unknown_setting(saved, tmp_path):
+    edit_config(saved[1], tmp_path / "copy", swizzled=True)
+    raises(reload, tmp_path / "copy", "swizzled")
+
+
+def test_files_and_settings_that_disagree(saved, tmp_path):
+    edit_config(saved[1], tmp_path / "packed", skip_modules=["down_proj"])
+    raises(reload, tmp_path / "packed", "down_proj", "stays dense")
+    shutil.copytree(saved[0], tmp_path / "dense")
+    shutil.copy(saved[1] / "config.json", tmp_path / "dense")
+    raises(reload, tmp_path / "dense", "weight_scales", "missing in")
+
+
+def test_pickle_is_refused_unread(saved, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "boom"), "w"))
+
+    (tmp_path / "copy").mkdir()
+    shutil.copy(saved[1] / "config.json", tmp_path / "copy")
+    torch.save({"model.embed_tokens.weight": Bomb()}, tmp_path / "copy" / "pytorch_model.bin")
+    raises(reload, tmp_path / "copy", "pytorch_model.bin", "not a safetensors file")
+    assert not (tmp_path / "boom").exists()
+
+
+def test_state_dict_in_place_of_files(saved):
+    """Without files there are no headers; what is missing or wrong is found after loading."""
+    model = reload(saved[1])
+    state = model.hf_quantizer.get_state_dict_and_metadata(model)[0]
+
+    def from_state(state):
+        return LlamaForCausalLM.from_pretrained(None, config=LlamaConfig.from_pretrained(saved[1]), state_dict=state)
+
+    same = from_state(dict(state)).state_dict()
+    assert all(torch.equal(same[key], t) for key, t in model.state_dict().items())
+    raises(from_state, {k: t for k, t in state.items() if k != f"{DOWN}.weight_scales"}, f"{DOWN}.weight_scales", "missing")
+    raises(from_state, {**state, f"{DOWN}.weight_gscale": torch.full((4,), 255, dtype=torch.uint8)}, f"{DOWN}.weight_gscale")
+
+
+def test_names_that_transformers_takes_for_a_weight_norm(saved):
+    """transformers renames ".weight_g" on loading, and means a weight norm's. A decoder without its head has no second chance at
+    the name of a ".weight_gscale"."""
+    from transformers import AutoModel
+
+    model, info = AutoModel.from_pretrained(saved[1], output_loading_info=True)
+    assert not info["missing_keys"] and info["unexpected_keys"] == {"lm_head.weight"}
+    assert len(frozen_layers(model)) == 14
