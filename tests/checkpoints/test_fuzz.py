@@ -35,9 +35,9 @@ from peft_nvfp4 import NVFP4LoraConfig, PactConfig
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.checkpoints.files import check_files, check_indices, stored_in
 from peft_nvfp4.checkpoints.settings import read_settings
+from peft_nvfp4.lora import fingerprint
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.lora.inspection import inspect_adapter
-from peft_nvfp4.lora.layer import fingerprint
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 # ---------------------------------------------------------------------------------------------- settings of checkpoints

@@ -329,7 +329,7 @@ def test_quantising_beside_a_foreign_layer_takes_the_next_power_of_two():
 
 def test_a_merged_weight_that_nothing_changes_keeps_scale_and_significand():
     """Merge-aware training begins with B = 0."""
-    from peft_nvfp4.lora.layer import merge_aware
+    from peft_nvfp4.lora import merge_aware
 
     base = make(FrozenOptions("cached"), FP32, "cpu")
     for delta, expected in ((0.0, base.significand), (1e-3, 1.0)):
