@@ -1,8 +1,8 @@
 """The side table through which quantised activations travel from producer to consumers.
 
-A module passes one tensor on, x. What its consumers want is x already quantised. So whoever quantises x first, the norm that
-produced it or the first linear that reads it, enters the result in a table under the tensor object itself, and the other linears
-of the site find it there: q, k and v quantise once, and keep the same codes for backward.
+A module passes one tensor on, x. What its consumers want is x already quantised. So the norm that produced x, or else the first
+linear that reads it, enters the quantised form in a table under the tensor object itself, and the other linears find it there: q,
+k and v quantise once, and keep the same codes for backward.
 
 Why this is safe:
 
@@ -16,11 +16,11 @@ Why this is safe:
 * One table per thread (DataParallel runs replicas in threads).
 
 While ``torch.compile`` traces there is no table: what a producer enters for its own output becomes an attribute of the traced
-tensor, which exists during tracing only, so that the graph passes the codes on; other linears of a site call the same functional
+tensor, which exists during tracing only, so that the graph passes the codes on; other linears of the group call the same functional
 operator on the same input, and the compiler merges the calls.
 
-The table also carries outputs. Linears of one site are computed together when the first of them is called
-(:class:`peft_nvfp4.nn.nvfp4.Site`); the others collect theirs from the entry of the tensor they are called with.
+The table also carries outputs. Linears of one shared-input group are computed together when the first of them is called
+(:class:`peft_nvfp4.nn.group.SharedInputGroup`); the others take theirs from the entry of the tensor they are called with.
 
 Rejected: a Tensor subclass that carries its codes (every operator would need a rule), and module-level context passed by
 decoder layers (needs a patch for every architecture). Attributes instead of the table in eager code, too: they would travel with
@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..numerics.formats import QuantizedMatrix
+from ..ops.linear import dequantize_input, quantize_input
 
 
 class GatedSource(NamedTuple):
@@ -53,30 +54,44 @@ class QuantizedInput:
     """x~ of one tensor x.
 
     Attributes:
-        parts: one or two terms, each (M, K).
-        centre: the parameter that was subtracted before quantising (compared by identity), or None.
+        terms: one or two, each (M, K).
+        offset: the parameter (the bytes of mu, float32) that was subtracted before quantising, compared by identity; or None.
         dtype: of x as it was quantised (autocast may have cast it).
         values: D(x~) (M, K) in x's dtype once somebody has computed it. Never x or a view of it: the entry would keep its own
             key alive.
-        exact: x itself is D(x~) already (a fused producer returned it).
-        hollow: x has the shape and the gradient of D(x~) but no values: its one reader needs only the codes.
-        source: what x~ can be made from anew in backward, if that is kept anyway; then nobody need keep the codes of x~.
-        stamp: what x was when it was entered.
+        from_producer: x itself is D(x~): the module that made x has quantised it, too.
+        placeholder: x carries shape and gradient of D(x~) but no data. Its only consumer reads the terms.
+        source: what x~ can be computed from in backward, if that is kept in any case; then the terms of x~ need not be kept.
+        stamp: version and address of x when it was entered.
         entered: it is in the table (or on the traced tensor).
-        outputs: of linears of the site that were computed before they were called, by the identity of the layer. Their autograd
-            graph must not hold x itself: see :meth:`peft_nvfp4.nn.nvfp4.Site.product`.
+        outputs: of linears of the shared-input group that were computed before they were called, by the identity of the layer.
+            Their autograd graph must not hold x itself: see :meth:`peft_nvfp4.nn.group.SharedInputGroup.output`.
     """
 
-    parts: tuple[QuantizedMatrix, ...]
-    centre: Tensor | None
+    terms: tuple[QuantizedMatrix, ...]
+    offset: Tensor | None
     dtype: torch.dtype
     values: Tensor | None = None
-    exact: bool = False
-    hollow: bool = False
+    from_producer: bool = False
+    placeholder: bool = False
     source: GatedSource | None = None
     stamp: tuple[int, int] = (0, 0)
     entered: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
+
+    def dequantized(self, x: Tensor) -> Tensor:
+        """D(x~) (M, K) for x (M, K), the tensor of this entry; computed once for all linears that read it."""
+        if self.from_producer and not self.placeholder:
+            return x.detach()
+        if self.values is None:
+            with torch.no_grad():
+                self.values = dequantize_input(self.terms, self.offset_values, x.dtype)
+        return self.values
+
+    @property
+    def offset_values(self) -> Tensor | None:
+        """mu (K,) float32."""
+        return None if self.offset is None else self.offset.view(torch.float32)
 
 
 ATTRIBUTE = "_peft_nvfp4"
@@ -94,10 +109,10 @@ _LOCAL = _Local()
 def put(x: Tensor, entry: QuantizedInput) -> None:
     """Enter x~ for x, if it is safe to find it there."""
     if torch.compiler.is_compiling():
-        entry.entered = entry.exact
-        if entry.exact:
+        entry.entered = entry.from_producer
+        if entry.from_producer:
             setattr(x, ATTRIBUTE, entry)
-    elif entry.exact or not x.is_inference():
+    elif entry.from_producer or not x.is_inference():
         entry.stamp, entry.entered = _stamp(x), True
         _LOCAL.table[x] = entry
 
@@ -106,18 +121,31 @@ def _stamp(x: Tensor) -> tuple[int, int]:
     return (0 if x.is_inference() else x._version, x.data_ptr())
 
 
-def get(x: Tensor, terms: int, centre: Tensor | None, dtype: torch.dtype) -> QuantizedInput | None:
+def get(x: Tensor, terms: int, offset: Tensor | None, dtype: torch.dtype) -> QuantizedInput | None:
     """x~ of x with this input spec, if somebody entered it and x has not changed since."""
     compiling = torch.compiler.is_compiling()
     entry = getattr(x, ATTRIBUTE, None) if compiling else _LOCAL.table.get(x)
     if entry is None:
         return None
-    same = len(entry.parts) == terms and entry.centre is centre and entry.dtype == dtype
+    same = len(entry.terms) == terms and entry.offset is offset and entry.dtype == dtype
     if same and (compiling or entry.stamp == _stamp(x)):
         return entry
-    if entry.hollow:
+    if entry.placeholder:
         raise RuntimeError("a tensor without values was changed, or is read in a way it was not made for: please report this")
     return None
+
+
+def quantized_input(x: Tensor, x2: Tensor, terms: int, offset: Tensor | None, shared: bool) -> QuantizedInput:
+    """x~ of x, entered by whoever quantised it before, or quantised here and, if other linears read x (``shared``), entered for
+    them. x2 (M, K) is x as autocast wants it, flattened: autocast makes a new tensor for every reader, what they share is x."""
+    entry = get(x, terms, offset, x2.dtype)
+    if entry is None:
+        entry = QuantizedInput((), offset, x2.dtype)
+        with torch.no_grad():
+            entry.terms = quantize_input(x2.detach(), entry.offset_values, terms)
+        if shared:
+            put(x, entry)
+    return entry
 
 
 def live() -> int:

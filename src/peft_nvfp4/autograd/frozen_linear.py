@@ -1,23 +1,29 @@
 """The differentiable core: frozen NVFP4 matrix products of one input, with LoRA branches, as one autograd Function.
 
 Notation: x (M, K) input, W (N, K) a frozen weight, A (r, K), B (N, r) an adapter, s its scaling, Q quantise, D dequantise,
-m a dropout mask (0 or 1/(1-p)), mu an optional constant vector per channel.
+m a dropout mask (0 or 1/(1-p)), mu an optional constant offset per channel.
 
-    x~   = Q(x - mu)  [and Q of what that left over, with two terms]        D(x~) = mu + D(term 1) [+ D(term 2)]
+    x~   = Q(x - mu)  [and Q of what that left over, with a residual term]  D(x~) = mu + D(term 1) [+ D(residual term)]
     y    = D(x~) @ D(W_f).T + bias + sum_i h_i @ (s_i * B_i).T              h_i = (m_i * D(x~)) @ A_i.T
-    dx   = D(Q(dy)) @ D(W_b).T + sum_i m_i * (g_i @ A_i)                    g_i = dy @ (s_i * B_i)
-    dA_i = g_i.T @ (m_i * D(x~)),   dB_i = s_i * dy.T @ h_i,   dbias = sum over M of dy
+    dB_i = s_i * dy.T @ h_i,   dA_i = g_i.T @ (m_i * D(x~))                 g_i = dy @ (s_i * B_i)
+    dx   = D(Q(dy)) @ D(W_b).T + sum_i m_i * (g_i @ A_i),   dbias = sum over M of dy
 
-Linears that read the same x (q, k and v; gate and up) go through one call: y, dy, W are then lists, dx the sum over them. That
-dequantises x~ once instead of once per linear, and stacks the adapters (:mod:`peft_nvfp4.autograd.lora`).
+:class:`FrozenLinear` computes them in this order. Precision: every product has exact operands, FP32 sums and one rounding to the
+dtype of the activations (of dA and dB: to that of A and B). A and s * B are rounded to the activations' dtype once, in forward.
 
-The adapter gradients are the exact ones of the function that was computed (they use D(x~), not x). The input gradient is the
-quantised one of the paper (Table 7): x -> D(x~) counts as the identity, dy is quantised along N and multiplied by the
-backward layout W_b (K, N). With ``gradients="bf16"`` it is dy @ D(W_f), not quantised at all.
+* D(x~) @ D(W_f).T is a product of 4-bit values (W4A4): :func:`peft_nvfp4.ops.linear.fprop`.
+* D(Q(dy)) @ D(W_b).T is one, too: x -> D(x~) counts as the identity, dy is quantised along N, W_b (K, N) is the backward layout.
+  This is the quantised gradient of the paper (Table 7): :func:`peft_nvfp4.ops.linear.dgrad`. With ``gradients="bf16"`` it is
+  dy @ D(W_f), not quantised at all.
+* dA and dB are the exact gradients of the function that was computed: they use D(x~), not x, and dy, not Q(dy).
+
+Linears that read the same x (q, k and v; gate and up) go through one call, so that x~ is dequantised once and the A of all branches
+without dropout are the rows of one matrix: x is read once for all of them. A branch with dropout has a mask of its own and is
+computed by itself.
 
 Kept for backward: the codes of x~ (0.56 bytes a value and term instead of 2), h_i, and a seed instead of each mask. Where x~ is
-the product of a gated MLP, it can be made anew from gate and up, which the MLP keeps (``SiteSpec.recompute``); where x is what
-attention keeps for its own backward, from x, which then costs nothing (``SiteSpec.keeps_input``).
+the product of a gated MLP, it can be computed from gate and up, which the MLP keeps (``Call.source``); where x is what attention
+keeps for its own backward, from x, which then costs nothing (``Call.keeps_x``).
 
 Rejected: building the same from separate operators. Autograd would then save D(x~) in BF16 once per branch, which is most of
 what NVFP4 activations are meant to avoid.
@@ -25,8 +31,8 @@ what NVFP4 activations are meant to avoid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -34,92 +40,297 @@ from torch import Tensor
 
 from .. import ops
 from ..numerics.formats import WEIGHT_BACKWARD, QuantizedMatrix
-from ..numerics.matmul import add_mm, mm
-from ..numerics.reference import without_significand
+from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
+from ..numerics.reference import add_mm, mm, without_significand
 from ..ops import fused
 from ..ops import linear as linear_ops
-from . import lora
-from .lora import Branch, Needs, draw_seed, lora_branch, no_autocast
-
-__all__ = ["Branch", "draw_seed", "lora_branch"]  # this module's users need them with it
+from ..ops.linear import dequantize_input, quantize_input, saturated
+from .activation_cache import GatedSource, QuantizedInput
+from .seeds import draw_seed
+from .tree import flatten, unflatten
 
 GRADIENTS = ("nvfp4", "nvfp4_sr", "bf16")
+"""How dy is rounded for dx: to nearest, stochastically, not at all."""
+
+# ---------------------------------------------------------------------------------------------- what a call depends on
 
 
-class Frozen(NamedTuple):
-    """The tensors of one frozen linear."""
+class Branch(NamedTuple):
+    """One plain LoRA branch."""
 
+    a: Tensor  # (r, K)
+    b: Tensor  # (N, r)
+    scaling: float
+    dropout: float  # probability; 0 outside training
+    seed: Tensor | None = None  # of its dropout mask, drawn by :func:`frozen_linear`
+
+
+class Linear(NamedTuple):
+    """One frozen linear with its branches."""
+
+    weight: QuantizedMatrix  # W_f (N, K)
+    backward_weight: QuantizedMatrix | None  # W_b (K, N), or None: computed in backward
     bias: Tensor | None  # (N,)
     constant: Tensor | None  # (N,) float32, D(W_f) @ mu
-    codes: Tensor  # W_f (N, K): codes, block scales, global scale
-    scales: Tensor
-    gscale: Tensor
-    b_codes: Tensor | None  # W_b (K, N), or None: made where it is needed
-    b_scales: Tensor | None
-    b_gscale: Tensor | None
-    sr_seed: Tensor | None  # of stochastic rounding
+    scale_factor: float  # of W_f: 1, but for another tool's checkpoint
+    gradients: str  # a word of GRADIENTS
+    branches: tuple[Branch, ...]
+    rounding_seed: Tensor | None = None  # of stochastic rounding, drawn by :func:`frozen_linear`
 
 
-@dataclass(frozen=True)
-class LinearSpec:
-    """What is not a tensor of one linear.
+class Call(NamedTuple):
+    """Everything that :class:`FrozenLinear` depends on: a tree of tensors and constants. Its gradients are the same tree."""
 
-    Attributes:
-        n: outputs.
-        gradients: ``"nvfp4"`` (to nearest), ``"nvfp4_sr"`` (stochastic) or ``"bf16"`` (not quantised).
-        scalings, dropouts: per branch.
-        significand: of the global scale of W_f. Where it is not 1, W_f is of another tool's checkpoint, D(W_f) does not fit in
-            BF16, and products that are emulated multiply their sums by it.
-    """
-
-    n: int
-    gradients: str
-    scalings: tuple[float, ...]
-    dropouts: tuple[float, ...]
-    significand: float = 1.0
+    x: Tensor  # (M, K); read for its dtype, and where keeps_x
+    terms: tuple[QuantizedMatrix, ...]  # of x~, one or two
+    offset: Tensor | None  # mu (K,) float32
+    dequantized: Tensor | None  # D(x~) (M, K) in x's dtype; None: fprop computes it, and h
+    source: GatedSource | None  # gate and up: backward computes D(x~) from them instead of keeping the terms
+    keeps_x: bool  # backward quantises x anew instead of keeping the terms
+    linears: tuple[Linear, ...]
 
 
-@dataclass(frozen=True)
-class SiteSpec:
-    """Everything about one call of :class:`NVFP4Linears` that is not a tensor.
-
-    Attributes:
-        k: inputs.
-        terms: 1 or 2 NVFP4 terms of the input.
-        linears: those that read it.
-        recompute: activation of the gated MLP from whose gate and up backward makes x~ anew; None where it is kept.
-        keeps_input: x itself is kept, and backward quantises it anew: for an x that others keep in any case.
-    """
-
-    k: int
-    terms: int
-    linears: tuple[LinearSpec, ...]
-    recompute: str | None = None
-    keeps_input: bool = False
-
-    @property
-    def kept(self) -> int:
-        """Tensors of the input at the head of the variable ones: its terms, then gate and up if it is recomputed."""
-        return 3 * self.terms + (6 if self.recompute else 0)
+def frozen_linear(x: Tensor, quantized: QuantizedInput, linears: Sequence[Linear], keeps_x: bool = False) -> tuple[Tensor, ...]:
+    """y (M, N) of every linear and its branches, for x (M, K) and its quantised form."""
+    # Seeds in the order of the linears: computed together or one by one, the numbers are the same. Not only with autograd on:
+    # reentrant checkpointing draws its first seeds without, and must draw the same numbers.
+    drawn = []
+    for linear in linears:
+        if any(branch.dropout for branch in linear.branches):
+            branches = tuple(b._replace(seed=draw_seed()) if b.dropout else b for b in linear.branches)
+            linear = linear._replace(branches=branches)
+        drawn.append(linear if linear.gradients != "nvfp4_sr" else linear._replace(rounding_seed=draw_seed()))
+    call = Call(x, quantized.terms, quantized.offset_values, None, quantized.source, keeps_x, tuple(drawn))
+    if dequantized_input_is_needed(call):
+        call = call._replace(dequantized=quantized.dequantized(x))
+    leaves, structure = flatten(call)
+    return FrozenLinear.apply(structure, *leaves)
 
 
-# ---------------------------------------------------------------------------------------------- the input x~
+def dequantized_input_is_needed(call: Call) -> bool:
+    """Who dequantises x~ for the branches: True if the caller does, once for all linears of this input. False if there are none,
+    or if D(x~) is the operand of fprop in any case (one term, no offset, BF16 on a GPU): h is then computed there."""
+    branches = [branch for linear in call.linears for branch in linear.branches]
+    is_operand_of_fprop = call.x.is_cuda and call.x.dtype == torch.bfloat16 and len(call.terms) == 1 and call.offset is None
+    return any(branch.dropout for branch in branches) if is_operand_of_fprop else bool(branches)
 
 
-def quantize_input(x: Tensor, terms: int, centre: Tensor | None) -> list[QuantizedMatrix]:
-    """x (M, K) as one or two NVFP4 terms; the second quantises what the first left over (FP32 difference)."""
-    return fused.quantize_terms(x, centre, terms)
+# ---------------------------------------------------------------------------------------------- the Function
 
 
-def dequantize_input(parts: list[QuantizedMatrix], centre: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """D(x~) (M, K), summed in FP32 and rounded once to ``dtype``."""
-    return _in_range(lambda d: fused.dequantize_terms(parts, centre, d), dtype)
+class Saved(NamedTuple):
+    """What backward reads: a tree."""
+
+    number_of_terms: int
+    terms: tuple[QuantizedMatrix, ...]  # of x~; empty where it is computed from ``x`` or ``source``, and without branches
+    x: Tensor | None
+    source: GatedSource | None
+    offset: Tensor | None
+    linears: tuple[Linear, ...]  # without bias and branches
+    adapters: Adapters
+    hidden: tuple[Tensor, ...]  # h (M, r) of every branch
 
 
-def _in_range(values: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
-    """``values(dtype)``, through FP32 if that is FP16: a rounding up of the largest value may pass FP16's end where x itself did
-    not."""
-    return values(dtype) if dtype != torch.float16 else values(torch.float32).clamp(-65504.0, 65504.0).to(dtype)
+class FrozenLinear(torch.autograd.Function):
+    """Frozen NVFP4 linears of one input, each with any number of plain LoRA branches: a tuple of y (M, N). See the module's
+    docstring for the formulas. The input is quantised by the caller, once for all linears that share it."""
+
+    @staticmethod
+    def forward(ctx, structure, *leaves):
+        call: Call = unflatten(structure, leaves)
+        dtype, xd = call.x.dtype, call.dequantized
+        branches = [branch for linear in call.linears for branch in linear.branches]
+        adapters = cast_adapters(branches, dtype)
+        hidden = [None] * len(branches) if xd is None else hidden_of(xd, adapters)
+        # D(x~) is the operand of the frozen product where it is the sum of the terms, unrounded
+        exact = call.offset is None and (dtype == torch.float32 or dtype == torch.bfloat16 and len(call.terms) == 1)
+        low_rank = iter([LowRank(h, item.up) for h, item in zip(hidden, adapters.items)])
+        linears = [
+            ForwardLinear(
+                linear.weight,
+                total_constant(linear.bias, linear.constant),
+                linear.scale_factor,
+                [next(low_rank) for _ in linear.branches],
+            )
+            for linear in call.linears
+        ]
+        a = adapters.stack if xd is None else None
+        ys = linear_ops.fprop.run(Fprop(call.terms, linears, dtype, xd if exact else None, a))
+        if a is not None:
+            hidden = ys.pop().split([item.rank for item in adapters.items], dim=1)
+        # without branches, backward reads nothing of the input
+        x = call.x if call.keeps_x and branches else None
+        source = call.source if branches else None
+        terms = call.terms if x is None and source is None and branches else ()
+        frozen = tuple(linear._replace(bias=None, constant=None, branches=()) for linear in call.linears)
+        saved, ctx.saved_structure = flatten(
+            Saved(len(call.terms), terms, x, source, call.offset, frozen, adapters, tuple(hidden))
+        )
+        ctx.save_for_backward(*saved)
+        ctx.structure, ctx.dtypes = structure, [(branch.a.dtype, branch.b.dtype) for branch in branches]
+        return tuple(ys)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *dys):
+        saved: Saved = unflatten(ctx.saved_structure, ctx.saved_tensors)
+        needs: Call = unflatten(ctx.structure, ctx.needs_input_grad[1:])
+        gradients: Call = unflatten(ctx.structure, [None] * (len(ctx.needs_input_grad) - 1))
+        branches = [branch for linear in needs.linears for branch in linear.branches]
+        dtypes_a = [a if need.a else None for need, (a, _) in zip(branches, ctx.dtypes)]
+        dtypes_b = [b if need.b else None for need, (_, b) in zip(branches, ctx.dtypes)]
+        dx = None
+        with no_autocast(dys[0]):
+            xd = _dequantized_input(saved, dys[0].dtype) if any(dtypes_a) else None
+            branch_dys = [dy for dy, linear in zip(dys, needs.linears) for _ in linear.branches]
+            dbs = gradients_of_b(branch_dys, saved.hidden, saved.adapters, dtypes_b)
+            das, gs = gradients_of_a(branch_dys, xd, saved.adapters, dtypes_a, needs.x)
+            del xd
+            if needs.x:
+                dx = _input_gradient(dys, saved.linears, gs.stacked, saved.adapters.stack)
+                dx = add_dropped(dx, saved.adapters, gs.dropped)
+            dbias = [dy.sum(0) if linear.bias else None for dy, linear in zip(dys, needs.linears)]
+        pairs, linears = iter(zip(das, dbs)), []
+        for linear, gradient in zip(gradients.linears, dbias):
+            branches = tuple(branch._replace(a=da, b=db) for branch, (da, db) in zip(linear.branches, pairs))
+            linears.append(linear._replace(bias=gradient, branches=branches))
+        return None, *flatten(gradients._replace(x=dx, linears=tuple(linears)))[0]
+
+
+def total_constant(bias: Tensor | None, constant: Tensor | None) -> Tensor | None:
+    """What the epilogue adds to every row of a product: the bias (N,) and D(W_f) @ mu (N,) float32."""
+    if constant is None:
+        return bias
+    return constant if bias is None else bias.float() + constant
+
+
+def _dequantized_input(saved: Saved, dtype: torch.dtype) -> Tensor:
+    """D(x~) (M, K) from what was kept of it."""
+    if saved.x is not None:
+        return dequantize_input(quantize_input(saved.x, saved.offset, saved.number_of_terms), saved.offset, dtype)
+    if saved.source is None:
+        return dequantize_input(saved.terms, saved.offset, dtype)
+    gate, up, act = saved.source
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    values = fused.gated_values(gate, up, saved.offset, act, saved.number_of_terms, wide)
+    return values if wide == dtype else saturated(values, dtype)
+
+
+def _input_gradient(dys: Sequence[Tensor], linears: Sequence[Linear], g: Tensor | None, a: Tensor | None) -> Tensor:
+    """dx (M, K) of the frozen weights and of the branches without dropout: g = dy @ (s * B) (M, r), A (r, K) of all of them."""
+    quantized, dense = [], None
+    for dy, linear in zip(dys, linears):
+        if linear.gradients == "bf16":
+            part = _dense_gradient(dy, linear.weight, linear.scale_factor)
+            dense = part if dense is None else dense.add_(part)
+            continue
+        backward_weight = linear.backward_weight
+        if backward_weight is None:
+            backward_weight = ops.transpose_requantize(linear.weight, WEIGHT_BACKWARD, linear.scale_factor)
+        quantized.append(BackwardLinear(dy, backward_weight, linear.rounding_seed))
+    if not quantized:
+        return dense if g is None else add_mm(dense, g, a)
+    dx = linear_ops.dgrad.run(Dgrad(quantized, g, a if g is not None else None))
+    return dx if dense is None else dx.add_(dense)
+
+
+def _dense_gradient(dy: Tensor, w: QuantizedMatrix, scale_factor: float) -> Tensor:
+    """dy @ D(W_f), rounded once; exact products, whatever the global scale."""
+    wd = ops.dequantize(without_significand(w, scale_factor), dy.dtype)
+    return mm(dy, wd) if scale_factor == 1.0 else mm(dy, wd, torch.float32).mul_(scale_factor).to(dy.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the adapters' share
+
+
+class Adapter(NamedTuple):
+    """A branch as the products use it, in the activations' dtype."""
+
+    a: Tensor | None  # (r, K); None where it is part of the stack
+    up: Tensor  # (N, r), scaling * B
+    seed: Tensor | None  # of its dropout mask
+    rank: int
+    scaling: float
+    dropout: float
+
+
+class Adapters(NamedTuple):
+    """All branches of one input. Those without dropout see the same x: their A are the rows of ``stack``, in order."""
+
+    stack: Tensor | None  # (sum of r, K)
+    items: tuple[Adapter, ...]
+
+
+def cast_adapters(branches: Sequence[Branch], dtype: torch.dtype) -> Adapters:
+    """A and s * B of every branch, rounded once to ``dtype``."""
+    shared = [branch.a for branch in branches if not branch.dropout]
+    stack = None if not shared else (shared[0] if len(shared) == 1 else torch.cat(shared)).to(dtype)
+    items = []
+    for a, b, scaling, dropout, seed in branches:
+        up = (b if scaling == 1.0 else b * scaling).to(dtype)
+        items.append(Adapter(a.to(dtype) if dropout else None, up, seed, a.shape[0], scaling, dropout))
+    return Adapters(stack, tuple(items))
+
+
+def hidden_of(xd: Tensor, adapters: Adapters) -> list[Tensor]:
+    """h_i = (m_i * D(x~)) @ A_i.T (M, r) of every branch."""
+    ranks = [item.rank for item in adapters.items if item.a is None]
+    stacked = iter(mm(xd, adapters.stack.T).split(ranks, dim=1) if ranks else ())
+    return [
+        next(stacked) if item.a is None else mm(fused.dropout.run(xd, item.dropout, item.seed), item.a.T)
+        for item in adapters.items
+    ]
+
+
+def gradients_of_b(
+    dys: Sequence[Tensor], hidden: Sequence[Tensor], adapters: Adapters, dtypes: Sequence[torch.dtype | None]
+) -> list[Tensor | None]:
+    """dB_i = s_i * dy_i.T @ h_i (N, r) in its dtype; None where there is none."""
+    gradients = []
+    for item, dy, h, dtype in zip(adapters.items, dys, hidden, dtypes):
+        db = None if dtype is None else mm(dy.T, h.to(dy.dtype), dtype)
+        gradients.append(db if db is None or item.scaling == 1.0 else db * item.scaling)
+    return gradients
+
+
+class HiddenGradients(NamedTuple):
+    """g_i = dy_i @ (s_i * B_i): the gradients of h."""
+
+    stacked: Tensor | None  # (M, sum of r) of the branches without dropout, the columns in the order of the stack's rows
+    dropped: dict[int, Tensor]  # of the others, by their index
+
+
+def gradients_of_a(
+    dys: Sequence[Tensor], xd: Tensor | None, adapters: Adapters, dtypes: Sequence[torch.dtype | None], needs_x: bool
+) -> tuple[list[Tensor | None], HiddenGradients]:
+    """dA_i = g_i.T @ (m_i * D(x~)) (r, K) in its dtype, None where there is none; and g, of which dx is made."""
+    items, gradients = adapters.items, [None] * len(adapters.items)
+    shared = [i for i, item in enumerate(items) if item.a is None]
+    parts = [mm(dys[i], items[i].up) for i in shared] if needs_x or any(dtypes[i] for i in shared) else []
+    g = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None
+    dtype = next((dtypes[i] for i in shared if dtypes[i]), None)
+    if dtype is not None:
+        for i, da in zip(shared, mm(g.T, xd, dtype).split([items[i].rank for i in shared])):
+            gradients[i] = da.to(dtypes[i]) if dtypes[i] else None
+    dropped = {}
+    for i, (item, dy) in enumerate(zip(items, dys)):
+        if item.a is not None and (needs_x or dtypes[i]):
+            dropped[i] = mm(dy, item.up)
+            if dtypes[i]:
+                gradients[i] = mm(dropped[i].T, fused.dropout.run(xd, item.dropout, item.seed), dtypes[i])
+    return gradients, HiddenGradients(g, dropped)
+
+
+def add_dropped(dx: Tensor | None, adapters: Adapters, dropped: dict[int, Tensor]) -> Tensor | None:
+    """dx plus m_i * (g_i @ A_i) of the branches with dropout, in place."""
+    for i, g in dropped.items():
+        item = adapters.items[i]
+        part = fused.dropout.run(mm(g, item.a), item.dropout, item.seed)
+        dx = part if dx is None else dx.add_(part)
+    return dx
+
+
+# ---------------------------------------------------------------------------------------------- straight through
 
 
 class StraightThrough(torch.autograd.Function):
@@ -135,172 +346,27 @@ class StraightThrough(torch.autograd.Function):
 
 
 @torch.no_grad()
-def rounded_input(x: Tensor, terms: int = 1, centre: Tensor | None = None) -> Tensor:
+def rounded_input(x: Tensor, terms: int = 1, offset: Tensor | None = None) -> Tensor:
     """D(x~) for x (..., K), without gradient."""
-    parts = quantize_input(x.detach().reshape(-1, x.shape[-1]), terms, centre)
-    return dequantize_input(parts, centre, x.dtype).view(x.shape)
+    quantized = quantize_input(x.detach().reshape(-1, x.shape[-1]), offset, terms)
+    return dequantize_input(quantized, offset, x.dtype).view(x.shape)
 
 
-def fake_quantize(x: Tensor, terms: int = 1, centre: Tensor | None = None) -> Tensor:
+def fake_quantize(x: Tensor, terms: int = 1, offset: Tensor | None = None) -> Tensor:
     """D(x~) for x (..., K), with the straight-through gradient."""
-    return StraightThrough.apply(x, rounded_input(x, terms, centre))
+    return StraightThrough.apply(x, rounded_input(x, terms, offset))
 
 
-# ---------------------------------------------------------------------------------------------- the Function
+# ---------------------------------------------------------------------------------------------- autocast
 
 
-class Operands(NamedTuple):
-    """The variable inputs of :class:`NVFP4Linears`, by what they are."""
-
-    parts: list[QuantizedMatrix]  # x~
-    frozen: list[Frozen]
-    sources: list[lora.Source]  # all branches, in the order of their linears
-    owner: list[int]  # index of the linear of every branch
+def no_autocast(x: Tensor):
+    """Context in which autocast is off, so that FP32 arithmetic stays FP32. Free when autocast is not on."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def operands(spec: SiteSpec, flat: Sequence[Tensor | None]) -> Operands:
-    """Inverse of :func:`flatten`."""
-    parts = [QuantizedMatrix(*flat[3 * i : 3 * i + 3], spec.k) for i in range(spec.terms)]
-    at, width = spec.kept, len(Frozen._fields)
-    frozen = [Frozen(*flat[at + width * i : at + width * (i + 1)]) for i in range(len(spec.linears))]
-    at += width * len(frozen)
-    sources, owner = [], []
-    for index, linear in enumerate(spec.linears):
-        for scaling, p in zip(linear.scalings, linear.dropouts):
-            sources.append((*flat[at : at + 3], scaling, p))
-            owner.append(index)
-            at += 3
-    return Operands(parts, frozen, sources, owner)
-
-
-def flatten(parts: Sequence[QuantizedMatrix], frozen: Sequence[Frozen], sources: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The variable inputs: the terms of x~ (and gate and up, if it is recomputed), the frozen linears, then (A, B, dropout seed
-    or None) of all branches."""
-    return [t for part in parts for t in part[:3]] + [t for item in frozen for t in item] + list(sources)
-
-
-FIXED = 4
-"""Inputs of :class:`NVFP4Linears` before the variable ones."""
-
-
-class NVFP4Linears(torch.autograd.Function):
-    """Frozen NVFP4 linears of one input, each with any number of plain LoRA branches: a tuple of y (M, N). See the module's
-    docstring for the formulas.
-
-    The input is quantised by the caller (once for all linears that share it): x is here for its gradient and dtype only.
-    """
-
-    @staticmethod
-    def forward(ctx, x, xd, centre, spec, *flat):
-        # x (M, K); xd D(x~) (M, K) in x's dtype, or None if nobody has computed it; centre (K,) float32
-        parts, frozen, sources, owner = operands(spec, flat)
-        adapters = lora.prepare(sources, x.dtype)
-        inside = centre is None and spec.terms == 1 and x.dtype != torch.float16  # then the product's operand is D(x~)
-        if xd is None and not (inside and len(adapters.stacked()) == len(sources)):
-            xd = dequantize_input(parts, centre, x.dtype)
-        hidden = lora.down(xd, adapters, stacked=not inside)
-        # xd may stand for the operand of the frozen product where it is the sum of the terms, unrounded
-        values = xd if centre is None and (x.dtype == torch.float32 or x.dtype == torch.bfloat16 and spec.terms == 1) else None
-        weights = [QuantizedMatrix(*linear[2:5], spec.k) for linear in frozen]
-        constants = [total_constant(linear.bias, linear.constant) for linear in frozen]
-        ups = [item.sb for item in adapters.items]
-        a = adapters.stack if inside else None
-        factors = [its.significand for its in spec.linears]
-        ys = linear_ops.fprop(parts, values, weights, constants, hidden, ups, owner, a, x.dtype, factors)
-        if a is not None:
-            *ys, made = ys
-            for i, h in zip(adapters.stacked(), made.split([adapters.items[i].rank for i in adapters.stacked()], dim=1)):
-                hidden[i] = h
-        ctx.spec, ctx.branches, ctx.owner = spec, [(a.rank, a.scaling, a.dropout) for a in adapters.items], owner
-        ctx.dtypes = [(a.dtype, b.dtype) for a, b, *_ in sources]
-        kept = flat[3 * spec.terms : spec.kept] if spec.recompute else flat[: spec.kept]
-        kept = (x,) if spec.keeps_input else kept
-        kept = kept if sources else ()  # no adapter: nothing of x is needed
-        layers = [t for linear in frozen for t in linear[2:]]
-        ctx.save_for_backward(centre, *layers, *hidden, *adapters.tensors(), *kept)
-        return tuple(ys)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *dys):
-        spec, owner = ctx.spec, ctx.owner
-        needs = ctx.needs_input_grad
-        centre, frozen, hidden, adapters, kept = _saved(ctx)
-        first = FIXED + spec.kept
-        per_branch = first + len(Frozen._fields) * len(frozen)
-        wanted = Needs(
-            needs[0],
-            [a if needs[per_branch + 3 * i] else None for i, (a, _) in enumerate(ctx.dtypes)],
-            [b if needs[per_branch + 3 * i + 1] else None for i, (_, b) in enumerate(ctx.dtypes)],
-        )
-        grads: list[Tensor | None] = [None] * len(needs)
-        with no_autocast(dys[0]):
-            for i, dy in enumerate(dys):
-                if needs[first + len(Frozen._fields) * i]:
-                    grads[first + len(Frozen._fields) * i] = dy.sum(0)
-            xd = None
-            if any(wanted.a):
-                xd = _input_again(kept, centre, spec, dys[0].dtype)
-            das, dbs, gs = lora.backward([dys[i] for i in owner], xd, hidden, adapters, wanted)
-            del xd
-            if needs[0]:
-                grads[0] = lora.add_dropped(_input_gradient(dys, frozen, spec, adapters.stack, gs.stacked), adapters, gs.dropped)
-        for i, (da, db) in enumerate(zip(das, dbs)):
-            grads[per_branch + 3 * i], grads[per_branch + 3 * i + 1] = da, db
-        return tuple(grads)
-
-
-def _input_again(kept: Sequence[Tensor], centre: Tensor | None, spec: SiteSpec, dtype: torch.dtype) -> Tensor:
-    """D(x~) (M, K) from what was kept of it."""
-    if spec.keeps_input:
-        return dequantize_input(quantize_input(kept[0], spec.terms, centre), centre, dtype)
-    parts = [QuantizedMatrix(*kept[i : i + 3], spec.k) for i in range(0, len(kept), 3)]
-    if spec.recompute is None:
-        return dequantize_input(parts, centre, dtype)
-    return _in_range(lambda d: fused.gated_values(*parts, centre, spec.recompute, spec.terms, d), dtype)
-
-
-def _saved(ctx) -> tuple[Tensor | None, list[Frozen], list[Tensor], lora.Adapters, Sequence[Tensor]]:
-    """(centre, frozen linears, hidden, adapters, tensors of the terms of x~ or of what it is made from)."""
-    saved = ctx.saved_tensors  # read once: under checkpointing every reading recomputes
-    at, width = 1, len(Frozen._fields) - 2
-    frozen = [Frozen(None, None, *saved[at + width * i : at + width * (i + 1)]) for i in range(len(ctx.spec.linears))]
-    at += width * len(frozen)
-    n = len(ctx.branches)
-    hidden, at = saved[at : at + n], at + n
-    adapters, at = lora.restore(saved[at:], ctx.branches), at + 1 + 3 * n
-    return saved[0], frozen, hidden, adapters, saved[at:]
-
-
-def total_constant(bias: Tensor | None, constant: Tensor | None) -> Tensor | None:
-    """What the epilogue adds to every row of a product: the bias (N,) and D(W_f) @ mu (N,) float32."""
-    if constant is None:
-        return bias
-    return constant if bias is None else bias.float() + constant
-
-
-def _input_gradient(dys, frozen: Sequence[Frozen], spec: SiteSpec, stack: Tensor | None, g: Tensor | None) -> Tensor:
-    """dx (M, K) of the frozen weights and of the branches without dropout: A in ``stack``, g = dy @ (s * B) of all of them."""
-    rounded, dense = [], None
-    for dy, linear, its in zip(dys, frozen, spec.linears):
-        w = QuantizedMatrix(*linear[2:5], spec.k)
-        if its.gradients == "bf16":
-            part = _dense_gradient(dy, w, its.significand)
-            dense = part if dense is None else dense.add_(part)
-            continue
-        back = linear[5:8]
-        if back[0] is None:
-            w_b = ops.transpose_requantize(w, WEIGHT_BACKWARD, its.significand)
-        else:
-            w_b = QuantizedMatrix(*back, its.n)
-        rounded.append((dy, w_b, linear.sr_seed))
-    if not rounded:
-        return dense if g is None else add_mm(dense, g, stack)
-    dx = linear_ops.dgrad(*zip(*rounded), g, stack if g is not None else None)
-    return dx if dense is None else dx.add_(dense)
-
-
-def _dense_gradient(dy: Tensor, w: QuantizedMatrix, significand: float) -> Tensor:
-    """dy @ D(W_f), rounded once; exact products, whatever the global scale."""
-    wd = ops.dequantize(without_significand(w, significand), dy.dtype)
-    return mm(dy, wd) if significand == 1.0 else mm(dy, wd, torch.float32).mul_(significand).to(dy.dtype)
+def autocast_input(x: Tensor) -> Tensor:
+    """x in the dtype that autocast prescribes for a linear layer, if autocast is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x

@@ -44,18 +44,18 @@ def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
 
 
 class GatedQuantize(torch.autograd.Function):
-    """(D(h~) (M, f), codes, scales and gscale of every term of h~, then of gate and of up) of gate and up (M, f). ``hollow``: of
+    """(D(h~) (M, f), codes, scales and gscale of every term of h~, then of gate and of up) of gate and up (M, f). ``placeholder``: of
     D(h~) only the shape, the dtype and the gradient (one number in memory)."""
 
     @staticmethod
-    def forward(ctx, gate, up, centre, act: str, terms: int, hollow: bool = False):
-        out = fused.silu_mul_quantize(gate, up, centre, act, terms, not hollow)
+    def forward(ctx, gate, up, centre, act: str, terms: int, placeholder: bool = False):
+        out = fused.silu_mul_quantize(gate, up, centre, act, terms, not placeholder)
         flat = [t for part in (*out.parts, out.gate, out.up) for t in part[:3]]
         ctx.save_for_backward(*flat[-6:])
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*flat)
         ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        h = gate.new_zeros(1).expand(gate.shape) if hollow else out.h
+        h = gate.new_zeros(1).expand(gate.shape) if placeholder else out.h
         return h, *flat
 
     @staticmethod

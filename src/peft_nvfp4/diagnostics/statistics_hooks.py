@@ -17,16 +17,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import ops
 from ..autograd import activation_cache
+from ..autograd.frozen_linear import autocast_input
 from ..fusion.compressed import CompressedGatedMLP
 from ..fusion.mlp import FusedGatedMLP
 from ..fusion.norm import NVFP4RMSNorm
 from ..fusion.probe import base_of, frozen_linears
-from ..nn.frozen_linear import FrozenLinear, autocast_input, in_pieces
+from ..nn.frozen_linear import FrozenLinear, in_pieces
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics import fused_reference
 from ..numerics.formats import BLOCK, E2M1_MAX, E4M3_NAN, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT, QuantizedMatrix
 from ..numerics.reference import e4m3_decode
-from ..ops import fused
+from ..ops.linear import dequantize_input, quantize_input
 from ..training.cuda_graphs import GraphedForward
 from ..training.offload.layers import computing
 
@@ -82,7 +83,7 @@ class Sums:
     def _add(self, t: Tensor, parts: Sequence[QuantizedMatrix], centre: Tensor | None, d: Tensor | None) -> None:
         x = t.float()
         moved = x if centre is None else x - centre
-        d = fused.dequantize_terms(list(parts), None, torch.float32) if d is None else d.float()
+        d = dequantize_input(parts, None, torch.float32) if d is None else d.float()
         nonzero = moved != 0
         counts = [(moved - d).square().sum(dtype=torch.float64), x.square().sum(dtype=torch.float64)]
         counts += [nonzero.sum().double(), (nonzero & (d == 0)).sum().double()]
@@ -222,7 +223,7 @@ class Measurement:
     def _fused(x: Tensor, reader: NVFP4FrozenLinear) -> bool:
         """Whether a producer has quantised x already, so that x is not what was quantised."""
         entry = activation_cache.get(x, reader.options.terms, reader.input_centre, autocast_input(x).dtype)
-        return entry is not None and entry.exact
+        return entry is not None and entry.from_producer
 
     def _before(self, name: str) -> Callable:
         @torch.no_grad()
@@ -283,7 +284,7 @@ def _uses_gradient(layer: FrozenLinear) -> bool:
 def _add_input(sums: Sums, x: Tensor, layer: FrozenLinear) -> None:
     own = isinstance(layer, NVFP4FrozenLinear)
     terms, centre = (layer.options.terms, layer._centre) if own else (1, None)
-    sums.add(x, fused.quantize_terms(x, centre, terms), centre)
+    sums.add(x, quantize_input(x, centre, terms), centre)
 
 
 @torch.no_grad()

@@ -21,7 +21,8 @@ from torch import nn
 
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
-from ..nn.nvfp4 import NVFP4FrozenLinear, Site
+from ..nn.group import SharedInputGroup
+from ..nn.nvfp4 import NVFP4FrozenLinear
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
@@ -106,7 +107,7 @@ def attach(
 def attached(model: nn.Module) -> bool:
     """Whether anything of the model is fused."""
     return any(
-        isinstance(m, NVFP4RMSNorm | FusedGatedMLP) or isinstance(m, NVFP4FrozenLinear) and m.site is not None
+        isinstance(m, NVFP4RMSNorm | FusedGatedMLP) or isinstance(m, NVFP4FrozenLinear) and m.group is not None
         for m in model.modules()
     )
 
@@ -117,7 +118,7 @@ def detach(model: nn.Module) -> nn.Module:
         if isinstance(module, NVFP4RMSNorm | FusedGatedMLP):
             _replace(model, name, module.original)
         elif isinstance(module, NVFP4FrozenLinear):
-            module.site, module.recompute_attention = None, False
+            module.group, module.recompute_attention = None, False
         elif isinstance(module, FrozenExperts):
             module.unfuse()
         detach_rope(module)
@@ -164,9 +165,9 @@ def _attach_site(members: list[nn.Module], names: list[str], report: Report) -> 
     if len(set(map(id, bases))) < max(2, len(bases)) or not all(isinstance(base, NVFP4FrozenLinear) for base in bases):
         return  # one linear, or one that is called twice, or not ours
     if len(set(map(_input_spec, bases))) == 1:
-        site = Site(members)
+        group = SharedInputGroup(members)
         for base in bases:
-            base.site, base.shares_input = site, True
+            base.group, base.shares_input = group, True
         report.sites.append(names)
 
 

@@ -17,6 +17,7 @@ from ..autograd import activation_cache
 from ..autograd.activation_cache import QuantizedInput
 from ..numerics.formats import QuantizedMatrix
 from ..ops import fused
+from ..ops.linear import quantize_input
 from .mlp import FusedGatedMLP
 from .norm import NVFP4RMSNorm
 
@@ -27,7 +28,7 @@ class CompressedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, compute, eps: float, plus_one: bool):
         y = compute(x)
-        (q,) = fused.quantize_terms(y, None, 1)
+        (q,) = quantize_input(y, None, 1)
         norm = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
         rstd = torch.rsqrt(norm * norm / x.shape[1] + eps)
         ctx.save_for_backward(gamma, rstd, *q[:3])
@@ -64,7 +65,7 @@ class CompressedGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, act: str):
         h = (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
-        (q,), (g,), (u,) = (fused.quantize_terms(t, None, 1) for t in (h, gate, up))
+        (q,), (g,), (u,) = (quantize_input(t, None, 1) for t in (h, gate, up))
         ctx.save_for_backward(*g[:3], *u[:3])
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*q[:3])

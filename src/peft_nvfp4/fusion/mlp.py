@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from ..autograd import activation_cache
 from ..autograd.activation_cache import GatedSource, QuantizedInput
+from ..autograd.frozen_linear import autocast_input
 from ..autograd.fused import GatedQuantize, as_parts
-from ..nn.frozen_linear import autocast_input
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.fused_reference import ACTIVATIONS
 from .probe import base_of, modes_kept, share_hooks, standing_in
@@ -82,14 +82,15 @@ class FusedGatedMLP(nn.Module):
         gate, up = self._gate_and_up(x)
         centre, terms, f, shape = down.input_centre, down.options.terms, gate.shape[-1], gate.shape
         mu = None if centre is None else centre.view(torch.float32)
-        hollow = _reads_only_codes(self._modules[parts.down], gate)
-        h, *flat = GatedQuantize.apply(gate.reshape(-1, f), up.reshape(-1, f), mu, parts.act, terms, hollow)
+        placeholder = _reads_only_codes(self._modules[parts.down], gate)
+        h, *flat = GatedQuantize.apply(gate.reshape(-1, f), up.reshape(-1, f), mu, parts.act, terms, placeholder)
         del gate, up  # the largest activations of a layer: nothing needs them any more
         h = h.view(shape)
         *codes, gate_copy, up_copy = as_parts(flat, f)
         kept = h.requires_grad  # gate and up are
         source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute and kept else None
-        activation_cache.put(h, QuantizedInput(tuple(codes), centre, h.dtype, exact=True, hollow=hollow, source=source))
+        entry = QuantizedInput(tuple(codes), centre, h.dtype, from_producer=True, placeholder=placeholder, source=source)
+        activation_cache.put(h, entry)
         return self._modules[parts.down](h)
 
     def _gate_and_up(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ class NVFP4RMSNorm(nn.Module):
         y, kind = y.view(x.shape), x.device.type
         # what the readers will ask for: autocast gives them y in its own dtype
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else y.dtype
-        activation_cache.put(y, QuantizedInput(as_parts(flat, x.shape[-1]), centre, dtype, exact=True))
+        activation_cache.put(y, QuantizedInput(as_parts(flat, x.shape[-1]), centre, dtype, from_producer=True))
         return y
 
     def extra_repr(self) -> str:

@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from ..autograd.lora import Branch
+from ..autograd.frozen_linear import Branch
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..numerics.matmul import exact_matmul
 

@@ -26,7 +26,8 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from .. import ops
-from ..autograd.lora import Branch, lora_branch, no_autocast
+from ..autograd.frozen_linear import Branch, no_autocast
+from ..autograd.lora import lora_branch
 from ..nn.frozen_linear import FrozenLinear
 from ..numerics.matmul import exact_matmul
 from ..training.offload.layers import computing

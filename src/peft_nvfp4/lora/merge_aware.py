@@ -12,7 +12,7 @@ Rounding is flat, so A and B get the straight-through gradient, dV counting as t
     dV = dy.T @ D(x~),  dA_i = s_i * B_i.T @ dV,  dB_i = s_i * dV @ A_i.T
 
 dV (N, K) is never formed: dA = g.T @ D(x~) with g = s * dy @ B, dB = s * dy.T @ (D(x~) @ A.T). These are plain LoRA's gradients,
-and :mod:`peft_nvfp4.autograd.lora` computes them. :class:`AdapterGradient` sits on the output of the frozen product and adds nothing
+and :mod:`peft_nvfp4.autograd.frozen_linear` computes them. :class:`AdapterGradient` sits on the output of the frozen product and adds nothing
 else.
 
 The price: every layer's weight is dequantised, updated and quantised with a search in every forward pass, and V (4.5 bits a
@@ -26,7 +26,7 @@ dropout (a merged weight has one input).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,12 +34,22 @@ from peft import LoraConfig
 from torch import Tensor
 
 from .. import ops
-from ..autograd import lora
-from ..autograd.frozen_linear import dequantize_input, no_autocast
-from ..nn.frozen_linear import FrozenLinear, autocast_input
-from ..nn.nvfp4 import NVFP4FrozenLinear, next_power_of_two, product
+from ..autograd.activation_cache import quantized_input
+from ..autograd.frozen_linear import (
+    autocast_input,
+    cast_adapters,
+    frozen_linear,
+    gradients_of_a,
+    gradients_of_b,
+    hidden_of,
+    no_autocast,
+)
+from ..autograd.tree import flatten, unflatten
+from ..nn.frozen_linear import FrozenLinear
+from ..nn.nvfp4 import NVFP4FrozenLinear, next_power_of_two
 from ..numerics.formats import WEIGHT, QuantizedMatrix
 from ..numerics.matmul import exact_matmul
+from ..ops.linear import dequantize_input
 
 if TYPE_CHECKING:
     from .layer import FrozenLoraLinear
@@ -99,7 +109,7 @@ def with_weight(base: NVFP4FrozenLinear, q: QuantizedMatrix) -> NVFP4FrozenLinea
     twin.bias, twin.shares_input = base.bias, base.shares_input
     if base.input_centre is not None:
         twin.set_centre(base.input_centre.view(torch.float32))
-        twin.input_centre = base.input_centre  # linears of a site know a shared input by this very tensor
+        twin.input_centre = base.input_centre  # linears of a group know a shared input by this very tensor
     return twin.train(base.training)
 
 
@@ -128,48 +138,35 @@ def _identity(layer: FrozenLoraLinear, names: Sequence[str]) -> list[tuple]:
 # ---------------------------------------------------------------------------------------------- forward and gradient
 
 
-@dataclass(frozen=True)
-class GradientSpec:
-    """What is not a tensor of :class:`AdapterGradient`."""
-
-    k: int
-    terms: int
-    scalings: tuple[float, ...]
-
-
 class AdapterGradient(torch.autograd.Function):
     """y (M, N) as it is; in backward A and B of every branch get the gradients stated in the module's docstring. Keeps the codes
-    of x~ (which the other linears of the site share) and D(x~) @ A.T."""
+    of x~ (which the other linears of the group share) and D(x~) @ A.T."""
 
     @staticmethod
-    def forward(ctx, y, xd, centre, spec: GradientSpec, *flat):
-        codes, weights = flat[: 3 * spec.terms], flat[3 * spec.terms :]
-        sources = [(a, b, None, s, 0.0) for a, b, s in zip(weights[::2], weights[1::2], spec.scalings)]
-        adapters = lora.prepare(sources, xd.dtype)
-        hidden = lora.down(xd, adapters)
-        ctx.spec, ctx.constants = spec, [(item.rank, item.scaling, item.dropout) for item in adapters.items]
-        ctx.dtypes = [(a.dtype, b.dtype) for a, b, *_ in sources]
-        ctx.save_for_backward(centre, *codes, *hidden, *adapters.tensors())
+    def forward(ctx, y, xd, structure, *leaves):
+        terms, offset, branches = unflatten(structure, leaves)
+        adapters = cast_adapters(branches, xd.dtype)
+        saved, ctx.saved_structure = flatten((terms, offset, tuple(hidden_of(xd, adapters)), adapters))
+        ctx.save_for_backward(*saved)
+        ctx.structure, ctx.dtypes = structure, [(branch.a.dtype, branch.b.dtype) for branch in branches]
         ctx.mark_dirty(y)  # not a view of it: what follows may work in place
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        spec, n, first = ctx.spec, len(ctx.dtypes), 4 + 3 * ctx.spec.terms
-        centre, *saved = ctx.saved_tensors
-        codes, saved = saved[: 3 * spec.terms], saved[3 * spec.terms :]
-        hidden, adapters = saved[:n], lora.restore(saved[n:], ctx.constants)
-        wanted = lora.Needs(
-            False,
-            [a if ctx.needs_input_grad[first + 2 * i] else None for i, (a, _) in enumerate(ctx.dtypes)],
-            [b if ctx.needs_input_grad[first + 2 * i + 1] else None for i, (_, b) in enumerate(ctx.dtypes)],
-        )
+        terms, offset, hidden, adapters = unflatten(ctx.saved_structure, ctx.saved_tensors)
+        _, _, needs = unflatten(ctx.structure, ctx.needs_input_grad[3:])
+        no_terms, no_offset, gradients = unflatten(ctx.structure, [None] * (len(ctx.needs_input_grad) - 3))
+        dtypes_a = [a if need.a else None for need, (a, _) in zip(needs, ctx.dtypes)]
+        dtypes_b = [b if need.b else None for need, (_, b) in zip(needs, ctx.dtypes)]
+        dys = [dy] * len(needs)
         with no_autocast(dy):
-            parts = [QuantizedMatrix(*codes[i : i + 3], spec.k) for i in range(0, len(codes), 3)]
-            xd = dequantize_input(parts, centre, dy.dtype) if any(wanted.a) else None
-            das, dbs, _ = lora.backward([dy] * n, xd, hidden, adapters, wanted)
-        return dy, None, None, None, *([None] * len(codes)), *(g for pair in zip(das, dbs) for g in pair)
+            xd = dequantize_input(terms, offset, dy.dtype) if any(dtypes_a) else None
+            dbs = gradients_of_b(dys, hidden, adapters, dtypes_b)
+            das, _ = gradients_of_a(dys, xd, adapters, dtypes_a, False)
+        gradients = tuple(branch._replace(a=da, b=db) for branch, da, db in zip(gradients, das, dbs))
+        return dy, None, None, *flatten((no_terms, no_offset, gradients))[0]
 
 
 @torch.compiler.disable
@@ -178,17 +175,14 @@ def forward(layer: FrozenLoraLinear, x: Tensor, names: Sequence[str]) -> Tensor:
     merged = merged_layer(layer, names)
     if not torch.is_grad_enabled():
         return merged(x)  # the very call of the merged model
-    key, x = x, autocast_input(x)
-    x2 = merged._flat(x)
+    x2 = merged._flat(autocast_input(x))
     with no_autocast(x):
-        shared = merged._quantized_input(key, x2)
-        (y,) = product([(merged, ())], x2, shared)
-        weights = [t for name in names for t in (layer.lora_A[name].weight, layer.lora_B[name].weight)]
-        if any(w.requires_grad for w in weights):
-            xd = x2.detach() if shared.exact else merged._values(shared, x2)
-            spec = GradientSpec(merged.in_features, merged.options.terms, tuple(layer.scaling[name] for name in names))
-            codes = [t for part in shared.parts for t in part[:3]]
-            y = AdapterGradient.apply(y, xd, merged._centre, spec, *codes, *weights)
+        quantized = quantized_input(x, x2, merged.options.terms, merged.input_centre, merged.shares_input)
+        (y,) = frozen_linear(x2, quantized, [merged.operands(())])
+        branches = tuple(layer._branch(name)._replace(dropout=0.0) for name in names)
+        if any(branch.a.requires_grad or branch.b.requires_grad for branch in branches):
+            leaves, structure = flatten((quantized.terms, quantized.offset_values, branches))
+            y = AdapterGradient.apply(y, quantized.dequantized(x2), structure, *leaves)
     return y.view(*x.shape[:-1], merged.out_features)
 
 

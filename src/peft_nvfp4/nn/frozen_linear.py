@@ -18,11 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..autograd import activation_cache
-from ..autograd.frozen_linear import GRADIENTS
-from ..autograd.lora import Branch, lora_branch
-from ..numerics.formats import QuantizedMatrix
-from ..ops import fused
+from ..autograd.activation_cache import quantized_input
+from ..autograd.frozen_linear import GRADIENTS, Branch, autocast_input
+from ..autograd.lora import lora_branch
 
 WEIGHT_LAYOUTS = ("cached", "transient")
 ACTIVATIONS = ("bf16", "nvfp4")
@@ -123,25 +121,13 @@ class FrozenLinear(nn.Linear):
 
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         """``forward(x)`` plus plain LoRA branches, x (..., in_features) -> (..., out_features)."""
-        key, x = x, autocast_input(x)
-        y = self(x)
-        kept = self._kept(key, x) if branches and self.options.activations == "nvfp4" else None
+        cast = autocast_input(x)
+        y, kept = self(cast), None
+        if branches and self.options.activations == "nvfp4" and torch.is_grad_enabled():  # Q(x), kept for backward instead of x
+            kept = quantized_input(x, cast.reshape(-1, x.shape[-1]), 1, None, self.shares_input).terms[0]
         for branch in branches:
-            y = y + lora_branch(x, branch, kept).to(y.dtype)
+            y = y + lora_branch(cast, branch, kept).to(y.dtype)
         return y
-
-    def _kept(self, key: Tensor, x: Tensor) -> QuantizedMatrix | None:
-        """Q(x), to be kept for backward instead of x; ``key`` is x as the layer was called with it."""
-        if not torch.is_grad_enabled():
-            return None
-        shared = activation_cache.get(key, 1, None, x.dtype)
-        if shared is None:
-            with torch.no_grad():
-                parts = fused.quantize_terms(x.detach().reshape(-1, x.shape[-1]), None, 1)
-            shared = activation_cache.QuantizedInput(tuple(parts), None, x.dtype)
-            if self.shares_input:
-                activation_cache.put(key, shared)
-        return shared.parts[0]
 
     # -- what all backends share
 
@@ -231,9 +217,3 @@ class FrozenLinear(nn.Linear):
 def in_pieces(layer: FrozenLinear) -> bool:
     """Whether FSDP2 holds the layer's weight in pieces right now (a DTensor)."""
     return hasattr(layer.weight, "device_mesh")
-
-
-def autocast_input(x: Tensor) -> Tensor:
-    """x in the dtype that autocast prescribes for a linear layer, if autocast is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x

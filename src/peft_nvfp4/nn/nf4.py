@@ -19,7 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .frozen_linear import FrozenLinear, FrozenOptions, autocast_input
+from ..autograd.frozen_linear import autocast_input
+from .frozen_linear import FrozenLinear, FrozenOptions
 from .registry import register_backend
 
 try:

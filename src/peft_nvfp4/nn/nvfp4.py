@@ -10,34 +10,29 @@ with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_cen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from .. import kernels, ops
-from ..autograd import activation_cache
-from ..autograd.activation_cache import QuantizedInput
+from ..autograd.activation_cache import QuantizedInput, quantized_input
+from ..autograd.attention_output import kept_by_attention
 from ..autograd.frozen_linear import (
     Branch,
-    Frozen,
-    LinearSpec,
-    NVFP4Linears,
-    SiteSpec,
+    Linear,
     StraightThrough,
-    dequantize_input,
-    draw_seed,
-    flatten,
+    autocast_input,
+    frozen_linear,
     no_autocast,
-    quantize_input,
     total_constant,
 )
 from ..numerics import reference
 from ..numerics.formats import E2M1_MAX, E4M3_MAX, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
-from .frozen_linear import FrozenLinear, FrozenOptions, autocast_input, frozen
+from ..ops.core import FLOATS
+from .frozen_linear import FrozenLinear, FrozenOptions, frozen
+from .group import SharedInputGroup
 from .registry import register_backend
 
 PARAMETERS = (
@@ -77,12 +72,13 @@ class NVFP4FrozenLinear(FrozenLinear):
             it is looked at, which waits for a GPU.
 
     Attributes:
-        site: those linears, where a run of the model has shown which they are (:func:`peft_nvfp4.attach`): computed together.
-        recompute_attention: where the input is the output of attention, which keeps it in any case, its codes are made anew in
-            backward instead of kept beside it.
+        group: the linears that read the same input, this one among them, where a run of the model has shown which they are
+            (:func:`peft_nvfp4.attach`): they are computed together, when the first of them is called.
+        recompute_attention: where the input is the output of attention, which keeps it in any case, its codes are computed again
+            in backward instead of kept beside it.
     """
 
-    site: Site | None = None
+    group: SharedInputGroup | None = None
     recompute_attention = False
     _significand: float | None = None
 
@@ -222,205 +218,72 @@ class NVFP4FrozenLinear(FrozenLinear):
         return self.forward_with_lora_input(x)[1]
 
     def forward_with_lora_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        key, x = x, autocast_input(x)
-        x2 = self._flat(x)
+        cast = autocast_input(x)
+        x2 = self._flat(cast)
         with no_autocast(x):
-            shared = self._quantized_input(key, x2)
-            (y,) = product([(self, ())], x2, shared)
-            seen = x if shared.exact else StraightThrough.apply(x, self._values(shared, x2))
+            quantized = quantized_input(x, x2, self.options.terms, self.input_centre, self.shares_input)
+            (y,) = frozen_linear(x2, quantized, [self.operands(())])
+            seen = cast if quantized.from_producer else StraightThrough.apply(cast, quantized.dequantized(x2))
         return y.view(*x.shape[:-1], self.out_features), seen
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora_forward(x, ())
 
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        key, x = x, autocast_input(x)  # autocast makes a new tensor for every reader: what they share is x as it came
-        x2 = self._flat(x)
+        x2 = self._flat(autocast_input(x))
         with no_autocast(x):
-            shared = self._quantized_input(key, x2)
-            generation = kernels.generation(x2)
-            if generation is not None and self._draws_nothing(branches):
-                y = self._generate(generation, branches, x2, shared)
-            elif self.site is None or torch.compiler.is_compiling():
-                (y,) = product([(self, branches)], x2, shared)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_centre, self.shares_input)
+            few_rows = None if torch.is_grad_enabled() else kernels.few_rows_module(x2)
+            if few_rows is not None and self._draws_nothing(branches):
+                y = self._generate(few_rows, branches, x2, quantized)
+            elif self.group is not None and not torch.compiler.is_compiling():
+                # the first member that is called computes all of them; a later one may find its y here, computed before
+                y = self.group.output(self, branches, x, x2, quantized)
             else:
-                y = self.site.product(self, branches, key, x2, shared)
+                (y,) = frozen_linear(x2, quantized, [self.operands(branches)], self.keeps_x(x2, quantized))
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _flat(self, x: Tensor) -> Tensor:
+        """x (..., in_features) as a matrix."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"the input's last dimension must be {self.in_features}, got shape {tuple(x.shape)}")
+        if x.dtype not in FLOATS:
+            raise RuntimeError(f"the input must be float32, bfloat16 or float16, got {x.dtype}")
+        return x.reshape(-1, self.in_features)
+
+    def operands(self, branches: Sequence[Branch]) -> Linear:
+        """This layer with its branches as the autograd Function takes it."""
+        return Linear(
+            self.forward_layout,
+            self.backward_layout,
+            self.bias,
+            self._constant,
+            self.significand,
+            self.options.gradients,
+            tuple(branches),
+        )
+
+    def keeps_x(self, x2: Tensor, quantized: QuantizedInput) -> bool:
+        """Whether backward quantises x anew: attention keeps it in any case, and nobody keeps its codes for something else."""
+        if not self.recompute_attention or quantized.source is not None or quantized.from_producer:
+            return False
+        return kept_by_attention(x2)
 
     def _draws_nothing(self, branches: Sequence[Branch]) -> bool:
         """Whether a call needs no random numbers. (The first pass of reentrant checkpointing, which is without autograd too, must
         draw those that the second one will.)"""
-        rounds = self.options.gradients == "nvfp4_sr" and self.training
-        return not rounds and not any(branch.dropout for branch in branches)
+        stochastic = self.options.gradients == "nvfp4_sr" and self.training
+        return not stochastic and not any(branch.dropout for branch in branches)
 
-    def _generate(self, kernel: ModuleType, branches: Sequence[Branch], x2: Tensor, shared: QuantizedInput) -> Tensor:
+    def _generate(self, kernel: ModuleType, branches: Sequence[Branch], x2: Tensor, quantized: QuantizedInput) -> Tensor:
         """y (M, out_features) of few rows, without autograd: no Function, no copies of the adapters, two launches. In generation
         that bookkeeping took most of the time."""
-        xd = None
-        if branches:
-            xd = x2 if shared.exact and not shared.hollow else self._values(shared, x2)
+        xd = quantized.dequantized(x2) if branches else None
         constant = total_constant(self.bias, self._constant)
-        values = xd if self.input_centre is None and len(shared.parts) == 1 else None
+        values = xd if self.input_centre is None and len(quantized.terms) == 1 else None
         adapters = [(b.a, b.b, b.scaling) for b in branches]
-        return kernel.linear(shared.parts, self.forward_layout, constant, adapters, xd, values, self.significand)
-
-    def _flat(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"the input's last dimension must be {self.in_features}, got shape {tuple(x.shape)}")
-        return x.reshape(-1, self.in_features)
-
-    def _frozen(self) -> Frozen:
-        """This layer's tensors as the Function takes them."""
-        # not only with autograd on: reentrant checkpointing draws its first seeds without, and must draw the same number
-        sr_seed = draw_seed() if self.options.gradients == "nvfp4_sr" else None
-        back = self.backward_layout
-        w_b = (None,) * 3 if back is None else back[:3]
-        return Frozen(self.bias, self._constant, *self.forward_layout[:3], *w_b, sr_seed)
-
-    def _quantized_input(self, key: Tensor, x2: Tensor) -> QuantizedInput:
-        """x~ of the tensor that the layer was called with (x2 is the same, cast and flattened): from whoever quantised it before,
-        or made here and, where other linears read the same input, entered for them."""
-        shared = activation_cache.get(key, self.options.terms, self.input_centre, x2.dtype)
-        if shared is None:
-            with torch.no_grad():
-                parts = quantize_input(x2.detach(), self.options.terms, self._centre)
-            shared = QuantizedInput(tuple(parts), self.input_centre, x2.dtype)
-            if self.shares_input:
-                activation_cache.put(key, shared)
-        return shared
-
-    def _values(self, shared: QuantizedInput, x2: Tensor) -> Tensor:
-        """D(x~) in x's dtype, computed once for all linears of the site."""
-        if shared.values is None:
-            with torch.no_grad():
-                shared.values = dequantize_input(list(shared.parts), self._centre, x2.dtype)
-        return shared.values
+        return kernel.linear(quantized.terms, self.forward_layout, constant, adapters, xd, values, self.significand)
 
     def extra_repr(self) -> str:
         o = self.options
         return f"{super().extra_repr()}, terms={o.terms}, weight_layouts={o.weight_layouts}, gradients={o.gradients}"
-
-
-# ---------------------------------------------------------------------------------------------- linears of one input
-
-
-def product(
-    members: Sequence[tuple[NVFP4FrozenLinear, Sequence[Branch]]], x2: Tensor, shared: QuantizedInput
-) -> tuple[Tensor, ...]:
-    """y (M, out_features) of every layer and its branches, for x2 (M, in_features) with x~ in ``shared``."""
-    first = members[0][0]
-    branched = any(len(branches) for _, branches in members)
-    if shared.hollow:
-        xd = None
-    elif shared.exact:
-        xd = x2.detach()
-    else:
-        xd = first._values(shared, x2) if branched and not _makes_its_own(first, x2) else shared.values
-    specs = tuple(
-        LinearSpec(
-            layer.out_features,
-            layer.options.gradients,
-            tuple(b.scaling for b in branches),
-            tuple(b.dropout for b in branches),
-            layer.significand,
-        )
-        for layer, branches in members
-    )
-    source = shared.source
-    again = first.recompute_attention and source is None and not shared.exact and kept_by_attention(x2)
-    spec = SiteSpec(first.in_features, first.options.terms, specs, None if source is None else source.act, again)
-    frozen, sources = [], []
-    for layer, branches in members:  # seeds in the order of the layers: together or one by one, the numbers are the same
-        sources += [t for b in branches for t in (b.a, b.b, draw_seed() if b.dropout else None)]
-        frozen.append(layer._frozen())
-    flat = flatten([*shared.parts, *(() if source is None else source[:2])], frozen, sources)
-    return NVFP4Linears.apply(x2, xd, first._centre, spec, *flat)
-
-
-VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "TransposeBackward")
-ATTENTION = re.compile(r"ScaledDotProduct\w*(Flash|Efficient|Cudnn|FusedOverrideable)|FlashAttn\w*Func")
-"""Autograd nodes of attention kernels that keep their output for backward (plain matrix products do not)."""
-
-
-def kept_by_attention(x: Tensor) -> bool:
-    """Whether x is a view of an attention kernel's output. Asked of the names of autograd's nodes: reading what a node has saved
-    would unpack it, which hooks (checkpointing, offloading) may answer with work."""
-    if torch.compiler.is_compiling():  # a graph has no nodes yet; what is kept is the compiler's choice
-        return False
-    node = x.grad_fn
-    while node is not None and type(node).__name__.startswith(VIEWS):
-        node = node.next_functions[0][0]
-    return node is not None and ATTENTION.search(type(node).__name__) is not None
-
-
-def _makes_its_own(layer: NVFP4FrozenLinear, x2: Tensor) -> bool:
-    """Whether fprop has D(x~) as its operand anyway, so that nobody need make it before."""
-    return layer._centre is None and layer.options.terms == 1 and x2.is_cuda and x2.dtype == torch.bfloat16
-
-
-@dataclass
-class _Output:
-    """Of a layer that was computed before it was called, and what it was computed with."""
-
-    y: Tensor
-    operands: list[tuple]
-    grad: bool
-
-
-class Site:
-    """The frozen linears that read one tensor, computed together when the first of them is called with it.
-
-    Attributes:
-        members: the layers, or the LoRA layers around them.
-    """
-
-    def __init__(self, members: Sequence[nn.Module]):
-        self.members = list(members)
-
-    def product(
-        self, layer: NVFP4FrozenLinear, branches: Sequence[Branch], x: Tensor, x2: Tensor, shared: QuantizedInput
-    ) -> Tensor:
-        """y of ``layer`` for x, as it came, and x2, cast and flattened. Whatever else the site has to compute from the same x is
-        left for its layers in ``shared``."""
-        grad = torch.is_grad_enabled()
-        ready: _Output | None = shared.outputs.pop(id(layer), None)
-        if ready is not None and ready.grad == grad and _same(ready.operands, _operands(layer, branches)):
-            return ready.y
-        # a leaf's gradient accumulator holds the leaf: kept outputs would keep x, and with it their own entry, alive
-        if not shared.entered or x.requires_grad and x.grad_fn is None:
-            return product([(layer, branches)], x2, shared)[0]
-        group = [(layer, branches)] + self._others(layer)
-        if not grad and any(branch.dropout for _, its in group for branch in its):
-            # the first pass of reentrant checkpointing: each layer's seeds must be drawn where it is called, to be drawn again
-            group = group[:1]
-        y, *ys = product(group, x2, shared)
-        for (other, its), output in zip(group[1:], ys):
-            shared.outputs[id(other)] = _Output(output, _operands(other, its), grad)
-        return y
-
-    def _others(self, layer: NVFP4FrozenLinear) -> list[tuple[NVFP4FrozenLinear, Sequence[Branch]]]:
-        """The other layers with their branches, but for those whose forward is more than that."""
-        found, member = [], False
-        for module in self.members:
-            base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-            if base is layer:
-                member = True
-                continue
-            branches = module.plain_branches() if hasattr(module, "plain_branches") else ()
-            if branches is not None and base.options.terms == layer.options.terms and base.input_centre is layer.input_centre:
-                found.append((base, branches))
-        return found if member else []  # a replica of DataParallel refers to the original's site
-
-
-def _operands(layer: NVFP4FrozenLinear, branches: Sequence[Branch]) -> list[tuple]:
-    """What a layer's output depends on, but for x: tensors with their versions, constants of the branches."""
-    tensors = [layer.weight, layer.bias, *(t for branch in branches for t in (branch.a, branch.b))]
-    versions = [None if t is None or t.is_inference() else t._version for t in tensors]
-    return [*zip(tensors, versions), *((branch.scaling, branch.dropout) for branch in branches)]
-
-
-def _same(first: list[tuple], second: list[tuple]) -> bool:
-    """Tensors are compared by identity."""
-    return len(first) == len(second) and all(
-        (x[0] is y[0] or isinstance(x[0], float) and x[0] == y[0]) and x[1] == y[1] for x, y in zip(first, second)
-    )

@@ -1,8 +1,8 @@
 """The fused producers in plain PyTorch: what the kernels in :mod:`peft_nvfp4.kernels` must reproduce bit for bit.
 
 A *producer* makes the input of frozen linears and quantises it on the way: an RMSNorm (with the residual addition before it)
-or the product ``act(gate) * up`` of a gated MLP. Quantisation itself is :mod:`peft_nvfp4.numerics.reference`; this file adds what lies
-around it and settles, once, the order of every floating-point operation:
+or the product ``act(gate) * up`` of a gated MLP. Quantisation itself is :mod:`peft_nvfp4.numerics.reference`; this file adds what
+lies around it and settles, once, the order of every floating-point operation:
 
 * All arithmetic is FP32, each operation rounded on its own (no fused multiply-add). Results that leave in BF16 are rounded
   once, and what is quantised is the rounded value: the codes are those of the un-fused module followed by ``quantize``.
@@ -27,38 +27,12 @@ from torch import Tensor
 
 from . import reference
 from .formats import ACTIVATION, BLOCK, GRADIENT, QuantizedMatrix, padded_k
-
-ACTIVATIONS = ("silu", "gelu_tanh")
+from .philox import dropout_mask
+from .reference import dequantize_terms, quantize_terms
 
 GAMMA_RANGE = (2.0**-14, 2.0**64)
 """Outside this range of a norm's |weight|, the channel's share of the backward's correction term is dropped: D(y) / weight would
 be noise."""
-
-# ---------------------------------------------------------------------------------------------- terms
-
-
-def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> list[QuantizedMatrix]:
-    """x (M, K) as one or two NVFP4 terms with a global scale per row; the second quantises what the first left over.
-
-    Both terms have one global scale. A kernel can then multiply them in one pass, as a matrix of 2K columns, and scale its sums
-    once per row. What is left over is a twelfth of the block scale in size, which E4M3 can say with all its digits unless the
-    block is a thousand times smaller than the row's largest value.
-    """
-    if centre is not None:
-        x = x.float() - centre
-    parts = [reference.quantize(x, ACTIVATION)]
-    if terms == 2:
-        parts.append(reference.quantize(x.float() - reference.dequantize(parts[0]), ACTIVATION, parts[0].gscale))
-    return parts
-
-
-def dequantize_terms(parts: Sequence[QuantizedMatrix], centre: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of the terms and the centre (K,), in FP32 and in this order, rounded once to ``dtype``."""
-    total = reference.dequantize(parts[0])
-    for part in parts[1:]:
-        total = total + reference.dequantize(part)
-    return (total if centre is None else total + centre).to(dtype)
-
 
 # ---------------------------------------------------------------------------------------------- order-free sums
 
@@ -251,9 +225,9 @@ def gated_values(
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    """x / (1 - p) where :func:`peft_nvfp4.numerics.reference.dropout_mask` keeps it, else 0: a product in FP32, rounded once to x's dtype.
-    (A mask in BF16 would hold a rounded 1 / (1 - p): a bias of up to 0.4 %.)"""
-    return (x.float() * reference.dropout_mask(tuple(x.shape), p, seed, x.device, torch.float32)).to(x.dtype)
+    """x / (1 - p) where :func:`peft_nvfp4.numerics.philox.dropout_mask` keeps it, else 0: a product in FP32, rounded once to x's
+    dtype. (A mask in BF16 would hold a rounded 1 / (1 - p): a bias of up to 0.4 %.)"""
+    return (x.float() * dropout_mask(tuple(x.shape), p, seed, x.device, torch.float32)).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- rotary embedding

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import (
+    ACTIVATION,
     BLOCK,
     E2M1_GRID,
     E2M1_MAX,
@@ -32,15 +32,21 @@ from .formats import (
     E4M3_MAX,
     E4M3_MAX_BITS,
     E4M3_NAN,
+    GRADIENT,
+    GRADIENT_STOCHASTIC,
     GSCALE_EXPONENTS,
+    K_ALIGN,
     MSE_OFFSETS,
-    SWIZZLE_COLS,
-    SWIZZLE_ROWS,
     NVFP4Format,
     QuantizedMatrix,
-    padded_k,
 )
-from .matmul import cpu_operand
+from .philox import philox
+from .products import Dgrad, Fprop
+
+_BF16_OPERAND = torch.bfloat16 if getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() else torch.float32
+CPU_OPERAND = {torch.float32: torch.float32, torch.bfloat16: _BF16_OPERAND, torch.float16: torch.float32}
+"""Dtype in which a CPU multiplies matrices of a dtype fast: FP32 for 16-bit ones, unless it has BF16 instructions. (Without
+AVX512-BF16 a BF16 product takes five times as long: measured 44 ms against 8 ms for 240x576x1536.)"""
 
 # ---------------------------------------------------------------------------------------------- scales
 
@@ -135,27 +141,115 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
         seed: int64 scalar, needed for ``fmt.stochastic``; the same seed gives the same codes on every device.
     """
     rows, k = x.shape
-    kp = padded_k(k)
-    blocks = F.pad(x.float(), (0, kp - k)).view(rows, kp // BLOCK, BLOCK)
+    padded = F.pad(x.float(), (0, -k % K_ALIGN))
+    blocks = padded.view(rows, padded.shape[1] // BLOCK, BLOCK)
     mag = blocks.abs()
     amax = mag.amax(-1) if k else mag.new_zeros(rows, 0)  # NaN and Inf propagate
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
     if gscale is None:
-        per_row = amax.amax(-1) if k else amax.new_zeros(rows)
-        gscale = power_of_two_scale(per_row if fmt.global_scale == "row" else _amax_or_zero(per_row))
+        largest = amax.amax(-1) if k else amax.new_zeros(rows)
+        if fmt.global_scale == "tensor":
+            largest = largest.amax().reshape(1) if rows else largest.new_zeros(1)
+        gscale = power_of_two_scale(largest)
     g = gscale[:, None]
     bits = _choose_scales(mag, amax, g, fmt)
-    sg = e4m3_decode(bits) * g
+    sg = bits.view(torch.float8_e4m3fn).float() * g
     index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
     codes = index | (torch.signbit(blocks).to(torch.uint8) << 3)
     codes *= ((sg > 0) & finite)[..., None]
-    return QuantizedMatrix(pack(codes.view(rows, kp)), torch.where(finite, bits, E4M3_NAN), gscale, k)
+    codes = codes.view_as(padded)
+    codes = codes[:, 0::2] | (codes[:, 1::2] << 4)  # see pack
+    return QuantizedMatrix(codes, torch.where(finite, bits, E4M3_NAN), gscale, k)
 
 
-def _amax_or_zero(x: Tensor) -> Tensor:
-    """Maximum as a (1,) tensor; 0 for an empty one."""
-    return x.amax().reshape(1) if x.numel() else x.new_zeros(1)
+def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small. Where a global scale is no power
+    of two (of another tool's checkpoint): FP32's code * (block scale * global scale), and that rounded once in BF16 (on a GPU,
+    where looking would wait, that is the kernels' business)."""
+    rounds = dtype == torch.bfloat16 and q.gscale.is_cpu and not powers_of_two(q.gscale)
+    if dtype not in (torch.float32, torch.bfloat16) or rounds:
+        return dequantize(q, torch.float32).to(dtype)
+    rows = q.codes.shape[0]
+    values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)
+    s = (q.scales.view(torch.float8_e4m3fn).float() * q.gscale[:, None]).to(dtype)
+    blocks = q.scales.shape[1]
+    return (values.view(rows, blocks, BLOCK) * s[..., None]).view(rows, blocks * BLOCK)[:, : q.k]
+
+
+@functools.lru_cache
+def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Table from a byte to its two values, seen as one integer twice as wide: one look-up for two codes."""
+    with torch.inference_mode(False):
+        grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype)
+        byte = torch.arange(256)
+        pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
+        return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
+
+
+def _round_stochastically(mag: Tensor, sg: Tensor, seed: Tensor | None) -> Tensor:
+    """Index of the magnitude below or above, above with probability (mag - below) / (above - below).
+
+    20 random bits u, since u * gap * sg * 2**-20 must be exact in FP32 (20 + 4 significant bits); mag - below is exact by
+    Sterbenz' lemma. So the decision is the same on every device.
+    """
+    if seed is None:
+        raise ValueError("stochastic rounding needs a seed (an int64 scalar tensor)")
+    grid = _grid(mag.device)
+    sg = sg[..., None]
+    low = torch.zeros_like(mag, dtype=torch.uint8)
+    for value in E2M1_GRID[1:]:
+        low += mag >= sg * value
+    below = grid[low.int()] * sg
+    gap = (grid[(low.int() + 1).clamp(max=7)] - grid[low.int()]) * sg
+    u = (philox(seed.to(mag.device), mag.numel()) >> 12).view(mag.shape).float() * 2.0**-20
+    return low + (u * gap < mag - below).to(torch.uint8) * (low < 7)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two codes a byte: (R, K) uint8 in 0..15, K even -> (R, K/2), low nibble = even k."""
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Inverse of :func:`pack`: (R, K/2) -> (R, K)."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).view(packed.shape[0], 2 * packed.shape[1])
+
+
+def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
+    """The backward layout W_b (K, N) of a forward weight W_f (N, K): D(W_f) in FP32, transposed and quantised along N, so that
+    the gradient belongs to the function that the forward computed."""
+    return quantize(dequantize(q).T, fmt)
+
+
+# ---------------------------------------------------------------------------------------------- one or two terms
+
+
+def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> list[QuantizedMatrix]:
+    """x (M, K) minus the offset (K,) as one or two NVFP4 terms with a global scale per row. The second, the residual term,
+    quantises what the first left over (an FP32 difference).
+
+    Both terms have one global scale. A kernel can then multiply them in one pass, as a matrix of 2K columns, and scale its sums
+    once per row. What is left over is a twelfth of the block scale in size, which E4M3 can say with all its digits unless the
+    block is a thousand times smaller than the row's largest value.
+    """
+    if offset is not None:
+        x = x.float() - offset
+    first = quantize(x, ACTIVATION)
+    if terms == 1:
+        return [first]
+    return [first, quantize(x.float() - dequantize(first), ACTIVATION, first.gscale)]
+
+
+def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of the terms and the offset (K,), in FP32 and in this order, rounded once to ``dtype``: (M, K)."""
+    total = dequantize(terms[0])
+    for term in terms[1:]:
+        total = total + dequantize(term)
+    return (total if offset is None else total + offset).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------- global scales of other tools
 
 
 def powers_of_two(g: Tensor) -> bool:
@@ -185,66 +279,43 @@ def without_significand(q: QuantizedMatrix, significand: float) -> QuantizedMatr
     return q if significand == 1.0 else q._replace(gscale=q.gscale / torch.full_like(q.gscale, significand))
 
 
-def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small. Where a global scale is no power
-    of two (of another tool's checkpoint): FP32's code * (block scale * global scale), and that rounded once in BF16 (on a GPU,
-    where looking would wait, that is the kernels' business)."""
-    rounds = dtype == torch.bfloat16 and q.gscale.is_cpu and not powers_of_two(q.gscale)
-    if dtype not in (torch.float32, torch.bfloat16) or rounds:
-        return dequantize(q, torch.float32).to(dtype)
-    rows = q.codes.shape[0]
-    values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)
-    s = (e4m3_decode(q.scales) * q.gscale[:, None]).to(dtype)
-    blocks = q.scales.shape[1]
-    return (values.view(rows, blocks, BLOCK) * s[..., None]).view(rows, blocks * BLOCK)[:, : q.k]
+# ---------------------------------------------------------------------------------------------- matrix products
 
 
-@functools.lru_cache
-def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Table from a byte to its two values, seen as one integer twice as wide: one look-up for two codes."""
-    with torch.inference_mode(False):
-        grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype)
-        byte = torch.arange(256)
-        pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
-        return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
+def mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``a @ b`` in ``dtype`` (default: a's), accumulated in FP32, rounded once. Where a CPU is slow in 16 bits: through FP32."""
+    dtype = dtype or a.dtype
+    if a.is_cuda:
+        if dtype == a.dtype:
+            return a @ b
+        return torch.mm(a, b, out_dtype=dtype) if dtype == torch.float32 else (a @ b).to(dtype)
+    operand = CPU_OPERAND[a.dtype]
+    return a @ b if operand == a.dtype == dtype else (a.to(operand) @ b.to(operand)).to(dtype)
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Two codes a byte: (R, K) uint8 in 0..15, K even -> (R, K/2), low nibble = even k."""
-    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
-
-
-def unpack(packed: Tensor) -> Tensor:
-    """Inverse of :func:`pack`: (R, K/2) -> (R, K)."""
-    return torch.stack([packed & 15, packed >> 4], dim=-1).view(packed.shape[0], 2 * packed.shape[1])
-
-
-def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
-    """The backward layout W_b (K, N) of a forward weight W_f (N, K): D(W_f) in FP32, transposed and quantised along N, so that
-    the gradient belongs to the function that the forward computed."""
-    return quantize(dequantize(q).T, fmt)
-
-
-# ---------------------------------------------------------------------------------------------- matrix product
-
-
-
-
+def add_mm(y: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``y + a @ b`` with FP32 accumulation and one rounding, into y; without y, ``a @ b``."""
+    if y is None:
+        return mm(a, b)
+    operand = a.dtype if a.is_cuda else CPU_OPERAND[a.dtype]
+    if operand == a.dtype == y.dtype:
+        return y.addmm_(a, b)
+    return torch.addmm(y.to(operand), a.to(operand), b.to(operand)).to(y.dtype)
 
 
 def matmul(
-    terms: list[QuantizedMatrix],
+    terms: Sequence[QuantizedMatrix],
     w: QuantizedMatrix,
-    bias: Tensor | None,
+    constant: Tensor | None,
     dtype: torch.dtype,
     values: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + bias`` in ``dtype``: exact products, FP32 accumulation, one rounding.
+    """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + constant`` in ``dtype``: exact products, FP32 sums, one rounding.
 
-    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between devices. GPUs get
-    BF16 operands, which hold every dequantised value exactly, also for FP32 results: faster, and out of reach of the TF32 switch.
-    On a CPU the two terms are added in FP32 first, which is exact but for residuals below 2**-17 of their block.
+    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between implementations. The two
+    terms are added in FP32 first, which is exact but for residuals below 2**-17 of their block. (A GPU whose TF32 switch is on
+    rounds that sum to 11 bits; the kernels multiply BF16 operands, which the switch does not reach.)
 
     A global scale of w that is no power of two has a significand with more bits than BF16 holds. It stays out of the operand and
     multiplies the FP32 sum, as in the epilogue of an FP4 kernel.
@@ -254,133 +325,63 @@ def matmul(
         factor: significand of w's global scale (1,), if the caller knows it. A CPU looks; a GPU would wait, and believes the
             caller.
     """
-    if w.codes.is_cuda:
-        return matmul_cuda(terms, without_significand(w, factor), bias, dtype, values, factor=factor)
     split = factor != 1.0 or w.gscale.is_cpu and not powers_of_two(w.gscale)
     if split:
         power, significands = split_scale(w.gscale)
         w = w._replace(gscale=power)
-    operand = cpu_operand(dtype) if len(terms) == 1 and bias is None and not split else torch.float32
+    short = w.codes.is_cpu and len(terms) == 1 and constant is None and not split
+    operand = CPU_OPERAND[dtype] if short else torch.float32
     x = values.to(operand) if values is not None else sum(dequantize(t, operand) for t in terms)
     wd = dequantize(w, operand)
     if split:
         y = (x @ wd.T).mul_(significands)
-        return (y if bias is None else y.add_(bias)).to(dtype)
-    # the bias joins before the one rounding: addmm in BF16 would round in between
-    return (x @ wd.T if bias is None else torch.addmm(bias.to(operand), x, wd.T)).to(dtype)
+        return (y if constant is None else y.add_(constant)).to(dtype)
+    # the constant joins before the one rounding: addmm in BF16 would round in between
+    return (x @ wd.T if constant is None else torch.addmm(constant.to(operand), x, wd.T)).to(dtype)
 
 
-def matmul_cuda(
-    terms: list[QuantizedMatrix],
-    w: QuantizedMatrix,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    values: Tensor | None,
-    dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor] = dequantize,
-    factor: float = 1.0,
-) -> Tensor:
-    """:func:`matmul` on a GPU without FP4 tensor cores: BF16 products with FP32 results. ``dequantize`` may be a kernel. Where
-    w's global scale is no power of two, it gives D(w) / factor, and ``factor`` multiplies the sum before the bias joins."""
-    wd = dequantize(w, torch.bfloat16).T
-    with full_precision_sums():
-        if len(terms) == 1:
-            x = dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)
-            if bias is None and dtype == torch.bfloat16:
-                return x @ wd if factor == 1.0 else x.new_empty(len(x), wd.shape[1]).addmm_(x, wd, beta=0, alpha=factor)
-            y = torch.mm(x, wd, out_dtype=torch.float32)
-        else:
-            y = torch.mm(dequantize(terms[0], torch.bfloat16), wd, out_dtype=torch.float32)
-            y += torch.mm(dequantize(terms[1], torch.bfloat16), wd, out_dtype=torch.float32)
-    if factor != 1.0:
-        y *= factor
-    return (y if bias is None else y.add_(bias)).to(dtype)
+def with_hidden(p: Fprop, dequantize_terms: Callable = dequantize_terms) -> tuple[Fprop, Tensor | None]:
+    """The product with h of every adapter, and the h that was computed here (M, sum of r); None if all were there."""
+    if p.a is None:
+        return p, None
+    h = mm(p.values if p.values is not None else dequantize_terms(p.terms, None, p.dtype), p.a.T)
+    ranks = [adapter.up.shape[1] for linear in p.linears for adapter in linear.adapters if adapter.hidden is None]
+    parts = iter(h.split(ranks, dim=1))
+    complete = lambda adapter: adapter if adapter.hidden is not None else adapter._replace(hidden=next(parts))
+    linears = [linear._replace(adapters=[complete(adapter) for adapter in linear.adapters]) for linear in p.linears]
+    return p._replace(linears=linears, a=None), h
 
 
-@contextmanager
-def full_precision_sums() -> Iterator[None]:
-    """cuBLAS may split K and add the parts in BF16 (seen on an H200 at M=3, K=1000: rounded twice). Not within this context."""
-    backend = torch.backends.cuda.matmul
-    before = backend.allow_bf16_reduced_precision_reduction
-    if not before:
-        yield
-        return
-    backend.allow_bf16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        backend.allow_bf16_reduced_precision_reduction = before
+def _mm_float(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, r) @ b (r, N) in FP32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype != torch.float32 else a.float() @ b.float()
 
 
-# ---------------------------------------------------------------------------------------------- layout of scales
+def fprop(p: Fprop, matmul: Callable = matmul, dequantize_terms: Callable = dequantize_terms) -> list[Tensor]:
+    """y (M, N) of every linear; after them, if the product has ``a``, h (M, sum of r) of its adapters.
 
-
-def swizzle_scales(scales: Tensor) -> Tensor:
-    """Block scales (R, nb) in the layout FP4 tensor cores read: rows padded to 128 and columns to 4 with zeros, each 128x4
-    tile stored as 32 groups of 16 bytes; byte (r % 32) * 16 + (r // 32) * 4 + c of a tile holds its element (r, c).
-
-    Returns a flat uint8 tensor of ceil(R/128) * 128 * ceil(nb/4) * 4 bytes.
+    Args:
+        matmul, dequantize_terms: other implementations of the functions of this module.
     """
-    rows, cols = scales.shape
-    scales = F.pad(scales, (0, -cols % SWIZZLE_COLS, 0, -rows % SWIZZLE_ROWS))
-    tile_rows, tile_cols = scales.shape[0] // SWIZZLE_ROWS, scales.shape[1] // SWIZZLE_COLS
-    tiles = scales.view(tile_rows, 4, 32, tile_cols, SWIZZLE_COLS)  # (tile row, r // 32, r % 32, tile column, c)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+    p, h = with_hidden(p, dequantize_terms)
+    ys = []
+    for weight, constant, factor, adapters in p.linears:
+        y = matmul(p.terms, weight, constant, torch.float32 if adapters else p.dtype, p.values, factor)
+        for adapter in adapters:
+            y += _mm_float(adapter.hidden, adapter.up.T)
+        ys.append(y.to(p.dtype))
+    return ys if h is None else [*ys, h]
 
 
-def unswizzle_scales(swizzled: Tensor, rows: int, cols: int) -> Tensor:
-    """Inverse of :func:`swizzle_scales`."""
-    tile_rows, tile_cols = -(-rows // SWIZZLE_ROWS), -(-cols // SWIZZLE_COLS)
-    tiles = swizzled.view(tile_rows, tile_cols, 32, 4, SWIZZLE_COLS).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(tile_rows * SWIZZLE_ROWS, tile_cols * SWIZZLE_COLS)[:rows, :cols].contiguous()
+def dgrad(p: Dgrad, matmul: Callable = matmul, quantize: Callable = quantize) -> Tensor:
+    """dx (M, K) in the gradients' dtype: every dy is quantised, multiplied by its backward layout, and summed in FP32.
 
-
-# ---------------------------------------------------------------------------------------------- random bits
-
-_PHILOX_M = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
-_U32 = 0xFFFFFFFF
-
-
-def philox(seed: Tensor, count: int) -> Tensor:
-    """``count`` random 32-bit numbers (int64 tensor): Philox-4x32-10 with key = seed and counter = index // 4 (Salmon et
-    al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Number i depends on (seed, i) alone, so a backward pass or
-    another device draws the same ones. The product of two 32-bit words overflows int64, whose wrap-around is harmless:
-    both halves are masked.
+    Args:
+        matmul, quantize: other implementations of the functions of this module.
     """
-    c0 = torch.arange(-(-count // 4), device=seed.device, dtype=torch.int64)
-    c1, c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0), torch.zeros_like(c0)
-    k0, k1 = seed & _U32, (seed >> 32) & _U32
-    for _ in range(10):
-        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
-        c0, c1, c2, c3 = ((p1 >> 32) & _U32) ^ c1 ^ k0, p1 & _U32, ((p0 >> 32) & _U32) ^ c3 ^ k1, p0 & _U32
-        k0, k1 = (k0 + _PHILOX_W[0]) & _U32, (k1 + _PHILOX_W[1]) & _U32
-    return torch.stack([c0, c1, c2, c3], dim=1).view(-1)[:count]
-
-
-def _round_stochastically(mag: Tensor, sg: Tensor, seed: Tensor | None) -> Tensor:
-    """Index of the magnitude below or above, above with probability (mag - below) / (above - below).
-
-    20 random bits u, since u * gap * sg * 2**-20 must be exact in FP32 (20 + 4 significant bits); mag - below is exact by
-    Sterbenz' lemma. So the decision is the same on every device.
-    """
-    if seed is None:
-        raise ValueError("stochastic rounding needs a seed (an int64 scalar tensor)")
-    grid = _grid(mag.device)
-    sg = sg[..., None]
-    low = torch.zeros_like(mag, dtype=torch.uint8)
-    for value in E2M1_GRID[1:]:
-        low += mag >= sg * value
-    below = grid[low.int()] * sg
-    gap = (grid[(low.int() + 1).clamp(max=7)] - grid[low.int()]) * sg
-    u = (philox(seed.to(mag.device), mag.numel()) >> 12).view(mag.shape).float() * 2.0**-20
-    return low + (u * gap < mag - below).to(torch.uint8) * (low < 7)
-
-
-def dropout_mask(shape: tuple[int, ...], p: float, seed: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """0 with probability p, else 1 / (1 - p). The same (shape, p, seed) gives the same mask on every device, so a backward
-    pass draws it again instead of keeping it."""
-    count = 1
-    for n in shape:
-        count *= n
-    keep = philox(seed.to(device), count) >= int(p * 2**32)
-    return (keep.view(shape).to(torch.float32) / (1.0 - p)).to(dtype)
+    dtype, single, dx = p.linears[0].dy.dtype, len(p.linears) == 1 and p.g is None, None
+    for dy, weight, seed in p.linears:
+        q = quantize(dy, GRADIENT if seed is None else GRADIENT_STOCHASTIC, None, seed)
+        part = matmul([q], weight, None, dtype if single else torch.float32)
+        dx = part if dx is None else dx.add_(part)
+    return (dx if p.g is None else dx.add_(_mm_float(p.g, p.a))).to(dtype)

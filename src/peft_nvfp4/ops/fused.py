@@ -1,4 +1,4 @@
-"""Operators of the fused producers: schema, checks and fake of each in one place, over :mod:`peft_nvfp4.numerics.fused_reference`.
+"""Operators of the fused producers: schema, checks and shapes of each, over :mod:`peft_nvfp4.numerics.fused_reference`.
 
 Like :mod:`peft_nvfp4.ops` these live in the ``torch.library`` namespace ``peft_nvfp4``, have the plain-PyTorch reference as their
 default implementation and refuse to be differentiated. The one or two NVFP4 *terms* of a matrix travel as tensors with a leading
@@ -10,160 +10,55 @@ The public functions take and return what those of the reference do, in the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..numerics import fused_reference
-from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
+from ..numerics.formats import QuantizedMatrix
 from ..numerics.fused_reference import ACTIVATIONS, GatedGrads, GatedOutput, NormOutput
-from . import FLOATS, _check, _check_packed, _check_seed, _checked, _define
-
-OPERATORS: dict[str, tuple[Callable, Callable]] = {}
-"""name -> (argument check, reference implementation with that check)."""
-
-
-def _operator(name: str, schema: str, check: Callable, reference: Callable, fake: Callable) -> Callable:
-    implementation = _checked(check, reference)
-    OPERATORS[name] = (check, implementation)
-    return _define(name, schema, implementation, _checked(check, fake))
-
-
-# ---------------------------------------------------------------------------------------------- shared pieces
-
-
-def _check_matrix(op: str, name: str, t: Tensor) -> None:
-    _check(t.ndim == 2, lambda: f"{op}: {name} must be a matrix (M, K), got shape {tuple(t.shape)}")
-    _check(t.dtype in FLOATS, lambda: f"{op}: {name} must be float32, bfloat16 or float16, got {t.dtype}")
+from .core import FLOATS, Operator, check, check_matrix, check_offset, check_seed, check_terms
+from .linear import check_matrices, empty_terms, matrices, stacked, tensor_lists
 
 
 def _check_like(op: str, name: str, t: Tensor | None, like: Tensor) -> None:
     """An optional matrix of the same shape and dtype."""
-    _check(
+    check(
         t is None or (t.shape == like.shape and t.dtype == like.dtype),
         lambda: f"{op}: {name} must be {tuple(like.shape)} {like.dtype}, got {tuple(t.shape)} {t.dtype}",
     )
-
-
-def _check_centre(op: str, centre: Tensor | None, k: int) -> None:
-    _check(
-        centre is None or (tuple(centre.shape) == (k,) and centre.dtype == torch.float32),
-        lambda: f"{op}: centre must be ({k},) float32, got {tuple(centre.shape)} {centre.dtype}",
-    )
-
-
-def _check_terms(op: str, terms: int) -> None:
-    _check(1 <= terms <= 2, lambda: f"{op}: the number of terms must be 1 or 2, got {terms}")
-
-
-def _check_parts(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, k: int, per_row: bool) -> None:
-    _check(len(codes) in (1, 2), lambda: f"{op}: a matrix has one or two terms, got {len(codes)}")
-    for c, s, g in zip(codes, scales, gscale):
-        _check_packed(op, c, s, g, k)
-        _check(c.shape[0] == rows, lambda: f"{op}: the terms must have {rows} rows, got {c.shape[0]}")
-        _check(not per_row or g.shape[0] == rows, lambda: f"{op}: gscale must hold {rows} values, got {g.shape[0]}")
-
-
-def _empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    kp, byte = padded_k(k), torch.uint8
-    return (
-        like.new_empty(terms, rows, kp // 2, dtype=byte),
-        like.new_empty(terms, rows, kp // BLOCK, dtype=byte),
-        like.new_empty(terms, rows, dtype=torch.float32),
-    )
-
-
-def _stack(parts: Sequence[QuantizedMatrix], like: Tensor) -> tuple[Tensor, ...]:
-    """Terms of matrices of the shape of ``like``, stacked."""
-    if not parts:
-        return _empty_terms(like, 0, *like.shape)
-    return tuple(torch.stack(tensors) for tensors in list(zip(*parts))[:3])
-
-
-def _parts(codes: Sequence[Tensor], scales: Sequence[Tensor], gscale: Sequence[Tensor], k: int) -> list[QuantizedMatrix]:
-    """Inverse of :func:`_stack` and :func:`_split`."""
-    return [QuantizedMatrix(c, s, g, k) for c, s, g in zip(codes, scales, gscale)]
-
-
-def _split(parts: Sequence[QuantizedMatrix]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    return [p.codes for p in parts], [p.scales for p in parts], [p.gscale for p in parts]
-
-
-# ---------------------------------------------------------------------------------------------- terms
-
-
-def _check_quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> None:
-    _check_matrix("quantize_terms", "x", x)
-    _check_centre("quantize_terms", centre, x.shape[1])
-    _check_terms("quantize_terms", terms)
-
-
-_quantize_terms = _operator(
-    "quantize_terms",
-    "(Tensor x, Tensor? centre, int terms) -> (Tensor, Tensor, Tensor)",
-    _check_quantize_terms,
-    lambda x, centre, terms: _stack(fused_reference.quantize_terms(x, centre, terms), x),
-    lambda x, centre, terms: _empty_terms(x, terms, *x.shape),
-)
-
-
-def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> list[QuantizedMatrix]:
-    """x (M, K) minus centre (K,) as one or two NVFP4 terms with a global scale per row."""
-    return _parts(*_quantize_terms(x, centre, terms), x.shape[1])
-
-
-def _check_dequantize_terms(codes: Sequence[Tensor], scales, gscale, centre: Tensor | None, k: int, dtype: torch.dtype) -> None:
-    _check_parts("dequantize_terms", codes, scales, gscale, codes[0].shape[0] if codes else 0, k, per_row=False)
-    _check_centre("dequantize_terms", centre, k)
-    _check(dtype in FLOATS, lambda: f"dequantize_terms: dtype must be float32, bfloat16 or float16, got {dtype}")
-
-
-_dequantize_terms = _operator(
-    "dequantize_terms",
-    "(Tensor[] codes, Tensor[] scales, Tensor[] gscale, Tensor? centre, int k, ScalarType dtype) -> Tensor",
-    _check_dequantize_terms,
-    lambda codes, scales, gscale, centre, k, dtype: fused_reference.dequantize_terms(
-        _parts(codes, scales, gscale, k), centre, dtype
-    ).contiguous(),
-    lambda codes, scales, gscale, centre, k, dtype: codes[0].new_empty(codes[0].shape[0], k, dtype=dtype),
-)
-
-
-def dequantize_terms(parts: Sequence[QuantizedMatrix], centre: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Sum of the terms and the centre, in FP32, rounded once to ``dtype``: (M, K)."""
-    return _dequantize_terms(*_split(parts), centre, parts[0].k, dtype)
 
 
 # ---------------------------------------------------------------------------------------------- RMSNorm
 
 
 def _check_norm(op: str, name: str, x: Tensor, gamma: Tensor, centre: Tensor | None) -> None:
-    _check_matrix(op, name, x)
-    _check(
+    check_matrix(op, name, x)
+    check(
         tuple(gamma.shape) == (x.shape[1],) and gamma.dtype in FLOATS,
         lambda: f"{op}: gamma must be ({x.shape[1]},) of a floating dtype, got {tuple(gamma.shape)} {gamma.dtype}",
     )
-    _check_centre(op, centre, x.shape[1])
+    check_offset(op, centre, x.shape[1])
 
 
 def _check_rmsnorm_quantize(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int) -> None:
     _check_norm("rmsnorm_quantize", "x", x, gamma, centre)
     _check_like("rmsnorm_quantize", "residual", residual, x)
-    _check_terms("rmsnorm_quantize", terms)
+    check_terms("rmsnorm_quantize", terms)
 
 
 def _rmsnorm_quantize_reference(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int):
     out = fused_reference.rmsnorm_quantize(x, residual, gamma, centre, eps, plus_one, terms)
-    return *_stack(out.parts, x), out.y, out.rstd, x.new_empty(0) if residual is None else out.residual
+    return *stacked(out.parts), out.y, out.rstd, x.new_empty(0) if residual is None else out.residual
 
 
 def _rmsnorm_quantize_fake(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int):
     total = x.new_empty(0 if residual is None else x.shape)
-    return *_empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32), total
+    return *empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32), total
 
 
-_rmsnorm_quantize = _operator(
+_rmsnorm_quantize = Operator(
     "rmsnorm_quantize",
     "(Tensor x, Tensor? residual, Tensor gamma, Tensor? centre, float eps, bool plus_one, int terms) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -178,27 +73,27 @@ def rmsnorm_quantize(
 ) -> NormOutput:
     """RMSNorm of x (M, d), or of x + residual, quantised in the same pass; see :func:`fused_reference.rmsnorm_quantize`."""
     *parts, y, rstd, total = _rmsnorm_quantize(x, residual, gamma, centre, eps, plus_one, terms)
-    return NormOutput(_parts(*parts, x.shape[1]), y, rstd, None if residual is None else total)
+    return NormOutput(matrices(*parts, x.shape[1]), y, rstd, None if residual is None else total)
 
 
 def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, residual_grad, plus_one: bool) -> None:
     op, m = "rmsnorm_backward", dy.shape[0]
     _check_norm(op, "dy", dy, gamma, centre)
-    _check_parts(op, codes, scales, gscale, m, dy.shape[1], per_row=True)
-    _check(
+    check_matrices(op, codes, scales, gscale, m, dy.shape[1], per_row=True)
+    check(
         tuple(rstd.shape) == (m,) and rstd.dtype == torch.float32,
         lambda: f"{op}: rstd must be ({m},) float32, got {tuple(rstd.shape)} {rstd.dtype}",
     )
     _check_like(op, "residual_grad", residual_grad, dy)
 
 
-_rmsnorm_backward = _operator(
+_rmsnorm_backward = Operator(
     "rmsnorm_backward",
     "(Tensor dy, Tensor[] codes, Tensor[] scales, Tensor[] gscale, Tensor? centre, Tensor gamma, Tensor rstd, "
     "Tensor? residual_grad, bool plus_one) -> Tensor",
     _check_rmsnorm_backward,
     lambda dy, codes, scales, gscale, *rest: fused_reference.rmsnorm_backward(
-        dy, _parts(codes, scales, gscale, dy.shape[1]), *rest
+        dy, matrices(codes, scales, gscale, dy.shape[1]), *rest
     ),
     lambda dy, *rest: dy.new_empty(dy.shape),
 )
@@ -214,35 +109,35 @@ def rmsnorm_backward(
     plus_one: bool,
 ) -> Tensor:
     """dx (M, d) from the kept terms of y and the statistic; see :func:`fused_reference.rmsnorm_backward`."""
-    return _rmsnorm_backward(dy, *_split(parts), centre, gamma, rstd, residual_grad, plus_one)
+    return _rmsnorm_backward(dy, *tensor_lists(parts), centre, gamma, rstd, residual_grad, plus_one)
 
 
 # ---------------------------------------------------------------------------------------------- act(gate) * up
 
 
 def _check_gated(op: str, name: str, x: Tensor, centre: Tensor | None, act: str) -> None:
-    _check_matrix(op, name, x)
-    _check_centre(op, centre, x.shape[1])
-    _check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    check_matrix(op, name, x)
+    check_offset(op, centre, x.shape[1])
+    check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
 
 
 def _check_silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool) -> None:
     _check_gated("silu_mul_quantize", "gate", gate, centre, act)
     _check_like("silu_mul_quantize", "up", up, gate)
-    _check_terms("silu_mul_quantize", terms)
+    check_terms("silu_mul_quantize", terms)
 
 
 def _silu_mul_quantize_reference(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
     out = fused_reference.silu_mul_quantize(gate, up, centre, act, terms, keep_h)
-    return *_stack(out.parts, gate), out.h, *out.gate[:3], *out.up[:3]
+    return *stacked(out.parts), out.h, *out.gate[:3], *out.up[:3]
 
 
 def _silu_mul_quantize_fake(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
-    kept = [t.new_empty(t.shape[1:]) for _ in range(2) for t in _empty_terms(gate, 1, *gate.shape)]
-    return *_empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape if keep_h else (0,)), *kept
+    kept = [t.new_empty(t.shape[1:]) for _ in range(2) for t in empty_terms(gate, 1, *gate.shape)]
+    return *empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape if keep_h else (0,)), *kept
 
 
-_silu_mul_quantize = _operator(
+_silu_mul_quantize = Operator(
     "silu_mul_quantize",
     "(Tensor gate, Tensor up, Tensor? centre, str act, int terms, bool keep_h) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -256,27 +151,27 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str,
     """h = act(gate) * up (M, f) quantised in the same pass, with copies of gate and up for backward; without ``keep_h``, D(h~) is
     not written; see :func:`fused_reference.silu_mul_quantize`."""
     out, k = _silu_mul_quantize(gate, up, centre, act, terms, keep_h), gate.shape[1]
-    return GatedOutput(_parts(*out[:3], k), out[3], QuantizedMatrix(*out[4:7], k), QuantizedMatrix(*out[7:10], k))
+    return GatedOutput(matrices(*out[:3], k), out[3], QuantizedMatrix(*out[4:7], k), QuantizedMatrix(*out[7:10], k))
 
 
 def _check_silu_mul_backward(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool) -> None:
     op = "silu_mul_backward"
     _check_gated(op, "dh", dh, None, act)
-    _check_parts(f"{op} (gate)", [gc], [gs], [gg], *dh.shape, per_row=True)
-    _check_parts(f"{op} (up)", [uc], [us], [ug], *dh.shape, per_row=True)
+    check_matrices(f"{op} (gate)", [gc], [gs], [gg], *dh.shape, per_row=True)
+    check_matrices(f"{op} (up)", [uc], [us], [ug], *dh.shape, per_row=True)
 
 
 def _silu_mul_backward_reference(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool):
     k = dh.shape[1]
     out = fused_reference.silu_mul_backward(dh, QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k), act, quantize)
-    return out.dgate, out.dup, *_stack(out.quantized, dh)
+    return out.dgate, out.dup, *(stacked(out.quantized) if quantize else empty_terms(dh, 0, *dh.shape))
 
 
 def _silu_mul_backward_fake(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool):
-    return dh.new_empty(dh.shape), dh.new_empty(dh.shape), *_empty_terms(dh, 2 if quantize else 0, *dh.shape)
+    return dh.new_empty(dh.shape), dh.new_empty(dh.shape), *empty_terms(dh, 2 if quantize else 0, *dh.shape)
 
 
-_silu_mul_backward = _operator(
+_silu_mul_backward = Operator(
     "silu_mul_backward",
     "(Tensor dh, Tensor gate_codes, Tensor gate_scales, Tensor gate_gscale, Tensor up_codes, Tensor up_scales, "
     "Tensor up_gscale, str act, bool quantize) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -289,17 +184,17 @@ _silu_mul_backward = _operator(
 def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str, quantize: bool) -> GatedGrads:
     """Gradients of gate and up (M, f) from their NVFP4 copies; see :func:`fused_reference.silu_mul_backward`."""
     out = _silu_mul_backward(dh, *gate[:3], *up[:3], act, quantize)
-    return GatedGrads(out[0], out[1], _parts(*out[2:5], dh.shape[1]))
+    return GatedGrads(out[0], out[1], matrices(*out[2:5], dh.shape[1]))
 
 
 def _check_gated_values(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype) -> None:
     op = "gated_values"
-    _check(dtype in FLOATS, lambda: f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
-    _check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
-    _check_parts(f"{op} (gate)", [gc], [gs], [gg], gc.shape[0], k, per_row=True)
-    _check_parts(f"{op} (up)", [uc], [us], [ug], gc.shape[0], k, per_row=True)
-    _check_centre(op, centre, k)
-    _check_terms(op, terms)
+    check(dtype in FLOATS, lambda: f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
+    check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    check_matrices(f"{op} (gate)", [gc], [gs], [gg], gc.shape[0], k, per_row=True)
+    check_matrices(f"{op} (up)", [uc], [us], [ug], gc.shape[0], k, per_row=True)
+    check_offset(op, centre, k)
+    check_terms(op, terms)
 
 
 def _gated_values_reference(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype):
@@ -307,7 +202,7 @@ def _gated_values_reference(gc, gs, gg, uc, us, ug, centre, act: str, terms: int
     return fused_reference.gated_values(gate, up, centre, act, terms, dtype)
 
 
-_gated_values = _operator(
+_gated_values = Operator(
     "gated_values",
     "(Tensor gate_codes, Tensor gate_scales, Tensor gate_gscale, Tensor up_codes, Tensor up_scales, Tensor up_gscale, "
     "Tensor? centre, str act, int terms, int k, ScalarType dtype) -> Tensor",
@@ -328,12 +223,12 @@ def gated_values(
 
 
 def _check_dropout(x: Tensor, p: float, seed: Tensor) -> None:
-    _check(x.dtype in FLOATS, lambda: f"dropout: x must be float32, bfloat16 or float16, got {x.dtype}")
-    _check(0.0 <= p < 1.0, lambda: f"dropout: p must be in [0, 1), got {p}")
-    _check_seed("dropout", seed)
+    check(x.dtype in FLOATS, lambda: f"dropout: x must be float32, bfloat16 or float16, got {x.dtype}")
+    check(0.0 <= p < 1.0, lambda: f"dropout: p must be in [0, 1), got {p}")
+    check_seed("dropout", seed)
 
 
-dropout = _operator(
+dropout = Operator(
     "dropout",
     "(Tensor x, float p, Tensor seed) -> Tensor",
     _check_dropout,
@@ -347,16 +242,16 @@ dropout = _operator(
 
 def _check_rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> None:
     op = "rotary_embedding"
-    _check(q.ndim == 4, lambda: f"{op}: q must be (B, H, S, D), got shape {tuple(q.shape)}")
-    _check(q.dtype in FLOATS, lambda: f"{op}: q must be float32, bfloat16 or float16, got {q.dtype}")
+    check(q.ndim == 4, lambda: f"{op}: q must be (B, H, S, D), got shape {tuple(q.shape)}")
+    check(q.dtype in FLOATS, lambda: f"{op}: q must be float32, bfloat16 or float16, got {q.dtype}")
     b, _, s, d = q.shape
-    _check(d % 2 == 0, lambda: f"{op}: D must be even, got {d}")
-    _check(
+    check(d % 2 == 0, lambda: f"{op}: D must be even, got {d}")
+    check(
         k is None or (k.ndim == 4 and (k.shape[0], *k.shape[2:], k.dtype) == (b, s, d, q.dtype)),
         lambda: f"{op}: k must be {(b, 'H', s, d)} {q.dtype}, got {tuple(k.shape)} {k.dtype}",
     )
     for name, t in (("cos", cos), ("sin", sin)):
-        _check(
+        check(
             t.ndim == 3 and t.shape[0] in (1, b) and tuple(t.shape[1:]) == (s, d) and t.dtype == q.dtype,
             lambda: f"{op}: {name} must be (1 or {b}, {s}, {d}) {q.dtype}, got {tuple(t.shape)} {t.dtype}",
         )
@@ -372,7 +267,7 @@ def _rotary_embedding_fake(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
     return output(q, backward), q.new_empty(0) if k is None else output(k, backward)
 
 
-_rotary_embedding = _operator(
+_rotary_embedding = Operator(
     "rotary_embedding",
     "(Tensor q, Tensor? k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
     _check_rotary_embedding,

@@ -1,12 +1,12 @@
-"""The two products of a training step as operators: fprop and dgrad of all frozen linears that read one input, LoRA included.
+"""The operators on the path of an activation x through frozen linears: quantize the input, multiply, multiply back.
 
-    fprop:  y_i = D(x~) @ D(W_i).T + constant_i + sum_j h_j @ up_j.T      over the branches j of linear i; h = D(x~) @ A.T
-    dgrad:  dx  = sum_i D(Q(dy_i)) @ D(W_b,i).T + g @ A
+    quantize_input    x (M, K) -> x~, one or two NVFP4 terms
+    dequantize_input  x~ -> D(x~) (M, K)
+    fprop             y of all frozen linears that read x~, LoRA included
+    dgrad             dx of all of them
 
-Exact products, FP32 accumulation, one rounding to the activations' dtype (a kernel may round the low-rank part by itself, and
-dgrad once more for every linear after the first). That is what one FP4 tensor core kernel with the low-rank product in its
-epilogue computes; the reference below, and the emulation in :mod:`peft_nvfp4.kernels.emulated`, compute the same up to the order
-of the sums.
+The products are described by :class:`~peft_nvfp4.numerics.products.Fprop` and :class:`~peft_nvfp4.numerics.products.Dgrad`, which
+every implementation takes; only the ``torch.library`` operator, called where a compiler traces, has them as a flat list.
 """
 
 from __future__ import annotations
@@ -16,192 +16,223 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..numerics.formats import GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix
-from ..numerics.matmul import mm
-from . import FLOATS, _check, _check_packed, _check_seed, _define, fused
+from ..numerics import reference
+from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
+from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
+from .core import FLOATS, Operator, check, check_float, check_matrix, check_offset, check_packed, check_seed, check_terms
 
-Parts = Sequence[Tensor]
-
-
-def _matrices(codes: Parts, scales: Parts, gscale: Parts, k: int | Sequence[int]) -> list[QuantizedMatrix]:
-    ks = [k] * len(codes) if isinstance(k, int) else k
-    return [QuantizedMatrix(*tensors) for tensors in zip(codes, scales, gscale, ks)]
+# ---------------------------------------------------------------------------------------------- the input x~
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, r) @ b (r, N) in FP32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype != torch.float32 else a.float() @ b.float()
+def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (T, rows, Kp/2), block scales (T, rows, Kp/16) and global scales (T, rows) of ``terms`` matrices."""
+    kp, byte = padded_k(k), torch.uint8
+    return (
+        like.new_empty(terms, rows, kp // 2, dtype=byte),
+        like.new_empty(terms, rows, kp // BLOCK, dtype=byte),
+        like.new_empty(terms, rows, dtype=torch.float32),
+    )
+
+
+def stacked(matrices: Sequence[QuantizedMatrix]) -> tuple[Tensor, Tensor, Tensor]:
+    """One or two matrices as tensors with a leading axis of terms: an operator returns a fixed number of tensors."""
+    if len(matrices) == 1:
+        return matrices[0].codes[None], matrices[0].scales[None], matrices[0].gscale[None]
+    return tuple(torch.stack(tensors) for tensors in list(zip(*matrices))[:3])
+
+
+def matrices(codes: Sequence[Tensor], scales: Sequence[Tensor], gscale: Sequence[Tensor], k: int) -> list[QuantizedMatrix]:
+    """Inverse of :func:`stacked` and :func:`tensor_lists`."""
+    return [QuantizedMatrix(c, s, g, k) for c, s, g in zip(codes, scales, gscale)]
+
+
+def tensor_lists(several: Sequence[QuantizedMatrix]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Codes, block scales and global scales of some matrices."""
+    return [q.codes for q in several], [q.scales for q in several], [q.gscale for q in several]
+
+
+def _check_quantize_input(x: Tensor, offset: Tensor | None, terms: int) -> None:
+    check_matrix("quantize_terms", "x", x)
+    check_offset("quantize_terms", offset, x.shape[1])
+    check_terms("quantize_terms", terms)
+
+
+_quantize_terms = Operator(
+    "quantize_terms",
+    "(Tensor x, Tensor? offset, int terms) -> (Tensor, Tensor, Tensor)",
+    _check_quantize_input,
+    lambda x, offset, terms: stacked(reference.quantize_terms(x, offset, terms)),
+    lambda x, offset, terms: empty_terms(x, terms, *x.shape),
+)
+
+
+def quantize_input(x: Tensor, offset: Tensor | None, terms: int) -> tuple[QuantizedMatrix, ...]:
+    """x~ of x (M, K): x minus the offset (K,) float32 as one or two NVFP4 terms with a global scale per row. x is a floating
+    matrix: a layer has seen to it."""
+    codes, scales, gscale = _quantize_terms.run(x, offset, terms)
+    return tuple(QuantizedMatrix(c, s, g, x.shape[1]) for c, s, g in zip(codes, scales, gscale))
+
+
+def check_matrices(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, k: int, per_row: bool) -> None:
+    """The terms of one matrix."""
+    check(len(codes) in (1, 2), lambda: f"{op}: a matrix has one or two terms, got {len(codes)}")
+    for c, s, g in zip(codes, scales, gscale):
+        check_packed(op, c, s, g, k)
+        check(c.shape[0] == rows, lambda: f"{op}: the terms must have {rows} rows, got {c.shape[0]}")
+        check(not per_row or g.shape[0] == rows, lambda: f"{op}: gscale must hold {rows} values, got {g.shape[0]}")
+
+
+def _check_dequantize_terms(codes: Sequence[Tensor], scales, gscale, offset: Tensor | None, k: int, dtype: torch.dtype) -> None:
+    check_matrices("dequantize_terms", codes, scales, gscale, codes[0].shape[0] if codes else 0, k, per_row=False)
+    check_offset("dequantize_terms", offset, k)
+    check_float("dequantize_terms", dtype)
+
+
+_dequantize_terms = Operator(
+    "dequantize_terms",
+    "(Tensor[] codes, Tensor[] scales, Tensor[] gscale, Tensor? offset, int k, ScalarType dtype) -> Tensor",
+    _check_dequantize_terms,
+    lambda codes, scales, gscale, offset, k, dtype: reference.dequantize_terms(
+        [QuantizedMatrix(c, s, g, k) for c, s, g in zip(codes, scales, gscale)], offset, dtype
+    ).contiguous(),
+    lambda codes, scales, gscale, offset, k, dtype: codes[0].new_empty(codes[0].shape[0], k, dtype=dtype),
+)
+
+
+def dequantize_input(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """D(x~) (M, K): the sum of the terms and the offset, in FP32, rounded once to ``dtype``. In FP16 it saturates: rounding the
+    largest value up may pass FP16's end where x itself did not."""
+    if dtype == torch.float16:
+        return saturated(dequantize_input(terms, offset, torch.float32), dtype)
+    codes, scales, gscale, _ = zip(*terms)
+    return _dequantize_terms.run(codes, scales, gscale, offset, terms[0].k, dtype)
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP32 values in FP16, the largest finite number at most."""
+    return values.clamp(-65504.0, 65504.0).to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------- fprop
 
 
-def check_fprop(
-    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
-):
-    _check(len(x_codes) in (1, 2), lambda: f"fprop: an input has one or two terms, got {len(x_codes)}")
-    _check(dtype in FLOATS, lambda: f"fprop: dtype must be float32, bfloat16 or float16, got {dtype}")
-    _check(len(constants) == len(w_codes), lambda: f"fprop: {len(w_codes)} linears, but {len(constants)} constants")
-    m = x_codes[0].shape[0]
-    for c, s, g in zip(x_codes, x_scales, x_gscale):
-        _check_packed("fprop (input)", c, s, g, k)
-        _check(c.shape[0] == m, lambda: f"fprop: both terms of an input have the same rows, got {m} and {c.shape[0]}")
-    for c, s, g, constant in zip(w_codes, w_scales, w_gscale, constants):
-        _check_packed("fprop (weight)", c, s, g, k)
-        _check(
-            constant is None or tuple(constant.shape) == (c.shape[0],),
-            lambda: f"fprop: a constant must be ({c.shape[0]},), got {tuple(constant.shape)}",
+def _check_fprop(p: Fprop) -> None:
+    check(len(p.terms) in (1, 2), lambda: f"fprop: an input has one or two terms, got {len(p.terms)}")
+    check_float("fprop", p.dtype)
+    m, k = p.terms[0].codes.shape[0], p.terms[0].k
+    for term in p.terms:
+        check_packed("fprop (input)", *term)
+        check(
+            term.codes.shape[0] == m,
+            lambda: f"fprop: both terms of an input have the same rows, got {m} and {term.codes.shape[0]}",
         )
-    _check(values is None or tuple(values.shape) == (m, k), lambda: f"fprop: values must be {(m, k)}, got {tuple(values.shape)}")
-    for h, up, i in zip(hidden, ups, owner):
-        n = w_codes[i].shape[0]
-        _check(up.shape[0] == n, lambda: f"fprop: up must be ({n}, r), got {tuple(up.shape)}")
-        _check(
-            h is None or (h.shape[0] == m and h.shape[1] == up.shape[1]),
-            lambda: f"fprop: h must be ({m}, {up.shape[1]}), got {tuple(h.shape)}",
+    check(
+        p.values is None or tuple(p.values.shape) == (m, k),
+        lambda: f"fprop: values must be {(m, k)}, got {tuple(p.values.shape)}",
+    )
+    rank = 0
+    for weight, constant, _, adapters in p.linears:
+        check(weight.k == k, lambda: f"fprop: the input has K={k}, a weight K={weight.k}")
+        check_packed("fprop (weight)", *weight)
+        n = weight.codes.shape[0]
+        check(
+            constant is None or tuple(constant.shape) == (n,),
+            lambda: f"fprop: a constant must be ({n},), got {tuple(constant.shape)}",
         )
-    rank = sum(up.shape[1] for h, up in zip(hidden, ups) if h is None)
-    _check(
-        a is None and rank == 0 or a is not None and tuple(a.shape) == (rank, k) and a.dtype == dtype,
-        lambda: f"fprop: a must be ({rank}, {k}) {dtype} for the branches without h",
+        for h, up in adapters:
+            check(up.shape[0] == n, lambda: f"fprop: up must be ({n}, r), got {tuple(up.shape)}")
+            check(
+                h is None or (h.shape[0] == m and h.shape[1] == up.shape[1]),
+                lambda: f"fprop: h must be ({m}, {up.shape[1]}), got {tuple(h.shape)}",
+            )
+            rank += up.shape[1] if h is None else 0
+    check(
+        p.a is None and rank == 0 or p.a is not None and tuple(p.a.shape) == (rank, k) and p.a.dtype == p.dtype,
+        lambda: f"fprop: a must be ({rank}, {k}) {p.dtype} for the adapters without h",
     )
-    _check(len(factors) in (0, len(w_codes)), lambda: f"fprop: {len(w_codes)} linears, but {len(factors)} factors")
 
 
-def low_rank(terms: Sequence[QuantizedMatrix], values: Tensor | None, a: Tensor | None, hidden, ups, dtype: torch.dtype):
-    """(h of every branch, D(x~) @ a.T of those that had none, in one matrix; None if all had)."""
-    if a is None:
-        return list(hidden), None
-    x = values if values is not None else fused.dequantize_terms(terms, None, dtype)
-    h = mm(x, a.T)
-    parts = iter(h.split([up.shape[1] for given, up in zip(hidden, ups) if given is None], dim=1))
-    return [next(parts) if given is None else given for given in hidden], h
+def _fprop_shapes(p: Fprop) -> list[Tensor]:
+    codes = p.terms[0].codes
+    widths = [linear.weight.codes.shape[0] for linear in p.linears] + ([] if p.a is None else [p.a.shape[0]])
+    return [codes.new_empty(codes.shape[0], n, dtype=p.dtype) for n in widths]
 
 
-def reference_fprop(
-    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
-):
-    check_fprop(
-        x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors
+def _flat_fprop(p: Fprop) -> tuple:
+    adapters = [(i, adapter) for i, linear in enumerate(p.linears) for adapter in linear.adapters]
+    return (
+        *tensor_lists(p.terms),
+        *tensor_lists([linear.weight for linear in p.linears]),
+        [linear.constant for linear in p.linears],
+        [linear.scale_factor for linear in p.linears],
+        [adapter.hidden for _, adapter in adapters],
+        [adapter.up for _, adapter in adapters],
+        [i for i, _ in adapters],
+        *(p.values, p.a, p.terms[0].k, p.dtype),
     )
-    terms = _matrices(x_codes, x_scales, x_gscale, k)
-    hidden, made = low_rank(terms, values, a, hidden, ups, dtype)
-    ys = []
-    factors = factors or [1.0] * len(w_codes)
-    for i, (w, constant) in enumerate(zip(_matrices(w_codes, w_scales, w_gscale, k), constants)):
-        own = [j for j, of in enumerate(owner) if of == i]
-        y = ops.matmul(terms, w, constant, torch.float32 if own else dtype, values, factors[i])
-        for j in own:
-            y += _product(hidden[j], ups[j].T)
-        ys.append(y.to(dtype))
-    return ys if made is None else [*ys, made]
 
 
-def _fake_fprop(
-    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
-):
-    check_fprop(
-        x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors
-    )
-    widths = [c.shape[0] for c in w_codes] + ([] if a is None else [a.shape[0]])
-    return [x_codes[0].new_empty(x_codes[0].shape[0], n, dtype=dtype) for n in widths]
+def _fprop_of_flat(
+    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, factors, hidden, ups, owners, values, a, k, dtype
+) -> tuple[Fprop]:
+    adapters = [[LowRank(h, up) for h, up, owner in zip(hidden, ups, owners) if owner == i] for i in range(len(w_codes))]
+    weights = matrices(w_codes, w_scales, w_gscale, k)
+    linears = [ForwardLinear(*linear) for linear in zip(weights, constants, factors, adapters)]
+    return (Fprop(matrices(x_codes, x_scales, x_gscale, k), linears, dtype, values, a),)
 
 
-_fprop = _define(
+fprop = Operator(
     "fprop",
     "(Tensor[] x_codes, Tensor[] x_scales, Tensor[] x_gscale, Tensor[] w_codes, Tensor[] w_scales, Tensor[] w_gscale, "
-    "Tensor?[] constants, Tensor? values, Tensor?[] hidden, Tensor[] ups, int[] owner, Tensor? a, int k, ScalarType dtype, "
-    "float[] factors=[]) -> Tensor[]",
-    reference_fprop,
-    _fake_fprop,
+    "Tensor?[] constants, float[] factors, Tensor?[] hidden, Tensor[] ups, int[] owners, Tensor? values, Tensor? a, int k, "
+    "ScalarType dtype) -> Tensor[]",
+    _check_fprop,
+    reference.fprop,
+    _fprop_shapes,
+    _flat_fprop,
+    _fprop_of_flat,
 )
-
-
-def fprop(
-    terms: Sequence[QuantizedMatrix],
-    values: Tensor | None,
-    weights: Sequence[QuantizedMatrix],
-    constants: Sequence[Tensor | None],
-    hidden: Sequence[Tensor | None],
-    ups: Sequence[Tensor],
-    owner: Sequence[int],
-    a: Tensor | None,
-    dtype: torch.dtype,
-    factors: Sequence[float] = (),
-) -> list[Tensor]:
-    """y (M, N) of every weight (N, K) for the input x~ (M, K); after them, if a is given, h (M, sum of r) of its branches.
-
-    Args:
-        values: D(x~) (M, K), if the caller has it unrounded; see :func:`peft_nvfp4.ops.matmul`.
-        constants: (N,) added to every row of a linear's y, or None.
-        hidden, ups, owner: h (M, r) or None, scaled B (N, r) and the index of the linear, of every branch.
-        a: (sum of r, K) in ``dtype``: A of the branches whose h is None, in their order. D(x~) is then without a centre.
-        factors: significands of the weights' global scales, or none at all; see :func:`peft_nvfp4.ops.matmul`.
-    """
-    for w in weights:
-        if w.k != terms[0].k:
-            raise RuntimeError(f"fprop: the input has K={terms[0].k}, a weight K={w.k}")
-    x, w = (tuple([t[i] for t in several] for i in range(3)) for several in (terms, weights))
-    rest = (list(constants), values, list(hidden), list(ups), list(owner), a, terms[0].k, dtype, list(factors))
-    return _fprop(*x, *w, *rest)
+"""``fprop(product: Fprop) -> list[Tensor]``: y (M, N) of every linear; after them, if ``product.a`` is given, h (M, sum of r)."""
 
 
 # ---------------------------------------------------------------------------------------------- dgrad
 
 
-def check_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k: int) -> None:
-    _check(len(dys) == len(w_codes) == len(seeds), lambda: f"dgrad: {len(dys)} gradients, {len(w_codes)} weights")
-    for dy, c, s, gs, seed in zip(dys, w_codes, w_scales, w_gscale, seeds):
-        _check(dy.ndim == 2 and dy.dtype in FLOATS, lambda: f"dgrad: dy must be a float matrix, got {dy.dtype} {dy.shape}")
-        _check_packed("dgrad (weight)", c, s, gs, dy.shape[1])
-        _check(c.shape[0] == k, lambda: f"dgrad: the backward layout must have {k} rows, got {c.shape[0]}")
-        _check_seed("dgrad", seed)
-    _check(
-        (g is None) == (a is None) and (g is None or g.shape[0] == dys[0].shape[0] and tuple(a.shape) == (g.shape[1], k)),
-        lambda: f"dgrad: g must be ({dys[0].shape[0]}, r) and a (r, {k})",
+def _check_dgrad(p: Dgrad) -> None:
+    k, m = p.linears[0].weight.codes.shape[0], p.linears[0].dy.shape[0]
+    for dy, weight, seed in p.linears:
+        check(dy.ndim == 2 and dy.dtype in FLOATS, lambda: f"dgrad: dy must be a float matrix, got {dy.dtype} {dy.shape}")
+        check_packed("dgrad (weight)", *weight[:3], dy.shape[1])
+        check(weight.codes.shape[0] == k, lambda: f"dgrad: the backward layout must have {k} rows, got {weight.codes.shape[0]}")
+        check_seed("dgrad", seed)
+    check(
+        (p.g is None) == (p.a is None) and (p.g is None or p.g.shape[0] == m and tuple(p.a.shape) == (p.g.shape[1], k)),
+        lambda: f"dgrad: g must be ({m}, r) and a (r, {k})",
     )
 
 
-def reference_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k: int) -> Tensor:
-    check_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
-    weights = _matrices(w_codes, w_scales, w_gscale, [dy.shape[1] for dy in dys])
-    dtype, single = dys[0].dtype, len(dys) == 1 and g is None
-    dx = None
-    for dy, w, seed in zip(dys, weights, seeds):
-        q = ops.quantize(dy, GRADIENT) if seed is None else ops.quantize(dy, GRADIENT_STOCHASTIC, seed=seed)
-        part = ops.matmul([q], w, None, dtype if single else torch.float32)
-        dx = part if dx is None else dx.add_(part)
-    return (dx if g is None else dx.add_(_product(g, a))).to(dtype)
+def _dgrad_shape(p: Dgrad) -> Tensor:
+    dy, weight, _ = p.linears[0]
+    return dy.new_empty(dy.shape[0], weight.codes.shape[0])
 
 
-def _fake_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k: int) -> Tensor:
-    check_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
-    return dys[0].new_empty(dys[0].shape[0], k)
+def _flat_dgrad(p: Dgrad) -> tuple:
+    weights = tensor_lists([linear.weight for linear in p.linears])
+    return [linear.dy for linear in p.linears], *weights, [linear.seed for linear in p.linears], p.g, p.a
 
 
-_dgrad = _define(
+def _dgrad_of_flat(dys, w_codes, w_scales, w_gscale, seeds, g, a) -> tuple[Dgrad]:
+    weights = (QuantizedMatrix(*w, dy.shape[1]) for *w, dy in zip(w_codes, w_scales, w_gscale, dys))
+    return (Dgrad([BackwardLinear(*linear) for linear in zip(dys, weights, seeds)], g, a),)
+
+
+dgrad = Operator(
     "dgrad",
-    "(Tensor[] dys, Tensor[] w_codes, Tensor[] w_scales, Tensor[] w_gscale, Tensor?[] seeds, Tensor? g, Tensor? a, int k) "
-    "-> Tensor",
-    reference_dgrad,
-    _fake_dgrad,
+    "(Tensor[] dys, Tensor[] w_codes, Tensor[] w_scales, Tensor[] w_gscale, Tensor?[] seeds, Tensor? g, Tensor? a) -> Tensor",
+    _check_dgrad,
+    reference.dgrad,
+    _dgrad_shape,
+    _flat_dgrad,
+    _dgrad_of_flat,
 )
-
-
-def dgrad(
-    dys: Sequence[Tensor],
-    weights: Sequence[QuantizedMatrix],
-    seeds: Sequence[Tensor | None],
-    g: Tensor | None,
-    a: Tensor | None,
-) -> Tensor:
-    """dx (M, K) in the gradients' dtype.
-
-    Args:
-        dys: (M, N) of every linear; quantised here, to nearest, or stochastically where there is a seed.
-        weights: backward layouts (K, N).
-        g, a: (M, r) and (r, K): the low-rank part of all branches without dropout, or None.
-    """
-    w = tuple([t[i] for t in weights] for i in range(3))
-    return _dgrad(list(dys), *w, list(seeds), g, a, weights[0].codes.shape[0])
+"""``dgrad(product: Dgrad) -> Tensor``: dx (M, K) in the gradients' dtype."""

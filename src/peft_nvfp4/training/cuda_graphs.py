@@ -13,7 +13,7 @@ a parameter that lives elsewhere), or by :func:`disable_cuda_graphs`. Whatever a
 hidden states of all layers, packed sequences, a second forward before the backward of the first) runs as it would without, and
 the status says why.
 
-Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.lora.draw_seed`), and before each replay the seeds are
+Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.seeds.draw_seed`), and before each replay the seeds are
 drawn from PyTorch's CPU generator as eager code would, in the same order. Warm-up and recording put the generators back.
 
 Rejected: recording the optimizer, too (Trainer owns it), or each decoder layer by itself (every layer's input would have to stay

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import lora
-from ..autograd.lora import no_autocast
+from ..autograd import seeds
+from ..autograd.frozen_linear import no_autocast
 
 WARMUPS = 2
 
@@ -110,8 +110,8 @@ class SeedTape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        lora._TAPES.append(self)
+        seeds.TAPES.append(self)
         try:
             yield
         finally:
-            lora._TAPES.pop()
+            seeds.TAPES.pop()

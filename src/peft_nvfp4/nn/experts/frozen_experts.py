@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ...autograd import activation_cache
-from ...autograd.lora import Branch
+from ...autograd.frozen_linear import Branch
 from ..frozen_linear import FrozenLinear, FrozenOptions, frozen
 from ..registry import BACKENDS
 from .packing import FROM_PACKED, LEAVES, packed_of, significands, stack_name
@@ -254,7 +254,7 @@ class FrozenExperts(nn.Module):
         gate, up = z.chunk(2, dim=-1)
         h, *flat = GatedQuantize.apply(gate, up, None, self.act, down.options.terms, False)
         *codes, _, _ = as_parts(flat, gate.shape[-1])
-        activation_cache.put(h, activation_cache.QuantizedInput(tuple(codes), None, h.dtype, exact=True))
+        activation_cache.put(h, activation_cache.QuantizedInput(tuple(codes), None, h.dtype, from_producer=True))
         return h
 
     def fuse(self) -> str | None:

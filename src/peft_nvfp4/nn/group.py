@@ -1,0 +1,90 @@
+"""Shared-input groups: frozen linears that read one tensor (q, k and v; gate and up) are computed together.
+
+The first of them that is called with a tensor computes all of them, in one call of
+:func:`peft_nvfp4.autograd.frozen_linear.frozen_linear`: x~ is dequantised once, A of all adapters are one matrix, and the input
+gradients are summed in one product. The outputs of the others wait in the tensor's entry of the activation cache until their
+linears are called. **So a call of k_proj, say, often computes nothing: it returns what the call of q_proj has computed.** An output
+is handed out once, and only if nothing that it was computed with has changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd.activation_cache import QuantizedInput
+from ..autograd.frozen_linear import Branch, frozen_linear
+
+if TYPE_CHECKING:
+    from .nvfp4 import NVFP4FrozenLinear
+
+
+class WaitingOutput(NamedTuple):
+    """Output of a linear that was computed before the linear was called."""
+
+    y: Tensor
+    depends_on: list[tuple]
+    grad: bool  # autograd was on
+
+
+class SharedInputGroup:
+    """The frozen linears that read one tensor, where a run of the model has shown which they are.
+
+    Attributes:
+        members: the layers, or the LoRA layers around them.
+    """
+
+    def __init__(self, members: Sequence[nn.Module]):
+        self.members = list(members)
+
+    def output(
+        self, layer: NVFP4FrozenLinear, branches: Sequence[Branch], x: Tensor, x2: Tensor, quantized: QuantizedInput
+    ) -> Tensor:
+        """y (M, out_features) of ``layer`` for x, as it came, and x2 (M, in_features), cast and flattened. The outputs of the other
+        members are left for their layers in ``quantized``."""
+        grad = torch.is_grad_enabled()
+        waiting: WaitingOutput | None = quantized.outputs.pop(id(layer), None)
+        if waiting is not None and waiting.grad == grad and _same(waiting.depends_on, _dependencies(layer, branches)):
+            return waiting.y
+        members = [(layer, branches)]
+        # a leaf's gradient accumulator holds the leaf: outputs that wait would keep x, and with it their own entry, alive
+        if quantized.entered and not (x.requires_grad and x.grad_fn is None):
+            members += self._others(layer)
+        if not grad and any(branch.dropout for _, some in members for branch in some):
+            # the first pass of reentrant checkpointing: each layer's seeds must be drawn where it is called, to be drawn again
+            members = members[:1]
+        linears = [member.operands(some) for member, some in members]
+        y, *ys = frozen_linear(x2, quantized, linears, layer.keeps_x(x2, quantized))
+        for (other, other_branches), other_y in zip(members[1:], ys):
+            quantized.outputs[id(other)] = WaitingOutput(other_y, _dependencies(other, other_branches), grad)
+        return y
+
+    def _others(self, layer: NVFP4FrozenLinear) -> list[tuple[NVFP4FrozenLinear, Sequence[Branch]]]:
+        """The other layers with their branches, but for those whose forward is more than that."""
+        others, is_member = [], False
+        for module in self.members:
+            base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+            if base is layer:
+                is_member = True
+                continue
+            branches = module.plain_branches() if hasattr(module, "plain_branches") else ()
+            if branches is not None and base.options.terms == layer.options.terms and base.input_centre is layer.input_centre:
+                others.append((base, branches))
+        return others if is_member else []  # a replica of DataParallel refers to the original's group
+
+
+def _dependencies(layer: NVFP4FrozenLinear, branches: Sequence[Branch]) -> list[tuple]:
+    """What a layer's output depends on, but for x: tensors with their versions, constants of the branches."""
+    tensors = [layer.weight, layer.bias, *(t for branch in branches for t in (branch.a, branch.b))]
+    versions = [None if t is None or t.is_inference() else t._version for t in tensors]
+    return [*zip(tensors, versions), *((branch.scaling, branch.dropout) for branch in branches)]
+
+
+def _same(first: list[tuple], second: list[tuple]) -> bool:
+    """Tensors are compared by identity."""
+    return len(first) == len(second) and all(
+        (x[0] is y[0] or isinstance(x[0], float) and x[0] == y[0]) and x[1] == y[1] for x, y in zip(first, second)
+    )

@@ -1,0 +1,168 @@
+"""What an operator is: schema, argument check, shapes, refused derivative and implementations, in one object.
+
+Every operator lives in the ``torch.library`` namespace ``peft_nvfp4``; its default implementation is the plain-PyTorch
+reference, so it works on every device. Kernels only *add* implementations for a device (:meth:`Operator.register`); they never
+bring semantics of their own. All operators are functional (they neither change nor alias their inputs), which lets compilers
+share and reorder them.
+
+There are two ways in. ``operator(...)`` is the public one: arguments are checked. ``operator.run(...)`` is for arguments that
+this package has made a moment before: nothing is checked twice. Both call an implementation directly where nothing would be lost
+by it (a call through the dispatcher costs tens of microseconds), and the ``torch.library`` operator, which checks, otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..numerics.formats import BLOCK, padded_k
+
+_LIBRARY = torch.library.Library("peft_nvfp4", "DEF")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN = (Tensor, torch.nn.Parameter)
+OPERATORS: dict[str, Operator] = {}
+
+
+class Operator:
+    """One operator.
+
+    Attributes:
+        check: raises on arguments that it does not take.
+        reference: the plain-PyTorch implementation.
+        direct: device type -> implementation.
+
+    Args:
+        schema: of the ``torch.library`` operator.
+        shapes: empty results for the arguments.
+        flatten, unflatten: between the arguments and those of the schema, where they are not the same.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        check: Callable[..., None],
+        reference: Callable,
+        shapes: Callable,
+        flatten: Callable[..., tuple] | None = None,
+        unflatten: Callable[..., tuple] | None = None,
+    ):
+        self.name, self.check, self.reference, self.direct = name, check, reference, {}
+        self.flatten, self.unflatten = flatten, unflatten
+        _LIBRARY.define(f"{name}{schema}")
+        torch.library.impl(f"peft_nvfp4::{name}", "default", self._checked(reference))
+        torch.library.register_fake(f"peft_nvfp4::{name}", self._checked(shapes))
+        torch.library.register_autograd(f"peft_nvfp4::{name}", self._refuse_derivative)
+        self.library_operator = getattr(torch.ops.peft_nvfp4, name)
+        OPERATORS[name] = self
+
+    def __call__(self, *args):
+        """Check the arguments and compute."""
+        if not torch.compiler.is_compiling():  # then the shapes are computed by the operator, which checks
+            self.check(*args)
+        return self.run(*args)
+
+    def run(self, *args):
+        """Compute, for arguments that this package has made a moment before.
+
+        An implementation is called directly where no compiler or fake tensor is watching and autograd is off (with autograd on,
+        the ``torch.library`` operator is needed so that a derivative is refused instead of being zero)."""
+        first = args[0]
+        while not isinstance(first, Tensor):
+            first = first[0]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(first) not in PLAIN:
+            return self.library_operator(*(args if self.flatten is None else self.flatten(*args)))
+        return self.direct.get(first.device.type, self.reference)(*args)
+
+    def register(self, device_type: str, implementation: Callable) -> None:
+        """Add a device's implementation: same arguments, same bits as the reference."""
+        torch.library.impl(f"peft_nvfp4::{self.name}", device_type, self._checked(implementation))
+        self.direct[device_type] = implementation
+
+    def _checked(self, implementation: Callable) -> Callable:
+        """The implementation as ``torch.library`` calls it: with the arguments of the schema, which are checked."""
+
+        def call(*flat):
+            args = flat if self.unflatten is None else self.unflatten(*flat)
+            self.check(*args)
+            return implementation(*args)
+
+        return call
+
+    def _refuse_derivative(self, ctx, *gradients):
+        """Rounding is flat almost everywhere. An operator without autograd would return zero gradients with no more than a
+        warning."""
+        raise RuntimeError(
+            f"peft_nvfp4::{self.name} has no derivative (rounding is flat). Differentiate through a layer "
+            "(NVFP4FrozenLinear) or through peft_nvfp4.autograd.frozen_linear.fake_quantize, which is straight-through."
+        )
+
+
+# ---------------------------------------------------------------------------------------------- checks that operators share
+
+
+def check(condition: bool, message: Callable[[], str]) -> None:
+    """``torch._check``, which takes microseconds, for a condition that does not hold or is symbolic."""
+    if condition is not True:
+        torch._check(condition, message)
+
+
+def is_packed(codes: Tensor, scales: Tensor, gscale: Tensor, kp: int) -> bool:
+    """Whether dtypes and shapes are those of a packed matrix, at one glance."""
+    if codes.dtype != torch.uint8 or scales.dtype != torch.uint8 or gscale.dtype != torch.float32:
+        return False
+    if codes.ndim != 2 or gscale.ndim != 1:
+        return False
+    rows = codes.shape[0]
+    return codes.shape[1] * 2 == kp and scales.shape == (rows, kp // BLOCK) and gscale.shape[0] in (1, rows)
+
+
+def check_packed(op: str, codes: Tensor, scales: Tensor, gscale: Tensor, k: int) -> None:
+    """Dtypes and shapes of one packed operand, with messages that name operator, argument, expected and got."""
+    if is_packed(codes, scales, gscale, padded_k(k)):
+        return
+    for name, t, dtype, ndim in (
+        ("codes", codes, torch.uint8, 2),
+        ("scales", scales, torch.uint8, 2),
+        ("gscale", gscale, torch.float32, 1),
+    ):
+        check(t.dtype == dtype, lambda: f"{op}: {name} must be {dtype}, got {t.dtype}")
+        check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
+    rows, kp = codes.shape[0], padded_k(k)
+    check(
+        codes.shape[1] * 2 == kp,
+        lambda: f"{op}: codes of a matrix with K={k} have {kp // 2} bytes a row, got {codes.shape[1]}",
+    )
+    check(
+        tuple(scales.shape) == (rows, kp // BLOCK),
+        lambda: f"{op}: scales must be {(rows, kp // BLOCK)}, got {tuple(scales.shape)}",
+    )
+    check(gscale.shape[0] in (1, rows), lambda: f"{op}: gscale must hold 1 or {rows} values, got {gscale.shape[0]}")
+
+
+def check_float(op: str, dtype: torch.dtype) -> None:
+    check(dtype in FLOATS, lambda: f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
+
+
+def check_matrix(op: str, name: str, t: Tensor) -> None:
+    check(t.ndim == 2, lambda: f"{op}: {name} must be a matrix (M, K), got shape {tuple(t.shape)}")
+    check(t.dtype in FLOATS, lambda: f"{op}: {name} must be float32, bfloat16 or float16, got {t.dtype}")
+
+
+def check_seed(op: str, seed: Tensor | None) -> None:
+    if seed is not None:
+        check(seed.dtype == torch.int64, lambda: f"{op}: seed must be int64, got {seed.dtype}")
+        check(seed.ndim == 0, lambda: f"{op}: seed must be a scalar tensor, got shape {tuple(seed.shape)}")
+
+
+def check_offset(op: str, offset: Tensor | None, k: int) -> None:
+    check(
+        offset is None or (tuple(offset.shape) == (k,) and offset.dtype == torch.float32),
+        lambda: f"{op}: offset must be ({k},) float32, got {tuple(offset.shape)} {offset.dtype}",
+    )
+
+
+def check_terms(op: str, terms: int) -> None:
+    check(1 <= terms <= 2, lambda: f"{op}: the number of terms must be 1 or 2, got {terms}")
