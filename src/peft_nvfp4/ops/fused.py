@@ -21,15 +21,6 @@ from ..numerics.fused_reference import ACTIVATIONS, GatedGrads, GatedOutput, Nor
 from .core import FLOATS, Operator, check, check_matrix, check_offset, check_seed, check_terms
 from .linear import check_matrices, empty_terms, matrices, stacked, tensor_lists
 
-
-def _check_like(op: str, name: str, t: Tensor | None, like: Tensor) -> None:
-    """An optional matrix of the same shape and dtype."""
-    check(
-        t is None or (t.shape == like.shape and t.dtype == like.dtype),
-        lambda: f"{op}: {name} must be {tuple(like.shape)} {like.dtype}, got {tuple(t.shape)} {t.dtype}",
-    )
-
-
 # ---------------------------------------------------------------------------------------------- RMSNorm
 
 
@@ -42,41 +33,36 @@ def _check_norm(op: str, name: str, x: Tensor, gamma: Tensor, centre: Tensor | N
     check_offset(op, centre, x.shape[1])
 
 
-def _check_rmsnorm_quantize(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int) -> None:
+def _check_rmsnorm_quantize(x, gamma, centre, eps: float, plus_one: bool, terms: int) -> None:
     _check_norm("rmsnorm_quantize", "x", x, gamma, centre)
-    _check_like("rmsnorm_quantize", "residual", residual, x)
     check_terms("rmsnorm_quantize", terms)
 
 
-def _rmsnorm_quantize_reference(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int):
-    out = fused_reference.rmsnorm_quantize(x, residual, gamma, centre, eps, plus_one, terms)
-    return *stacked(out.parts), out.y, out.rstd, x.new_empty(0) if residual is None else out.residual
+def _rmsnorm_quantize_reference(x, gamma, centre, eps: float, plus_one: bool, terms: int):
+    out = fused_reference.rmsnorm_quantize(x, gamma, centre, eps, plus_one, terms)
+    return *stacked(out.parts), out.y, out.rstd
 
 
-def _rmsnorm_quantize_fake(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int):
-    total = x.new_empty(0 if residual is None else x.shape)
-    return *empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32), total
+def _rmsnorm_quantize_shapes(x, gamma, centre, eps: float, plus_one: bool, terms: int):
+    return *empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 _rmsnorm_quantize = Operator(
     "rmsnorm_quantize",
-    "(Tensor x, Tensor? residual, Tensor gamma, Tensor? centre, float eps, bool plus_one, int terms) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor gamma, Tensor? centre, float eps, bool plus_one, int terms) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _check_rmsnorm_quantize,
     _rmsnorm_quantize_reference,
-    _rmsnorm_quantize_fake,
+    _rmsnorm_quantize_shapes,
 )
 
 
-def rmsnorm_quantize(
-    x: Tensor, residual: Tensor | None, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int
-) -> NormOutput:
-    """RMSNorm of x (M, d), or of x + residual, quantised in the same pass; see :func:`fused_reference.rmsnorm_quantize`."""
-    *parts, y, rstd, total = _rmsnorm_quantize(x, residual, gamma, centre, eps, plus_one, terms)
-    return NormOutput(matrices(*parts, x.shape[1]), y, rstd, None if residual is None else total)
+def rmsnorm_quantize(x: Tensor, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
+    """RMSNorm of x (M, d), quantised in the same pass; see :func:`fused_reference.rmsnorm_quantize`."""
+    *parts, y, rstd = _rmsnorm_quantize(x, gamma, centre, eps, plus_one, terms)
+    return NormOutput(matrices(*parts, x.shape[1]), y, rstd)
 
 
-def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, residual_grad, plus_one: bool) -> None:
+def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, plus_one: bool) -> None:
     op, m = "rmsnorm_backward", dy.shape[0]
     _check_norm(op, "dy", dy, gamma, centre)
     check_matrices(op, codes, scales, gscale, m, dy.shape[1], per_row=True)
@@ -84,13 +70,12 @@ def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, resi
         tuple(rstd.shape) == (m,) and rstd.dtype == torch.float32,
         lambda: f"{op}: rstd must be ({m},) float32, got {tuple(rstd.shape)} {rstd.dtype}",
     )
-    _check_like(op, "residual_grad", residual_grad, dy)
 
 
 _rmsnorm_backward = Operator(
     "rmsnorm_backward",
     "(Tensor dy, Tensor[] codes, Tensor[] scales, Tensor[] gscale, Tensor? centre, Tensor gamma, Tensor rstd, "
-    "Tensor? residual_grad, bool plus_one) -> Tensor",
+    "bool plus_one) -> Tensor",
     _check_rmsnorm_backward,
     lambda dy, codes, scales, gscale, *rest: fused_reference.rmsnorm_backward(
         dy, matrices(codes, scales, gscale, dy.shape[1]), *rest
@@ -105,11 +90,10 @@ def rmsnorm_backward(
     centre: Tensor | None,
     gamma: Tensor,
     rstd: Tensor,
-    residual_grad: Tensor | None,
     plus_one: bool,
 ) -> Tensor:
     """dx (M, d) from the kept terms of y and the statistic; see :func:`fused_reference.rmsnorm_backward`."""
-    return _rmsnorm_backward(dy, *tensor_lists(parts), centre, gamma, rstd, residual_grad, plus_one)
+    return _rmsnorm_backward(dy, *tensor_lists(parts), centre, gamma, rstd, plus_one)
 
 
 # ---------------------------------------------------------------------------------------------- act(gate) * up
@@ -123,7 +107,10 @@ def _check_gated(op: str, name: str, x: Tensor, centre: Tensor | None, act: str)
 
 def _check_silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool) -> None:
     _check_gated("silu_mul_quantize", "gate", gate, centre, act)
-    _check_like("silu_mul_quantize", "up", up, gate)
+    check(
+        up.shape == gate.shape and up.dtype == gate.dtype,
+        lambda: f"silu_mul_quantize: up must be {tuple(gate.shape)} {gate.dtype}, got {tuple(up.shape)} {up.dtype}",
+    )
     check_terms("silu_mul_quantize", terms)
 
 
@@ -132,7 +119,7 @@ def _silu_mul_quantize_reference(gate: Tensor, up: Tensor, centre: Tensor | None
     return *stacked(out.parts), out.h, *out.gate[:3], *out.up[:3]
 
 
-def _silu_mul_quantize_fake(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
+def _silu_mul_quantize_shapes(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
     kept = [t.new_empty(t.shape[1:]) for _ in range(2) for t in empty_terms(gate, 1, *gate.shape)]
     return *empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape if keep_h else (0,)), *kept
 
@@ -143,7 +130,7 @@ _silu_mul_quantize = Operator(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _check_silu_mul_quantize,
     _silu_mul_quantize_reference,
-    _silu_mul_quantize_fake,
+    _silu_mul_quantize_shapes,
 )
 
 
@@ -154,37 +141,31 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str,
     return GatedOutput(matrices(*out[:3], k), out[3], QuantizedMatrix(*out[4:7], k), QuantizedMatrix(*out[7:10], k))
 
 
-def _check_silu_mul_backward(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool) -> None:
+def _check_silu_mul_backward(dh, gc, gs, gg, uc, us, ug, act: str) -> None:
     op = "silu_mul_backward"
     _check_gated(op, "dh", dh, None, act)
     check_matrices(f"{op} (gate)", [gc], [gs], [gg], *dh.shape, per_row=True)
     check_matrices(f"{op} (up)", [uc], [us], [ug], *dh.shape, per_row=True)
 
 
-def _silu_mul_backward_reference(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool):
+def _silu_mul_backward_reference(dh, gc, gs, gg, uc, us, ug, act: str):
     k = dh.shape[1]
-    out = fused_reference.silu_mul_backward(dh, QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k), act, quantize)
-    return out.dgate, out.dup, *(stacked(out.quantized) if quantize else empty_terms(dh, 0, *dh.shape))
-
-
-def _silu_mul_backward_fake(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool):
-    return dh.new_empty(dh.shape), dh.new_empty(dh.shape), *empty_terms(dh, 2 if quantize else 0, *dh.shape)
+    return tuple(fused_reference.silu_mul_backward(dh, QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k), act))
 
 
 _silu_mul_backward = Operator(
     "silu_mul_backward",
     "(Tensor dh, Tensor gate_codes, Tensor gate_scales, Tensor gate_gscale, Tensor up_codes, Tensor up_scales, "
-    "Tensor up_gscale, str act, bool quantize) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor up_gscale, str act) -> (Tensor, Tensor)",
     _check_silu_mul_backward,
     _silu_mul_backward_reference,
-    _silu_mul_backward_fake,
+    lambda dh, *rest: (dh.new_empty(dh.shape), dh.new_empty(dh.shape)),
 )
 
 
-def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str, quantize: bool) -> GatedGrads:
+def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str) -> GatedGrads:
     """Gradients of gate and up (M, f) from their NVFP4 copies; see :func:`fused_reference.silu_mul_backward`."""
-    out = _silu_mul_backward(dh, *gate[:3], *up[:3], act, quantize)
-    return GatedGrads(out[0], out[1], matrices(*out[2:5], dh.shape[1]))
+    return GatedGrads(*_silu_mul_backward(dh, *gate[:3], *up[:3], act))
 
 
 def _check_gated_values(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype) -> None:
@@ -262,7 +243,7 @@ def _rotary_embedding_reference(q: Tensor, k: Tensor | None, cos: Tensor, sin: T
     return q, q.new_empty(0) if k is None else k
 
 
-def _rotary_embedding_fake(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool):
+def _rotary_embedding_shapes(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool):
     output = fused_reference.rotary_output
     return output(q, backward), q.new_empty(0) if k is None else output(k, backward)
 
@@ -272,7 +253,7 @@ _rotary_embedding = Operator(
     "(Tensor q, Tensor? k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
     _check_rotary_embedding,
     _rotary_embedding_reference,
-    _rotary_embedding_fake,
+    _rotary_embedding_shapes,
 )
 
 
