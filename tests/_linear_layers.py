@@ -13,7 +13,7 @@ from peft_nvfp4 import ops
 from peft_nvfp4.autograd.frozen_linear import Branch, dequantize_input, draw_seed, quantize_input
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.nn.registry import BACKENDS
-from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics import philox
 
 M = 6
 SEED = 1234
@@ -56,7 +56,7 @@ def masks_and_seed(layer, x, branches, seed=SEED):
     seeds = [draw_seed() if b.dropout else None for b in branches]
     like = torch.empty(x.numel() // x.shape[-1], x.shape[-1])
     masks = [
-        torch.ones_like(like) if s is None else reference.dropout_mask(like.shape, b.dropout, s, like.device, like.dtype)
+        torch.ones_like(like) if s is None else philox.dropout_mask(like.shape, b.dropout, s, like.device, like.dtype)
         for s, b in zip(seeds, branches)
     ]
     return [m.double() for m in masks], draw_seed()

@@ -17,7 +17,7 @@ from peft_nvfp4.diagnostics.doctor import run as doctor
 from peft_nvfp4.diagnostics.doctor.results import FAILED, NOT_RUN, PASSED, WARNING, NotRun, Result, checked
 from peft_nvfp4.kernels import tiers
 from peft_nvfp4.kernels.fp4 import known_products, scaled_mm
-from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import ACTIVATION
 from peft_nvfp4.ops import linear
 
@@ -120,7 +120,7 @@ def test_kernels_are_compared_in_every_bit(monkeypatch):
     changed = {}
 
     def kernel(name):
-        reference_of = kernels.KERNELS[name].reference if name in kernels.KERNELS else reference.swizzle_scales
+        reference_of = kernels.KERNELS[name].reference if name in kernels.KERNELS else layout.swizzle_scales
 
         def run(*arguments):
             out = reference_of(*arguments)

@@ -20,7 +20,7 @@ from test_emulated import SITES, close, exact_dgrad, exact_fprop, packed, site
 from peft_nvfp4 import kernels
 from peft_nvfp4.kernels import tiers
 from peft_nvfp4.kernels.fp4 import known_products, native, probe, scaled_mm
-from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import E4M3_NAN, GRADIENT, QuantizedMatrix
 from peft_nvfp4.ops import linear as linear_ops
 
@@ -75,7 +75,7 @@ def unswizzled(q):
     """Linear scales given to a GEMM that reads swizzled ones."""
     rows, blocks = q.scales.shape
     flat = F.pad(q.scales.flatten(), (0, -(-rows // 128) * 128 * (-(-blocks // 4) * 4) - q.scales.numel()))
-    return q._replace(scales=reference.unswizzle_scales(flat, rows, blocks))
+    return q._replace(scales=layout.unswizzle_scales(flat, rows, blocks))
 
 
 def without_tail(q):
@@ -245,7 +245,7 @@ def fake_scaled_mm(x, wt, x_scales, w_scales, *, out_dtype, **_):
     for codes, scales in ((x, x_scales), (wt.t(), w_scales)):
         codes = codes.view(torch.uint8)
         rows, k = codes.shape[0], 2 * codes.shape[1]
-        linear = reference.unswizzle_scales(scales.view(torch.uint8), rows, k // 16)
+        linear = layout.unswizzle_scales(scales.view(torch.uint8), rows, k // 16)
         values.append(reference.dequantize(QuantizedMatrix(codes, linear, torch.ones(1), k)))
     return (values[0] @ values[1].T).to(out_dtype)
 

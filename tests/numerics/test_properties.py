@@ -27,7 +27,7 @@ from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, PactConfig, ops
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.autograd.activation_cache import QuantizedInput
 from peft_nvfp4.lora.config import OWN_FIELDS, SIDE_CAR, SIDE_CAR_VERSION
-from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import BLOCK, GSCALE_EXPONENTS, NVFP4Format, QuantizedMatrix, packed_bytes, padded_k
 from peft_nvfp4.ops import fused
 
@@ -237,10 +237,10 @@ def test_packing_is_a_bijection(rows, half, rng):
 @given(st.integers(1, 300), st.integers(1, 21), bytes_of)
 def test_swizzling_is_a_bijection_with_zeros_for_padding(rows, cols, rng):
     scales = torch.from_numpy(rng.integers(1, 256, (rows, cols), dtype=np.uint8))
-    flat = reference.swizzle_scales(scales)
+    flat = layout.swizzle_scales(scales)
     tiles = -(-cols // 4)
     assert flat.numel() == -(-rows // 128) * 128 * tiles * 4
-    assert_same_bits(reference.unswizzle_scales(flat, rows, cols), scales, "scales")
+    assert_same_bits(layout.unswizzle_scales(flat, rows, cols), scales, "scales")
     assert int((flat != 0).sum()) == rows * cols  # every scale once, the padding zero
     for r, c in zip(rng.integers(0, rows, 8), rng.integers(0, cols, 8)):
         offset = (r // 128 * tiles + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4

@@ -6,7 +6,7 @@ import scalar_nvfp4 as scalar
 import torch
 from _assertions import FORMATS, SEED, assert_same_bits, assert_same_matrix, sample
 
-from peft_nvfp4.numerics import formats, reference
+from peft_nvfp4.numerics import formats, layout, philox, reference
 from peft_nvfp4.numerics.formats import WEIGHT, QuantizedMatrix
 
 SEEDS = (0, 1, -1, 2**40 + 3, -(2**63), SEED)
@@ -51,14 +51,14 @@ SIZES = [(1, 1), (5, 3), (31, 4), (33, 5), (127, 4), (128, 4), (129, 4), (128, 5
 def test_swizzled_positions(rows, cols):
     """Every byte is where cuBLAS's formula puts it; what is left over is zero; unswizzle brings it back."""
     scales = torch.randint(1, 256, (rows, cols), dtype=torch.uint8, generator=generator())
-    swizzled = reference.swizzle_scales(scales)
+    swizzled = layout.swizzle_scales(scales)
     expected = np.zeros(-(-rows // 128) * 128 * -(-cols // 4) * 4, np.uint8)
     for r in range(rows):
         for c in range(cols):
             expected[scalar.swizzled_position(r, c, cols)] = scales[r, c]
     assert np.count_nonzero(expected) == rows * cols  # the formula sends no two scales to one byte
     assert_same_bits(swizzled, expected, "swizzled")
-    assert_same_bits(reference.unswizzle_scales(swizzled, rows, cols), scales, "unswizzled")
+    assert_same_bits(layout.unswizzle_scales(swizzled, rows, cols), scales, "unswizzled")
 
 
 def test_swizzle_by_hand():
@@ -66,14 +66,14 @@ def test_swizzle_by_hand():
     right."""
     scales = torch.zeros(128, 8, dtype=torch.uint8)
     scales[:, 0], scales[0, 1], scales[0, 4] = torch.arange(128), 200, 201
-    swizzled = reference.swizzle_scales(scales).tolist()
+    swizzled = layout.swizzle_scales(scales).tolist()
     assert swizzled[0:32:4] == [0, 32, 64, 96, 1, 33, 65, 97]
     assert swizzled[1] == 200 and swizzled[512] == 201
 
 
 def test_unswizzle_ignores_the_padding():
     swizzled = torch.randint(0, 256, (256 * 8,), dtype=torch.uint8, generator=generator())
-    got = reference.unswizzle_scales(swizzled, 130, 5)
+    got = layout.unswizzle_scales(swizzled, 130, 5)
     expected = [[swizzled[scalar.swizzled_position(r, c, 5)].item() for c in range(5)] for r in range(130)]
     assert_same_bits(got, torch.tensor(expected, dtype=torch.uint8), "unswizzled")
 
@@ -119,7 +119,7 @@ def test_scalar_philox_known_answers(counter, key, words):
 
 
 def test_philox_known_answer():
-    assert reference.philox(torch.tensor(0), 4).tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox.philox(torch.tensor(0), 4).tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -127,10 +127,10 @@ def test_philox_equals_scalar(seed):
     """Number i is word i % 4 of counter i // 4; asking for fewer numbers gives a prefix."""
     one_by_one = [w for c in range(300) for w in scalar.philox4x32((c, 0, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))]
     assert scalar.random_words(seed, 1200).tolist() == one_by_one
-    many = reference.philox(torch.tensor(seed), 300_001)
+    many = philox.philox(torch.tensor(seed), 300_001)
     assert np.array_equal(many.numpy(), scalar.random_words(seed, 300_001).astype(np.int64))
     for count in (0, 1, 2, 3, 5, 1199):
-        assert reference.philox(torch.tensor(seed), count).tolist() == one_by_one[:count]
+        assert philox.philox(torch.tensor(seed), count).tolist() == one_by_one[:count]
 
 
 # ---------------------------------------------------------------------------------------------- dropout
@@ -142,16 +142,16 @@ def test_dropout_mask(p):
     the mask, rate / (1 - p), that divided by 1 - p. FP32 rounding of 1 / (1 - p) moves the mean by 2**-24."""
     shape = (7, 301, 143)
     n = 7 * 301 * 143
-    mask = reference.dropout_mask(shape, p, torch.tensor(SEED), torch.device("cpu"), torch.float32)
+    mask = philox.dropout_mask(shape, p, torch.tensor(SEED), torch.device("cpu"), torch.float32)
     kept = scalar.random_words(SEED, n) >= np.uint64(int(p * 2**32))
     assert_same_bits(mask, (kept.reshape(shape) / np.float32(1 - p)).astype(np.float32), "mask")
     sigma = (p * (1 - p) / n) ** 0.5
     assert abs((mask != 0).double().mean().item() - (1 - p)) <= 7 * sigma
     assert abs(mask.double().mean().item() - 1) <= 7 * sigma / (1 - p) + 2.0**-24
-    again = reference.dropout_mask(shape, p, torch.tensor(SEED), torch.device("cpu"), torch.float32)
+    again = philox.dropout_mask(shape, p, torch.tensor(SEED), torch.device("cpu"), torch.float32)
     assert_same_bits(again, mask, "the same seed")
     for dtype in (torch.bfloat16, torch.float16):
-        low = reference.dropout_mask(shape, p, torch.tensor(SEED), torch.device("cpu"), dtype)
+        low = philox.dropout_mask(shape, p, torch.tensor(SEED), torch.device("cpu"), dtype)
         assert_same_bits(low, mask.to(dtype), f"the mask in {dtype}")
 
 
@@ -159,13 +159,13 @@ def test_dropout_mask(p):
 def test_dropout_mask_at_the_threshold(i):
     """With p = w / 2**32 (exact in FP64) for the random word w of entry i: dropped are the words below w, and entry i is kept."""
     words = scalar.random_words(SEED, 16)
-    mask = reference.dropout_mask((16,), float(words[i]) / 2**32, torch.tensor(SEED), torch.device("cpu"), torch.float32)
+    mask = philox.dropout_mask((16,), float(words[i]) / 2**32, torch.tensor(SEED), torch.device("cpu"), torch.float32)
     assert (mask > 0).tolist() == [w >= words[i] for w in words]
 
 
 def test_dropout_mask_depends_on_the_seed():
     """Two independent masks with p = 1/2 agree in half of n places, give or take 7 sigma = 3.5 / sqrt(n)."""
     n = 100_000
-    masks = [reference.dropout_mask((n,), 0.5, torch.tensor(s), torch.device("cpu"), torch.float32) for s in (1, 2, 1 + 2**32)]
+    masks = [philox.dropout_mask((n,), 0.5, torch.tensor(s), torch.device("cpu"), torch.float32) for s in (1, 2, 1 + 2**32)]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert abs(masks[a].eq(masks[b]).double().mean().item() - 0.5) <= 3.5 / n**0.5

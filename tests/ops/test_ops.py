@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peft_nvfp4 import ops
 from peft_nvfp4.autograd import frozen_linear
-from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics import layout, philox, reference
 from peft_nvfp4.numerics.formats import (
     ACTIVATION,
     GRADIENT_STOCHASTIC,
@@ -215,7 +215,7 @@ def test_eager_code_without_autograd_goes_past_the_dispatcher(monkeypatch):
     with torch.no_grad():
         assert ops.swizzle_scales(scales) == "straight"
         assert ops.swizzle_scales(torch.nn.Parameter(scales, requires_grad=False)) == "straight"
-    assert_same_bits(ops.swizzle_scales(scales), reference.swizzle_scales(scales), "through the dispatcher")
+    assert_same_bits(ops.swizzle_scales(scales), layout.swizzle_scales(scales), "through the dispatcher")
     with FakeTensorMode() as mode, torch.no_grad():
         assert ops.swizzle_scales(mode.from_tensor(scales)).shape == (512,)
 
@@ -265,7 +265,7 @@ def test_same_bits_on_every_device(name, fmt, device):
             assert_same_matrix(ops.quantize(x.to(device), fmt, given.to(device), seed_for(fmt)), want_given, "given scale")
             for dtype in DTYPES:
                 assert_same_values(ops.dequantize(q, dtype), reference.dequantize(want, dtype), f"dequantize({dtype})")
-            assert_same_bits(ops.swizzle_scales(q.scales), reference.swizzle_scales(want.scales), "swizzle_scales")
+            assert_same_bits(ops.swizzle_scales(q.scales), layout.swizzle_scales(want.scales), "swizzle_scales")
             if not fmt.stochastic and fmt.global_scale == "tensor":
                 wb = ops.transpose_requantize(q, fmt)
                 assert_same_matrix(wb, reference.transpose_requantize(want, fmt), "transpose_requantize")
@@ -303,7 +303,7 @@ def test_shared_global_scale(sizes):
 def test_dropout_on_every_device(p, dtype, device):
     """The mask of the reference, wherever the seed lives; a strided x gets the mask of its shape."""
     x = torch.randn(1001, 5, generator=generator(5)).to(dtype)
-    mask = reference.dropout_mask((5, 1001), p, torch.tensor(SEED), torch.device("cpu"), torch.float32)
+    mask = philox.dropout_mask((5, 1001), p, torch.tensor(SEED), torch.device("cpu"), torch.float32)
     expected = (x.T.float() * mask).to(dtype)
     with torch.no_grad():
         for seed in (torch.tensor(SEED), torch.tensor(SEED, device=device)):

@@ -30,6 +30,7 @@ pickled and deep-copied tensors.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,13 +86,26 @@ class QuantizedInput:
             return x.detach()
         if self.values is None:
             with torch.no_grad():
-                self.values = dequantize_input(self.terms, self.offset_values, x.dtype)
+                self.values = dequantized(self.terms, self.offset_values, x.dtype)
         return self.values
 
     @property
     def offset_values(self) -> Tensor | None:
         """mu (K,) float32."""
         return None if self.offset is None else self.offset.view(torch.float32)
+
+
+def dequantized(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """D(x~) (M, K), rounded once to ``dtype``. In FP16 it saturates: rounding the largest value up may pass FP16's end where x
+    itself did not."""
+    if dtype == torch.float16:
+        return saturated(dequantize_input.run(terms, offset, torch.float32), dtype)
+    return dequantize_input.run(terms, offset, dtype)
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP32 values in FP16, the largest finite number at most."""
+    return values.clamp(-65504.0, 65504.0).to(dtype)
 
 
 ATTRIBUTE = "_peft_nvfp4"
@@ -142,7 +156,7 @@ def quantized_input(x: Tensor, x2: Tensor, terms: int, offset: Tensor | None, sh
     if entry is None:
         entry = QuantizedInput((), offset, x2.dtype)
         with torch.no_grad():
-            entry.terms = quantize_input(x2.detach(), entry.offset_values, terms)
+            entry.terms = quantize_input.run(x2.detach(), entry.offset_values, terms)
         if shared:
             put(x, entry)
     return entry

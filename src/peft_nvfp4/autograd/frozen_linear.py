@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,10 +44,8 @@ from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, Low
 from ..numerics.reference import add_mm, mm, without_significand
 from ..ops import fused
 from ..ops import linear as linear_ops
-from ..ops.linear import dequantize_input, quantize_input, saturated
-from .activation_cache import GatedSource, QuantizedInput
+from .activation_cache import GatedSource, QuantizedInput, dequantized, saturated
 from .seeds import draw_seed
-from .tree import flatten, unflatten
 
 GRADIENTS = ("nvfp4", "nvfp4_sr", "bf16")
 """How dy is rounded for dx: to nearest, stochastically, not at all."""
@@ -207,9 +205,10 @@ def total_constant(bias: Tensor | None, constant: Tensor | None) -> Tensor | Non
 def _dequantized_input(saved: Saved, dtype: torch.dtype) -> Tensor:
     """D(x~) (M, K) from what was kept of it."""
     if saved.x is not None:
-        return dequantize_input(quantize_input(saved.x, saved.offset, saved.number_of_terms), saved.offset, dtype)
+        terms = linear_ops.quantize_input.run(saved.x, saved.offset, saved.number_of_terms)
+        return dequantized(terms, saved.offset, dtype)
     if saved.source is None:
-        return dequantize_input(saved.terms, saved.offset, dtype)
+        return dequantized(saved.terms, saved.offset, dtype)
     gate, up, act = saved.source
     wide = torch.float32 if dtype == torch.float16 else dtype
     values = fused.gated_values(gate, up, saved.offset, act, saved.number_of_terms, wide)
@@ -348,8 +347,8 @@ class StraightThrough(torch.autograd.Function):
 @torch.no_grad()
 def rounded_input(x: Tensor, terms: int = 1, offset: Tensor | None = None) -> Tensor:
     """D(x~) for x (..., K), without gradient."""
-    quantized = quantize_input(x.detach().reshape(-1, x.shape[-1]), offset, terms)
-    return dequantize_input(quantized, offset, x.dtype).view(x.shape)
+    quantized = linear_ops.quantize_input(x.detach().reshape(-1, x.shape[-1]), offset, terms)
+    return dequantized(quantized, offset, x.dtype).view(x.shape)
 
 
 def fake_quantize(x: Tensor, terms: int = 1, offset: Tensor | None = None) -> Tensor:
@@ -370,3 +369,53 @@ def autocast_input(x: Tensor) -> Tensor:
     """x in the dtype that autocast prescribes for a linear layer, if autocast is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
+
+
+# ---------------------------------------------------------------------------------------------- trees
+# A Function takes and saves tensors one by one; what it computes with are tuples of tuples, which say what each tensor is. A leaf
+# of such a tree is a tensor or None; what else is in it (numbers, words) is part of its structure. (torch.utils._pytree does the
+# same for any type, at six times the cost, and counts numbers among the leaves.)
+
+class Node(NamedTuple):
+    kind: type  # tuple, or a NamedTuple
+    size: int
+
+
+class Constant(NamedTuple):
+    value: Any
+
+
+Structure = list[Node | Constant | None]
+"""The nodes of a tree, parents before children; None stands for a leaf."""
+
+
+def flatten(tree: tuple) -> tuple[list[Tensor | None], Structure]:
+    """The leaves of a tree, from left to right, and its structure."""
+    leaves, structure, pending = [], [], [tree]
+    while pending:
+        node = pending.pop()
+        if node is None or isinstance(node, Tensor):
+            leaves.append(node)
+            structure.append(None)
+        elif isinstance(node, tuple):
+            structure.append(Node(type(node), len(node)))
+            pending.extend(node[::-1])
+        else:
+            structure.append(Constant(node))
+    return leaves, structure
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """Inverse of :func:`flatten`; other leaves give another tree of the same structure."""
+    ready, leaves = [], list(leaves)  # what is put together from the right: on top of the list is what comes first
+    for step in reversed(structure):
+        if step is None:
+            ready.append(leaves.pop())
+        elif type(step) is Constant:
+            ready.append(step.value)
+        else:
+            first = len(ready) - step.size
+            children = ready[first:][::-1]
+            del ready[first:]
+            ready.append(tuple(children) if step.kind is tuple else step.kind(*children))
+    return ready[0]

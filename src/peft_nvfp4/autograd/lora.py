@@ -13,19 +13,20 @@ from torch import Tensor
 
 from ..numerics.formats import QuantizedMatrix
 from ..numerics.reference import mm
-from ..ops.linear import dequantize_input
+from .activation_cache import dequantized
 from .frozen_linear import (
     Adapters,
     Branch,
     add_dropped,
     cast_adapters,
+    flatten,
     gradients_of_a,
     gradients_of_b,
     hidden_of,
     no_autocast,
+    unflatten,
 )
 from .seeds import draw_seed
-from .tree import flatten, unflatten
 
 
 class LoraBranch(torch.autograd.Function):
@@ -50,7 +51,7 @@ class LoraBranch(torch.autograd.Function):
         empty_x, gradients, none = unflatten(ctx.structure, [None] * (len(ctx.needs_input_grad) - 1))
         dtype_a, dtype_b = (dtype if need else None for dtype, need in zip(ctx.dtypes, (needs.a, needs.b)))
         if kept is not None:
-            x = dequantize_input([kept], None, h.dtype) if dtype_a else None
+            x = dequantized([kept], None, h.dtype) if dtype_a else None
         dx = empty_x
         with no_autocast(dy):
             dy = dy.to(h.dtype)

@@ -33,7 +33,8 @@ from torch._guards import CompileContext
 
 from .. import kernels
 from ..numerics import fused_reference
-from ..ops import FLOATS, fused
+from ..ops import fused
+from ..ops.core import FLOATS
 
 NAME = "apply_rotary_pos_emb"
 FUSED = "rotary embedding"

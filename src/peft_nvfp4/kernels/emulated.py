@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..numerics import reference
 from ..numerics.formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
+from ..numerics.products import BackwardLinear, Dgrad, Fprop
 from ..numerics.reference import without_significand
 from ..ops import linear
 from .bf16_matmul import full_precision_sums
@@ -58,79 +60,62 @@ def _in_three(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- fprop
 
 
-def fprop(
-    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
-):
+def fprop(p: Fprop) -> list[Tensor]:
     """The operator ``fprop``."""
-    factors = factors or [1.0] * len(w_codes)
-    arguments = (x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k)
-    arguments += (dtype, factors)
-    linear.check_fprop(*arguments)
-    terms = linear._matrices(x_codes, x_scales, x_gscale, k)
-    weights = linear._matrices(w_codes, w_scales, w_gscale, k)
-    m = x_codes[0].shape[0]
-    if dtype != torch.bfloat16 or k == 0:
-        return linear.reference_fprop(*arguments)
-    plain = all(c is None for c in constants)
-    if m <= SMALL_ROWS or len(terms) == 1 and not ups and plain:
-        return _separate(terms, weights, constants, values, hidden, ups, owner, a, factors)
-    # h is made from the operand where it is exactly D(x~), and the only extra columns
-    inside = len(terms) == 1 and plain and a is not None and all(h is None for h in hidden) and list(owner) == sorted(owner)
-    inside = inside and all(f == 1.0 for f in factors)
-    made = None
-    if not inside:
-        hidden, made = linear.low_rank(terms, values, a, hidden, ups, dtype)
+    m, k = p.terms[0].codes.shape[0], p.terms[0].k
+    if p.dtype != torch.bfloat16 or k == 0:
+        return reference.fprop(p, matmul.matmul, linear.dequantize_input.run)
+    plain = all(item.constant is None for item in p.linears)
+    adapters = [adapter for item in p.linears for adapter in item.adapters]
+    if m <= SMALL_ROWS or len(p.terms) == 1 and not adapters and plain:
+        return _one_by_one(p)
+    # h is computed from the operand where that is exactly D(x~), and h are the only extra columns
+    from_operand = len(p.terms) == 1 and plain and p.a is not None and all(adapter.hidden is None for adapter in adapters)
+    if from_operand and all(item.scale_factor == 1.0 for item in p.linears):
+        h = p.a.new_empty(m, p.a.shape[0])
+        extras = [_join([adapter.up for adapter in item.adapters]) for item in p.linears]
+        return [*_side_by_side(p, extras, h, p.a), h]
+    p, h = reference.with_hidden(p, linear.dequantize_input.run)
     extras, columns = [], []
-    for i, constant in enumerate(constants):
-        own = [j for j, of in enumerate(owner) if of == i]
-        added = [] if constant is None else [_columns(constant)]
-        extra = _join([ups[j] for j in own] + added)
-        beside = [hidden[j] for j in own] + [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
-        if extra is not None and factors[i] != 1.0:
-            extra, beside = _in_three(extra.float() / factors[i]), 3 * beside
+    for item in p.linears:
+        added = [] if item.constant is None else [_columns(item.constant)]
+        extra = _join([adapter.up for adapter in item.adapters] + added)
+        ones = [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
+        own_columns = [adapter.hidden for adapter in item.adapters] + ones
+        if extra is not None and item.scale_factor != 1.0:
+            extra, own_columns = _in_three(extra.float() / item.scale_factor), 3 * own_columns
         extras.append(extra)
-        columns += beside
-    if inside:
-        made = a.new_empty(m, a.shape[0])
-        return [*_side_by_side(terms, weights, extras, made, a, factors), made]
-    ys = _side_by_side(terms, weights, extras, _join(columns), None, factors)
-    return ys if made is None else [*ys, made]
+        columns += own_columns
+    ys = _side_by_side(p, extras, _join(columns), None)
+    return ys if h is None else [*ys, h]
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor | None:
     return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0] if pieces else None
 
 
-def _separate(terms, weights, constants, values, hidden, ups, owner, a, factors) -> list[Tensor]:
-    """Every product by itself, with the low-rank one in its sum (:mod:`triton_matmul`) or, for many rows, added in BF16."""
-    hidden, made = linear.low_rank(terms, values, a, hidden, ups, torch.bfloat16)
+def _one_by_one(p: Fprop) -> list[Tensor]:
+    """Every linear by itself, with its low-rank product in the sum (:mod:`triton.matmul`) or, for many rows, added in BF16."""
+    p, h = reference.with_hidden(p, linear.dequantize_input.run)
     ys = []
-    for i, (w, constant) in enumerate(zip(weights, constants)):
-        own = [j for j, of in enumerate(owner) if of == i]
-        h, up = (hidden[own[0]], ups[own[0]]) if own else (None, None)
-        y = matmul.product(terms, w, constant, torch.bfloat16, values, h, up, factor=factors[i])
-        for j in own[1:]:
-            y.addmm_(hidden[j], ups[j].T)
+    for weight, constant, factor, adapters in p.linears:
+        hidden, up = adapters[0] if adapters else (None, None)
+        y = matmul.matmul(p.terms, weight, constant, torch.bfloat16, p.values, factor, hidden, up)
+        for hidden, up in adapters[1:]:
+            y.addmm_(hidden, up.T)
         ys.append(y)
-    return ys if made is None else [*ys, made]
+    return ys if h is None else [*ys, h]
 
 
-def _side_by_side(
-    terms: Sequence[QuantizedMatrix],
-    weights: Sequence[QuantizedMatrix],
-    extras: Sequence[Tensor | None],
-    columns: Tensor | None,
-    a: Tensor | None,
-    factors: Sequence[float],
-) -> list[Tensor]:
-    """x = [D(term 1) | D(term 2) | columns] against f [D(W) / f | D(W) / f | extra]; the extra columns of a linear stand at its
-    place among those of all, zeros elsewhere. With a, the columns are D(x~) @ a.T and are filled here."""
-    m, k, copies = terms[0].codes.shape[0], weights[0].k, len(terms)
+def _side_by_side(p: Fprop, extras: Sequence[Tensor | None], columns: Tensor | None, a: Tensor | None) -> list[Tensor]:
+    """x = [D(term 1) | D(residual term) | columns] against f [D(W) / f | D(W) / f | extra]; the extra columns of a linear stand at
+    its place among those of all, zeros elsewhere. With a, the columns are D(x~) @ a.T and are filled here."""
+    terms, m, k, copies = p.terms, p.terms[0].codes.shape[0], p.terms[0].k, len(p.terms)
     used = 0 if columns is None else columns.shape[1]
     width = _aligned(copies * k + used) - copies * k
     chunks = list(_chunks(m, copies * k + width))
     x, ys, first = None, [], 0
-    for w, extra, factor in zip(weights, extras, factors):
+    for (w, _, factor, _), extra in zip(p.linears, extras):
         n, wd = w.codes.shape[0], None  # the last linear's operand goes before the next one is made
         wd = w.gscale.new_empty(n, copies * k + width, dtype=torch.bfloat16)
         operands.write_operand(wd, without_significand(w, factor), copies, extra, first, width)
@@ -176,24 +161,25 @@ def _fill(out: Tensor, columns: Tensor | None, rows: slice) -> None:
 # ---------------------------------------------------------------------------------------------- dgrad
 
 
-def dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k: int) -> Tensor:
+def dgrad(p: Dgrad) -> Tensor:
     """The operator ``dgrad``."""
-    linear.check_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
-    weights = linear._matrices(w_codes, w_scales, w_gscale, [dy.shape[1] for dy in dys])
-    m, columns = dys[0].shape[0], sum(w.k for w in weights)
-    if dys[0].dtype != torch.bfloat16 or m <= SMALL_ROWS or k == 0 or not all(0 < w.k <= WIDEST for w in weights):
-        return linear.reference_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
-    together = len(dys) == 1 or m * columns * 2 <= OPERAND_BYTES
-    dx = dys[0].new_empty(m, k)
-    for group in [range(len(dys))] if together else [[i] for i in range(len(dys))]:
-        first = group[0] == 0
-        _accumulate(dx, [(dys[i], weights[i], seeds[i]) for i in group], g if first else None, a if first else None, first)
+    first, columns = p.linears[0], sum(item.weight.k for item in p.linears)
+    m, k = first.dy.shape[0], first.weight.codes.shape[0]
+    wide = not all(0 < item.weight.k <= WIDEST for item in p.linears)
+    if first.dy.dtype != torch.bfloat16 or m <= SMALL_ROWS or k == 0 or wide:
+        return reference.dgrad(p, matmul.matmul, ops.quantize)
+    dx = first.dy.new_empty(m, k)
+    if len(p.linears) == 1 or m * columns * 2 <= OPERAND_BYTES:
+        _accumulate(dx, p.linears, p.g, p.a, True)
+        return dx
+    for i, item in enumerate(p.linears):
+        _accumulate(dx, [item], p.g if i == 0 else None, p.a if i == 0 else None, i == 0)
     return dx
 
 
-def _accumulate(dx: Tensor, members: Sequence[tuple], g: Tensor | None, a: Tensor | None, first: bool) -> None:
+def _accumulate(dx: Tensor, members: Sequence[BackwardLinear], g: Tensor | None, a: Tensor | None, first: bool) -> None:
     """dx = (or, if not first, +=) [D(Q(dy)) ... | g] @ [D(W_b) ... | A.T].T"""
-    columns = sum(w.k for _, w, _ in members)
+    columns = sum(item.weight.k for item in members)
     width = _aligned(columns + (0 if g is None else g.shape[1])) - columns
     wd, at = dx.new_empty(dx.shape[1], columns + width), 0
     for i, (_, w, _) in enumerate(members):

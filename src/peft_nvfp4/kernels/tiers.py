@@ -3,7 +3,7 @@
     cutlass     FP4 tensor cores, the package's own extension (:mod:`extension`)
     scaled_mm   FP4 tensor cores, cuBLASLt through PyTorch (:mod:`scaled_mm`)
     emulated    BF16 tensor cores on dequantised operands (:mod:`emulated`)
-    reference   plain PyTorch (:mod:`..linear_ops`)
+    reference   plain PyTorch (:mod:`..numerics.reference`)
 
 All compute the same function, up to the order of FP32 sums. The first that works is taken, once per device, at the first
 product. An FP4 tier works if it passes :mod:`probe` on that device; no capability number is asked. What is skipped, and why, is
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops import linear
+from ..numerics import reference
+from ..numerics.products import Dgrad, Fprop
 from .fp4 import extension, native, probe
 
 NAMES = ("cutlass", "scaled_mm", "emulated", "reference")
@@ -85,7 +86,7 @@ def _emulated(triton_obstacle: str) -> tuple[Callable, Callable, str]:
 
 
 def _reference() -> tuple[Callable, Callable, str]:
-    return linear.reference_fprop, linear.reference_dgrad, "plain PyTorch"
+    return reference.fprop, reference.dgrad, "plain PyTorch"
 
 
 def first_line(error: BaseException) -> str:
@@ -137,12 +138,12 @@ def _with_fallback(gemms: native.Gemms, triton_obstacle: str) -> tuple[Callable,
     fprop, dgrad, _ = _reference() if triton_obstacle else _emulated("")
     small = 0 if triton_obstacle else importlib.import_module(f"{__package__}.emulated").SMALL_ROWS
 
-    def native_fprop(*arguments):
-        takes = native.rows(arguments) > small and native.takes_fprop(*arguments)
-        return native.fprop(gemms, *arguments) if takes else fprop(*arguments)
+    def native_fprop(p: Fprop):
+        takes = p.terms[0].codes.shape[0] > small and native.takes_fprop(p)
+        return native.fprop(gemms, p) if takes else fprop(p)
 
-    def native_dgrad(*arguments):
-        return native.dgrad(gemms, *arguments) if native.takes_dgrad(*arguments) else dgrad(*arguments)
+    def native_dgrad(p: Dgrad):
+        return native.dgrad(gemms, p) if native.takes_dgrad(p) else dgrad(p)
 
     return native_fprop, native_dgrad, small
 

@@ -34,22 +34,22 @@ from peft import LoraConfig
 from torch import Tensor
 
 from .. import ops
-from ..autograd.activation_cache import quantized_input
+from ..autograd.activation_cache import dequantized, quantized_input
 from ..autograd.frozen_linear import (
     autocast_input,
     cast_adapters,
+    flatten,
     frozen_linear,
     gradients_of_a,
     gradients_of_b,
     hidden_of,
     no_autocast,
+    unflatten,
 )
-from ..autograd.tree import flatten, unflatten
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear, next_power_of_two
 from ..numerics.formats import WEIGHT, QuantizedMatrix
 from ..numerics.matmul import exact_matmul
-from ..ops.linear import dequantize_input
 
 if TYPE_CHECKING:
     from .layer import FrozenLoraLinear
@@ -162,7 +162,7 @@ class AdapterGradient(torch.autograd.Function):
         dtypes_b = [b if need.b else None for need, (_, b) in zip(needs, ctx.dtypes)]
         dys = [dy] * len(needs)
         with no_autocast(dy):
-            xd = dequantize_input(terms, offset, dy.dtype) if any(dtypes_a) else None
+            xd = dequantized(terms, offset, dy.dtype) if any(dtypes_a) else None
             dbs = gradients_of_b(dys, hidden, adapters, dtypes_b)
             das, _ = gradients_of_a(dys, xd, adapters, dtypes_a, False)
         gradients = tuple(branch._replace(a=da, b=db) for branch, da, db in zip(gradients, das, dbs))

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from .. import kernels, ops
+from .. import ops
 from ..autograd.activation_cache import QuantizedInput, quantized_input
 from ..autograd.attention_output import kept_by_attention
 from ..autograd.frozen_linear import (
@@ -28,6 +28,7 @@ from ..autograd.frozen_linear import (
     no_autocast,
     total_constant,
 )
+from ..kernels import dispatch
 from ..numerics import reference
 from ..numerics.formats import E2M1_MAX, E4M3_MAX, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 from ..ops.core import FLOATS
@@ -233,7 +234,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         x2 = self._flat(autocast_input(x))
         with no_autocast(x):
             quantized = quantized_input(x, x2, self.options.terms, self.input_centre, self.shares_input)
-            few_rows = None if torch.is_grad_enabled() else kernels.few_rows_module(x2)
+            few_rows = None if torch.is_grad_enabled() else dispatch.few_rows_module(x2)
             if few_rows is not None and self._draws_nothing(branches):
                 y = self._generate(few_rows, branches, x2, quantized)
             elif self.group is not None and not torch.compiler.is_compiling():

@@ -225,7 +225,7 @@ def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatri
 # ---------------------------------------------------------------------------------------------- one or two terms
 
 
-def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> list[QuantizedMatrix]:
+def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[QuantizedMatrix, ...]:
     """x (M, K) minus the offset (K,) as one or two NVFP4 terms with a global scale per row. The second, the residual term,
     quantises what the first left over (an FP32 difference).
 
@@ -237,8 +237,8 @@ def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> list[Quantiz
         x = x.float() - offset
     first = quantize(x, ACTIVATION)
     if terms == 1:
-        return [first]
-    return [first, quantize(x.float() - dequantize(first), ACTIVATION, first.gscale)]
+        return (first,)
+    return first, quantize(x.float() - dequantize(first), ACTIVATION, first.gscale)
 
 
 def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -246,7 +246,7 @@ def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dt
     total = dequantize(terms[0])
     for term in terms[1:]:
         total = total + dequantize(term)
-    return (total if offset is None else total + offset).to(dtype)
+    return (total if offset is None else total + offset).to(dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------- global scales of other tools

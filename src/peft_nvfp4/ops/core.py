@@ -35,8 +35,9 @@ class Operator:
 
     Args:
         schema: of the ``torch.library`` operator.
-        shapes: empty results for the arguments.
-        flatten, unflatten: between the arguments and those of the schema, where they are not the same.
+        shapes: empty results, as the schema has them, for the arguments.
+        flatten, unflatten: arguments -> those of the schema and back, where they are not the same.
+        flat_result, result: result -> that of the schema, (arguments, result of the schema) -> result, likewise.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Operator:
         shapes: Callable,
         flatten: Callable[..., tuple] | None = None,
         unflatten: Callable[..., tuple] | None = None,
+        flat_result: Callable | None = None,
+        result: Callable | None = None,
     ):
         self.name, self.check, self.reference, self.direct = name, check, reference, {}
-        self.flatten, self.unflatten = flatten, unflatten
+        self.flatten, self.unflatten, self.flat_result, self.result = flatten, unflatten, flat_result, result
         _LIBRARY.define(f"{name}{schema}")
-        torch.library.impl(f"peft_nvfp4::{name}", "default", self._checked(reference))
-        torch.library.register_fake(f"peft_nvfp4::{name}", self._checked(shapes))
+        torch.library.impl(f"peft_nvfp4::{name}", "default", self.flat(reference))
+        torch.library.register_fake(f"peft_nvfp4::{name}", self._shapes(shapes))
         torch.library.register_autograd(f"peft_nvfp4::{name}", self._refuse_derivative)
         self.library_operator = getattr(torch.ops.peft_nvfp4, name)
         OPERATORS[name] = self
@@ -73,21 +76,35 @@ class Operator:
         while not isinstance(first, Tensor):
             first = first[0]
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(first) not in PLAIN:
-            return self.library_operator(*(args if self.flatten is None else self.flatten(*args)))
+            return self.from_flat(self.library_operator, args)
         return self.direct.get(first.device.type, self.reference)(*args)
+
+    def from_flat(self, implementation: Callable, args: tuple):
+        """The result of an implementation with the arguments and the result of the schema."""
+        result = implementation(*(args if self.flatten is None else self.flatten(*args)))
+        return result if self.result is None else self.result(args, result)
 
     def register(self, device_type: str, implementation: Callable) -> None:
         """Add a device's implementation: same arguments, same bits as the reference."""
-        torch.library.impl(f"peft_nvfp4::{self.name}", device_type, self._checked(implementation))
+        torch.library.impl(f"peft_nvfp4::{self.name}", device_type, self.flat(implementation))
         self.direct[device_type] = implementation
 
-    def _checked(self, implementation: Callable) -> Callable:
-        """The implementation as ``torch.library`` calls it: with the arguments of the schema, which are checked."""
+    def flat(self, implementation: Callable) -> Callable:
+        """The implementation as ``torch.library`` calls it: arguments, which are checked, and result as the schema has them."""
 
         def call(*flat):
             args = flat if self.unflatten is None else self.unflatten(*flat)
             self.check(*args)
-            return implementation(*args)
+            result = implementation(*args)
+            return result if self.flat_result is None else self.flat_result(result)
+
+        return call
+
+    def _shapes(self, shapes: Callable) -> Callable:
+        def call(*flat):
+            args = flat if self.unflatten is None else self.unflatten(*flat)
+            self.check(*args)
+            return shapes(*args)
 
         return call
 

@@ -41,9 +41,9 @@ def stacked(matrices: Sequence[QuantizedMatrix]) -> tuple[Tensor, Tensor, Tensor
     return tuple(torch.stack(tensors) for tensors in list(zip(*matrices))[:3])
 
 
-def matrices(codes: Sequence[Tensor], scales: Sequence[Tensor], gscale: Sequence[Tensor], k: int) -> list[QuantizedMatrix]:
+def matrices(codes: Sequence[Tensor], scales: Sequence[Tensor], gscale: Sequence[Tensor], k: int) -> tuple[QuantizedMatrix, ...]:
     """Inverse of :func:`stacked` and :func:`tensor_lists`."""
-    return [QuantizedMatrix(c, s, g, k) for c, s, g in zip(codes, scales, gscale)]
+    return tuple(QuantizedMatrix(c, s, g, k) for c, s, g in zip(codes, scales, gscale))
 
 
 def tensor_lists(several: Sequence[QuantizedMatrix]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -57,20 +57,17 @@ def _check_quantize_input(x: Tensor, offset: Tensor | None, terms: int) -> None:
     check_terms("quantize_terms", terms)
 
 
-_quantize_terms = Operator(
+quantize_input = Operator(
     "quantize_terms",
     "(Tensor x, Tensor? offset, int terms) -> (Tensor, Tensor, Tensor)",
     _check_quantize_input,
-    lambda x, offset, terms: stacked(reference.quantize_terms(x, offset, terms)),
+    reference.quantize_terms,
     lambda x, offset, terms: empty_terms(x, terms, *x.shape),
+    flat_result=stacked,
+    result=lambda args, flat: matrices(*flat, args[0].shape[1]),
 )
-
-
-def quantize_input(x: Tensor, offset: Tensor | None, terms: int) -> tuple[QuantizedMatrix, ...]:
-    """x~ of x (M, K): x minus the offset (K,) float32 as one or two NVFP4 terms with a global scale per row. x is a floating
-    matrix: a layer has seen to it."""
-    codes, scales, gscale = _quantize_terms.run(x, offset, terms)
-    return tuple(QuantizedMatrix(c, s, g, x.shape[1]) for c, s, g in zip(codes, scales, gscale))
+"""``quantize_input(x, offset, terms) -> tuple[QuantizedMatrix, ...]``: x~ of x (M, K), x minus the offset (K,) float32 as one or two
+NVFP4 terms with a global scale per row; see :func:`peft_nvfp4.numerics.reference.quantize_terms`."""
 
 
 def check_matrices(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, k: int, per_row: bool) -> None:
@@ -82,35 +79,24 @@ def check_matrices(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, 
         check(not per_row or g.shape[0] == rows, lambda: f"{op}: gscale must hold {rows} values, got {g.shape[0]}")
 
 
-def _check_dequantize_terms(codes: Sequence[Tensor], scales, gscale, offset: Tensor | None, k: int, dtype: torch.dtype) -> None:
-    check_matrices("dequantize_terms", codes, scales, gscale, codes[0].shape[0] if codes else 0, k, per_row=False)
-    check_offset("dequantize_terms", offset, k)
+def _check_dequantize_input(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> None:
+    check(len(terms) in (1, 2), lambda: f"dequantize_terms: a matrix has one or two terms, got {len(terms)}")
+    check_matrices("dequantize_terms", *tensor_lists(terms), terms[0].codes.shape[0], terms[0].k, per_row=False)
+    check_offset("dequantize_terms", offset, terms[0].k)
     check_float("dequantize_terms", dtype)
 
 
-_dequantize_terms = Operator(
+dequantize_input = Operator(
     "dequantize_terms",
     "(Tensor[] codes, Tensor[] scales, Tensor[] gscale, Tensor? offset, int k, ScalarType dtype) -> Tensor",
-    _check_dequantize_terms,
-    lambda codes, scales, gscale, offset, k, dtype: reference.dequantize_terms(
-        [QuantizedMatrix(c, s, g, k) for c, s, g in zip(codes, scales, gscale)], offset, dtype
-    ).contiguous(),
-    lambda codes, scales, gscale, offset, k, dtype: codes[0].new_empty(codes[0].shape[0], k, dtype=dtype),
+    _check_dequantize_input,
+    reference.dequantize_terms,
+    lambda terms, offset, dtype: terms[0].codes.new_empty(terms[0].codes.shape[0], terms[0].k, dtype=dtype),
+    lambda terms, offset, dtype: (*tensor_lists(terms), offset, terms[0].k, dtype),
+    lambda codes, scales, gscale, offset, k, dtype: (matrices(codes, scales, gscale, k), offset, dtype),
 )
-
-
-def dequantize_input(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """D(x~) (M, K): the sum of the terms and the offset, in FP32, rounded once to ``dtype``. In FP16 it saturates: rounding the
-    largest value up may pass FP16's end where x itself did not."""
-    if dtype == torch.float16:
-        return saturated(dequantize_input(terms, offset, torch.float32), dtype)
-    codes, scales, gscale, _ = zip(*terms)
-    return _dequantize_terms.run(codes, scales, gscale, offset, terms[0].k, dtype)
-
-
-def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP32 values in FP16, the largest finite number at most."""
-    return values.clamp(-65504.0, 65504.0).to(dtype)
+"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), the sum of the terms and the offset, in FP32, rounded once to
+``dtype``."""
 
 
 # ---------------------------------------------------------------------------------------------- fprop

@@ -183,10 +183,11 @@ def _card() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     from ... import kernels
+    from ...kernels import tiers
 
     major = torch.cuda.get_device_capability()[0]
     used = next(o.implementation for o in kernels.status().operators if o.operator == "fprop")
-    return {"workspace": 32 << 20 if major in (9, 10) else 8320 << 10, "native_fp4": used in kernels.tiers.NATIVE}
+    return {"workspace": 32 << 20 if major in (9, 10) else 8320 << 10, "native_fp4": used in tiers.NATIVE}
 
 
 def _cap(options: TrainOptions, device: torch.device) -> None:

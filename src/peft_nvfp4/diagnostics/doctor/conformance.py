@@ -14,12 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ... import kernels
-from ...kernels import tiers
+from ...kernels import dispatch, tiers
 from ...kernels.fp4 import known_products, native, probe
-from ...numerics import reference
+from ...numerics import layout, reference
 from ...numerics.formats import ACTIVATION, WEIGHT
-from ...ops import linear
+from ...ops.core import OPERATORS
 from . import oracle
 from .conformance_gemm import gemm_checks, product_checks
 from .results import FAILED, NOT_RUN, Result, checked, require
@@ -73,9 +72,9 @@ def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
 def _kernel(name: str) -> tuple[Callable, Callable]:
     """(what runs on a GPU, the reference) of an operator."""
     operator = name.split(" ")[0]
-    if operator in kernels.KERNELS:
-        return kernels.implementation(operator), kernels.KERNELS[operator].reference
-    return reference.swizzle_scales, reference.swizzle_scales
+    if operator in dispatch.KERNELS:
+        return dispatch.implementation(operator), OPERATORS[operator].reference
+    return layout.swizzle_scales, layout.swizzle_scales
 
 
 def _flat(value) -> list[Tensor]:
@@ -112,7 +111,7 @@ def kernel_checks(device: torch.device) -> Iterator[Result]:
     if device.type != "cuda":
         yield Result("kernels", "all", NOT_RUN, "no CUDA device")
         return
-    obstacle = kernels._obstacle() or kernels._loaded
+    obstacle = dispatch._obstacle() or dispatch._loaded
     for dtype in (torch.bfloat16, torch.float32):
         for name, arguments in _operators(device, dtype).items():
             if obstacle and name != "swizzle_scales":
@@ -156,7 +155,7 @@ def tiers_on(device: torch.device) -> Iterator[Result]:
 def chosen_checks(device: torch.device) -> Iterator[Result]:
     """What fprop and dgrad run on this device."""
     try:
-        chosen = kernels.choice(device) if device.type == "cuda" and kernels._forced != "reference" else reference_choice()
+        chosen = dispatch.choice(device) if device.type == "cuda" and dispatch._forced != "reference" else reference_choice()
     except RuntimeError as error:
         yield Result("chosen products", "choice", FAILED, str(error))
         return
@@ -164,7 +163,7 @@ def chosen_checks(device: torch.device) -> Iterator[Result]:
 
 
 def reference_choice() -> tiers.Choice:
-    return tiers.Choice("reference", "", linear.reference_fprop, linear.reference_dgrad, {})
+    return tiers.Choice("reference", "", reference.fprop, reference.dgrad, {})
 
 
 # ---------------------------------------------------------------------------------------------- a training step
@@ -215,14 +214,14 @@ def _training(device: torch.device) -> str:
         model = _tiny_model(device)
         loss, grads = _step(model, device)
         require(bool(grads.isfinite().all()) and loss == loss, f"loss {loss}, gradients finite: {bool(grads.isfinite().all())}")
-        if device.type != "cuda" or kernels._forced == "reference":
+        if device.type != "cuda" or dispatch._forced == "reference":
             return f"loss {loss:.4f} (only the reference runs here)"
-        before = kernels.choice(device)
+        before = dispatch.choice(device)
         try:
-            kernels._choices[device] = separate_choice() if before.tier in tiers.NATIVE else reference_choice()
+            dispatch._choices[device] = separate_choice() if before.tier in tiers.NATIVE else reference_choice()
             right_loss, right = _step(model, device)
         finally:
-            kernels._choices[device] = before
+            dispatch._choices[device] = before
     return _agree(before.tier, (loss, grads), (right_loss, right))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from ...kernels.fp4 import known_products, native, probe
 from ...kernels.fp4.known_products import Case
 from ...numerics import reference
 from ...numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
+from ...numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from .results import FAILED, Noticed, Result, checked, require
 
 # ---------------------------------------------------------------------------------------------- FP4 matrix products
@@ -138,10 +139,6 @@ def _random(*shape: int, seed: int, device: torch.device, scale: float = 1.0) ->
     return (torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu") * scale).bfloat16().to(device)
 
 
-def _lists(matrices: Sequence[QuantizedMatrix]) -> tuple[list[Tensor], ...]:
-    return tuple([m[i] for m in matrices] for i in range(3))
-
-
 def _within(got: Tensor, right: Tensor, magnitude: Tensor, roundings: int, what: str) -> None:
     """BF16 rounds by at most 2**-8 of the value each time; 2**-13 of the magnitudes: the order, and the width, of sums."""
     got, right, magnitude = got.cpu().double(), right.cpu().double(), magnitude.cpu().double()
@@ -160,10 +157,11 @@ def _fprop(fprop: Callable, device: torch.device) -> str:
     constants = [_random(OUTPUTS[0], seed=7, device=device).float(), None, _random(OUTPUTS[2], seed=8, device=device)]
     ups = [_random(n, RANK, seed=10 + i, device=device, scale=0.1) for i, n in enumerate(OUTPUTS[:2])]
     hidden = [_random(M, RANK, seed=20 + i, device=device) for i in range(2)]
+    adapters = [[LowRank(hidden[0], ups[0])], [LowRank(hidden[1], ups[1])], []]
+    linears = [ForwardLinear(w, c, 1.0, low_rank) for w, c, low_rank in zip(weights, constants, adapters)]
     for parts in (terms[:1], terms):
-        arguments = (*_lists(parts), *_lists(weights), constants, None, hidden, ups, [0, 1], None, K, torch.bfloat16)
         with torch.no_grad():
-            ys = fprop(*arguments)
+            ys = fprop(Fprop(parts, linears, torch.bfloat16))
         for i, (y, w, c) in enumerate(zip(ys, weights, constants)):
             pairs = [(reference.dequantize(p).double(), reference.dequantize(w).double()) for p in parts]
             pairs += [(hidden[i].double(), ups[i].double())] if i < 2 else []
@@ -182,7 +180,7 @@ def _dgrad(dgrad: Callable, device: torch.device) -> str:
     g, a = _random(M, RANK, seed=50, device=device, scale=2.0**-6), _random(RANK, K, seed=51, device=device)
     for seeds in ([None] * 3, [torch.tensor(i, device=device) for i in range(3)]):
         with torch.no_grad():
-            dx = dgrad(dys, *_lists(weights), seeds, g, a, K)
+            dx = dgrad(Dgrad([BackwardLinear(*linear) for linear in zip(dys, weights, seeds)], g, a))
         fmt = GRADIENT if seeds[0] is None else GRADIENT_STOCHASTIC
         pairs = [
             (reference.dequantize(reference.quantize(dy, fmt, seed=seed)).double(), reference.dequantize(w).double())

@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ... import kernels
 from ..._version import __version__
+from ...kernels import dispatch
 from ...kernels.fp4 import extension
 
 PACKAGES = {"torch": "2.10", "transformers": "5.12", "peft": "0.20", "triton": "", "bitsandbytes": "0.50", "accelerate": ""}
@@ -23,7 +23,7 @@ PACKAGES = {"torch": "2.10", "transformers": "5.12", "peft": "0.20", "triton": "
 NEWEST = {"peft": "0.23"}
 """The first version that is not."""
 VARIABLES = (
-    kernels.VARIABLE,
+    dispatch.VARIABLE,
     "PEFT_NVFP4_EXTENSION",
     "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",
@@ -199,9 +199,9 @@ def _variables() -> Iterator[Advice]:
         yield Advice(True, "TRITON_INTERPRET=1: Triton kernels run in an interpreter, thousands of times slower. Unset it")
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         yield Advice(False, "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait for the one before: for debugging only")
-    forced = os.environ.get(kernels.VARIABLE, "").strip().lower()
+    forced = os.environ.get(dispatch.VARIABLE, "").strip().lower()
     if forced and forced != "auto":
-        yield Advice(False, f"{kernels.VARIABLE}={forced} forces what runs; unset it for the best that works")
+        yield Advice(False, f"{dispatch.VARIABLE}={forced} forces what runs; unset it for the best that works")
 
 
 def _bitsandbytes() -> Iterator[Advice]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...numerics import reference
+from ...numerics import layout, philox, reference
 from ...numerics.formats import ACTIVATION, QuantizedMatrix
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -88,15 +88,15 @@ def _swizzle() -> str:
         for c in range(cols):
             tile = (r // 128) * 2 + c // 4
             expected[tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4] = scales[r, c].item()
-    swizzled = reference.swizzle_scales(scales)
+    swizzled = layout.swizzle_scales(scales)
     _equal("bytes of swizzled scales", swizzled.tolist(), expected)
-    _equal("and back", reference.unswizzle_scales(swizzled, rows, cols).tolist(), scales.tolist())
+    _equal("and back", layout.unswizzle_scales(swizzled, rows, cols).tolist(), scales.tolist())
     return "133 x 7, padding included"
 
 
 def _philox() -> str:
     """The known answer of Random123 for a key and a counter of zeros."""
-    words = [f"{word:08x}" for word in reference.philox(_cpu(0, torch.int64), 4).tolist()]
+    words = [f"{word:08x}" for word in philox.philox(_cpu(0, torch.int64), 4).tolist()]
     _equal("Philox-4x32-10", words, ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"])
     return "the published vector"
 

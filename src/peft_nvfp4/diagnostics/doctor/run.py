@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from ... import kernels
+from ...kernels import dispatch, tiers
+from ...kernels.report import Status
 from . import conformance, environment
 from .environment import Advice
 from .results import FAILED, NOT_RUN, PASSED, WARNING, Result
@@ -34,7 +36,7 @@ class Report:
 
     machine: dict[str, str]
     advice: list[Advice]
-    kernels: kernels.Status
+    kernels: Status
     checks: list[Result] = field(default_factory=list)
 
     @property
@@ -76,12 +78,12 @@ class Report:
         return "\n".join([*lines, "", self.verdict])
 
 
-def _fp4_advice(status: kernels.Status) -> list[Advice]:
+def _fp4_advice(status: Status) -> list[Advice]:
     """A GPU that has FP4 tensor cores, and nothing that uses them."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < environment.FP4_CAPABILITY:
         return []
     used = next(o.implementation for o in status.operators if o.operator == "fprop")
-    if used in kernels.tiers.NATIVE or kernels._forced in ("emulated", "reference"):
+    if used in tiers.NATIVE or dispatch._forced in ("emulated", "reference"):
         return []
     why = "; ".join(f"{name}: {reason}" for name, reason in status.skipped.items()) or "see the kernels below"
     return [Advice(True, f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]

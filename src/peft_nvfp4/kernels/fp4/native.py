@@ -15,7 +15,7 @@ exact products, accumulated in FP32, rounded once to ``dtype``. What it may rely
 
 The low-rank parts join as ``add``. So they are rounded to ``dtype`` once by themselves, before the one rounding of the sum: two
 roundings, the first relative to the smaller part. (Adding them after the product would cost the same traffic, and round the
-larger part twice.) dgrad accumulates linear by linear: one more rounding for each after the first, which :mod:`..linear_ops`
+larger part twice.) dgrad accumulates linear by linear: one more rounding for each after the first, which :mod:`..numerics.products`
 allows.
 
 Swizzled copies of the weights' scales are not kept: they would take a ninth of the weights' memory again (0.5 GB per layout of an
@@ -30,8 +30,10 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...numerics import reference
 from ...numerics.formats import GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix
-from ...numerics.matmul import mm
+from ...numerics.products import Dgrad, Fprop
+from ...numerics.reference import mm
 from ...ops import linear
 
 Gemms = Callable[..., list[Tensor]]
@@ -50,38 +52,29 @@ def single(gemms: Gemms) -> Callable[..., Tensor]:
 # ---------------------------------------------------------------------------------------------- fprop
 
 
-def rows(arguments: tuple) -> int:
-    """M of a product, given the operator's arguments."""
-    return arguments[0][0].shape[0]
-
-
-def takes_fprop(
-    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype, factors=()
-) -> bool:
+def takes_fprop(p: Fprop) -> bool:
     """Whether a product is one that :func:`fprop` computes: BF16, not empty, weights with one global scale."""
-    sizes = [k, x_codes[0].shape[0], *(c.shape[0] for c in w_codes)]
-    return dtype == torch.bfloat16 and all(sizes) and all(g.shape[0] == 1 for g in w_gscale)
+    weights = [item.weight for item in p.linears]
+    sizes = [p.terms[0].k, p.terms[0].codes.shape[0], *(w.codes.shape[0] for w in weights)]
+    return p.dtype == torch.bfloat16 and all(sizes) and all(w.gscale.shape[0] == 1 for w in weights)
 
 
-def fprop(gemms: Gemms, *arguments) -> list[Tensor]:
-    """The operator ``fprop``, for what :func:`takes_fprop`. ``factors`` are for emulating: a GEMM applies the global scales to
+def fprop(gemms: Gemms, p: Fprop) -> list[Tensor]:
+    """The operator ``fprop``, for what :func:`takes_fprop`. Scale factors are for emulating: a GEMM applies the global scales to
     its FP32 sums, whatever they are."""
-    linear.check_fprop(*arguments)
-    x_codes, x_scales, x_gscale, w_codes, w_scales, w_gscale, constants, values, hidden, ups, owner, a, k, dtype = arguments[:14]
-    terms = linear._matrices(x_codes, x_scales, x_gscale, k)
-    hidden, made = linear.low_rank(terms, values, a, hidden, ups, dtype)
+    p, h = reference.with_hidden(p, linear.dequantize_input.run)
     adds = []
-    for i in range(len(w_codes)):
-        own = [j for j, of in enumerate(owner) if of == i]
-        adds.append(mm(_join([hidden[j] for j in own]), _join([ups[j] for j in own]).T, dtype) if own else None)
+    for item in p.linears:
+        hidden, ups = zip(*item.adapters) if item.adapters else ((), ())
+        adds.append(mm(_join(hidden), _join(ups).T, p.dtype) if hidden else None)
     ys = gemms(
-        [_with_row_scales(t) for t in terms],
-        [_contiguous(w) for w in linear._matrices(w_codes, w_scales, w_gscale, k)],
-        constants=[None if c is None else c.float().contiguous() for c in constants],
+        [_with_row_scales(t) for t in p.terms],
+        [_contiguous(item.weight) for item in p.linears],
+        constants=[None if item.constant is None else item.constant.float().contiguous() for item in p.linears],
         adds=adds,
-        dtype=dtype,
+        dtype=p.dtype,
     )
-    return ys if made is None else [*ys, made]
+    return ys if h is None else [*ys, h]
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor:
@@ -99,19 +92,20 @@ def _with_row_scales(q: QuantizedMatrix) -> QuantizedMatrix:
 # ---------------------------------------------------------------------------------------------- dgrad
 
 
-def takes_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k: int) -> bool:
+def takes_dgrad(p: Dgrad) -> bool:
     """Whether a product is one that :func:`dgrad` computes."""
-    sizes = [k, dys[0].shape[0], *(dy.shape[1] for dy in dys)]
-    return dys[0].dtype == torch.bfloat16 and all(sizes) and all(g.shape[0] == 1 for g in w_gscale)
+    weights = [item.weight for item in p.linears]
+    dy = p.linears[0].dy
+    sizes = [dy.shape[0], *(size for w in weights for size in (w.codes.shape[0], w.k))]
+    return dy.dtype == torch.bfloat16 and all(sizes) and all(w.gscale.shape[0] == 1 for w in weights)
 
 
-def dgrad(gemms: Gemms, dys, w_codes, w_scales, w_gscale, seeds, g, a, k: int) -> Tensor:
+def dgrad(gemms: Gemms, p: Dgrad) -> Tensor:
     """The operator ``dgrad``, for what :func:`takes_dgrad`."""
-    linear.check_dgrad(dys, w_codes, w_scales, w_gscale, seeds, g, a, k)
-    weights = linear._matrices(w_codes, w_scales, w_gscale, [dy.shape[1] for dy in dys])
-    dx = None if g is None else mm(g, a, dys[0].dtype)
-    for dy, w, seed in zip(dys, weights, seeds):
-        q = ops.quantize(dy, GRADIENT) if seed is None else ops.quantize(dy, GRADIENT_STOCHASTIC, seed=seed)
+    dtype = p.linears[0].dy.dtype
+    dx = None if p.g is None else mm(p.g, p.a, dtype)
+    for dy, weight, seed in p.linears:
+        q = ops.quantize(dy, GRADIENT if seed is None else GRADIENT_STOCHASTIC, seed=seed)
         outs = None if dx is None else [dx]
-        (dx,) = gemms([_with_row_scales(q)], [_contiguous(w)], constants=[None], adds=[dx], outs=outs, dtype=dys[0].dtype)
+        (dx,) = gemms([_with_row_scales(q)], [_contiguous(weight)], constants=[None], adds=[dx], outs=outs, dtype=dtype)
     return dx

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...numerics import reference
+from ...numerics import layout, reference
 from ...numerics.formats import E4M3_NAN, QuantizedMatrix
 from .known_products import Case, cases, expected, magnitude, matrix
 
@@ -74,13 +74,13 @@ def _swapped(q: QuantizedMatrix) -> QuantizedMatrix:
 
 def _taken_for_swizzled(q: QuantizedMatrix) -> QuantizedMatrix:
     rows, blocks = q.scales.shape
-    size = reference.swizzle_scales(q.scales).numel()
+    size = layout.swizzle_scales(q.scales).numel()
     flat = torch.cat([q.scales.flatten(), q.scales.new_zeros(size - q.scales.numel())])
-    return q._replace(scales=reference.unswizzle_scales(flat, rows, blocks))
+    return q._replace(scales=layout.unswizzle_scales(flat, rows, blocks))
 
 
 def _taken_for_linear(q: QuantizedMatrix) -> QuantizedMatrix:
-    return q._replace(scales=reference.swizzle_scales(q.scales)[: q.scales.numel()].view(q.scales.shape))
+    return q._replace(scales=layout.swizzle_scales(q.scales)[: q.scales.numel()].view(q.scales.shape))
 
 
 def _scales(change: Callable[[Tensor], Tensor]) -> Callable[[QuantizedMatrix], QuantizedMatrix]:

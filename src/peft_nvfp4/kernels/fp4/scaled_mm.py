@@ -2,7 +2,7 @@
 
 PyTorch takes packed codes as ``float4_e2m1fn_x2`` (the low nibble is the even k, as here), x row-major and W transposed as a
 view, and block scales as a flat, swizzled ``float8_e4m3fn`` tensor, whose rows are padded to 128 and columns to 4 with zeros
-(:func:`peft_nvfp4.numerics.reference.swizzle_scales`). It asks for K to be a multiple of 32, which the storage has, and N of 16: rows of
+(:func:`peft_nvfp4.numerics.layout.swizzle_scales`). It asks for K to be a multiple of 32, which the storage has, and N of 16: rows of
 zero codes are added to W and their outputs cut off. M may be anything.
 
 cuBLASLt knows no global scale per row. So the product comes out in FP32, and one pass applies the scales, adds what is to be

@@ -129,7 +129,7 @@ def few_rows(
     Args:
         values: D(x) (M, K) of a single term, if the caller has it.
         hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
-        factor: significand of w's global scale; see :func:`peft_nvfp4.ops.matmul`.
+        factor: significand of w's global scale; see :func:`peft_nvfp4.numerics.reference.matmul`.
     """
     first, last = terms[0], terms[-1]
     m, n, nb = first.codes.shape[0], w.codes.shape[0], w.codes.shape[1] * 2 // BLOCK_SIZE
@@ -181,41 +181,33 @@ def linear(
     Args:
         branches: (A (r, K), B (N, r), scaling) of every adapter, in any dtype.
         x: D(x~) (M, K) in BF16, what the adapters see; not read without adapters.
-        values: x again if it is the sum of the terms, unrounded; see :func:`peft_nvfp4.ops.matmul`, also for ``factor``.
+        values: x again if it is the sum of the terms, unrounded; see :func:`peft_nvfp4.numerics.reference.matmul`, also for ``factor``.
     """
     if w.codes.is_cuda and w.codes.device.index != torch.cuda.current_device():
         with torch.cuda.device(w.codes.device):  # Triton launches on the current device, wherever its arguments live
             return linear(terms, w, constant, branches, x, values, factor)
     if not branches:
-        return product(terms, w, constant, torch.bfloat16, values, factor=factor)
+        return matmul(terms, w, constant, torch.bfloat16, values, factor)
     (a, b, scaling), *others = branches
-    y = product(terms, w, constant, torch.bfloat16, values, down(x, a), b, scaling, factor)
+    y = matmul(terms, w, constant, torch.bfloat16, values, factor, down(x, a), b, scaling)
     for a, b, scaling in others:
         y.addmm_(down(x, a), (b * scaling).to(y.dtype).T)
     return y
 
 
-def product(
+def matmul(
     terms: Sequence[QuantizedMatrix],
     w: QuantizedMatrix,
-    bias: Tensor | None,
+    constant: Tensor | None,
     dtype: torch.dtype,
     values: Tensor | None = None,
+    factor: float = 1.0,
     hidden: Tensor | None = None,
     up: Tensor | None = None,
     scaling: float = 1.0,
-    factor: float = 1.0,
 ) -> Tensor:
     """:func:`few_rows`, whatever the number of rows (an adapter is then added to the rounded product)."""
     if 0 < terms[0].codes.shape[0] <= ROWS and w.codes.numel():
-        return few_rows(terms, w, bias, dtype, values, hidden, up, scaling, factor)
-    y = bf16_matmul.matmul(terms, w, bias, dtype, values, factor)
+        return few_rows(terms, w, constant, dtype, values, hidden, up, scaling, factor)
+    y = bf16_matmul.matmul(terms, w, constant, dtype, values, factor)
     return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
-
-
-def matmul(
-    x_codes: Sequence[Tensor], x_scales, x_gscale, w_codes, w_scales, w_gscale, bias, values, k, dtype, factor: float = 1.0
-) -> Tensor:
-    """The operator ``matmul``."""
-    terms = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(x_codes, x_scales, x_gscale)]
-    return product(terms, QuantizedMatrix(w_codes, w_scales, w_gscale, k), bias, dtype, values, factor=factor)

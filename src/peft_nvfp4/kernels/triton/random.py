@@ -1,4 +1,4 @@
-"""Random bits in Triton: Philox-4x32-10 as in :func:`peft_nvfp4.numerics.reference.philox`, stochastic rounding and dropout.
+"""Random bits in Triton: Philox-4x32-10 as in :func:`peft_nvfp4.numerics.philox.philox`, stochastic rounding and dropout.
 
 Number i of a stream is lane i % 4 of the cipher of i // 4 under the seed, so a kernel draws what belongs to its elements and
 nothing is stored. Streams of up to 2**34 numbers: the counter is kept in 32 bits.

@@ -1,0 +1,185 @@
+"""Which implementation of an operator runs: the one place of the package that looks at hardware.
+
+:func:`load` gives every operator that has a kernel an implementation for CUDA tensors. That is a table entry: Triton is
+imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
+The two products of a training step have several implementations (:mod:`tiers`): the best one that works is found out on the
+device, at the first call. All compute the same bits (of a matrix product, up to the order of its sum).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from ..numerics.products import Dgrad, Fprop
+from ..ops.core import OPERATORS
+from . import tiers
+
+VARIABLE = "PEFT_NVFP4_KERNELS"
+CAPABILITY = (8, 0)
+"""Oldest GPU the kernels are written for (BF16 and FP16 pair arithmetic)."""
+WIDEST_ROW = 32768
+"""Kernels that hold a row in one program leave wider rows to the reference."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Triton implementation: ``function`` of ``peft_nvfp4.kernels.triton.<module>``. ``whole_row``: its first argument is a
+    matrix whose rows must fit in one program."""
+
+    module: str
+    function: str
+    whole_row: bool = False
+
+
+KERNELS = {
+    "quantize": Kernel("quantize", "quantize"),
+    "quantize_terms": Kernel("quantize", "quantize_terms", whole_row=True),
+    "dequantize": Kernel("dequantize", "dequantize"),
+    "dequantize_terms": Kernel("dequantize", "dequantize_terms"),
+    "transpose_requantize": Kernel("transpose", "transpose_requantize"),
+    "rmsnorm_quantize": Kernel("norm", "rmsnorm_quantize", whole_row=True),
+    "rmsnorm_backward": Kernel("norm", "rmsnorm_backward", whole_row=True),
+    "silu_mul_quantize": Kernel("mlp", "silu_mul_quantize", whole_row=True),
+    "silu_mul_backward": Kernel("mlp", "silu_mul_backward", whole_row=True),
+    "gated_values": Kernel("mlp", "gated_values"),
+    "dropout": Kernel("random", "dropout"),
+    "rotary_embedding": Kernel("rope", "rotary_embedding"),
+}
+
+PRODUCTS = ("fprop", "dgrad")
+"""The products of a training step, which have several implementations."""
+
+PLAIN = {"swizzle_scales": "no kernel, one copy"}
+"""Operators that are plain PyTorch everywhere, and why."""
+
+_loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
+_forced = ""  # a name of tiers.NAMES
+_choices: dict[torch.device, tiers.Choice] = {}
+
+
+@cache
+def _obstacle() -> str:
+    """Why the Triton kernels cannot run on this machine's GPU; empty if they can. Imports Triton and asks the driver."""
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        return f"needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, this GPU has {capability[0]}.{capability[1]}"
+    try:
+        importlib.import_module(f"{__package__}.triton.blocks")
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return ""
+
+
+def _on_its_device(device: torch.device, function: Callable, args: tuple):
+    """``function(*args)`` with the device as the current one: kernels are launched there, wherever their arguments live."""
+    if device.index == torch.cuda.current_device() or not device.type == "cuda":
+        return function(*args)
+    with torch.cuda.device(device):
+        return function(*args)
+
+
+@cache
+def implementation(name: str) -> Callable:
+    """The Triton implementation of an operator, whether or not this machine can run it."""
+    kernel, operator = KERNELS[name], OPERATORS[name]
+    function = getattr(importlib.import_module(f"{__package__}.triton.{kernel.module}"), kernel.function)
+
+    def run(*args):
+        first = args[0]
+        while not isinstance(first, torch.Tensor):
+            first = first[0]
+        if kernel.whole_row and not 0 < first.shape[1] <= WIDEST_ROW:
+            return operator.reference(*args)
+        return _on_its_device(first.device, operator.from_flat, (function, args))
+
+    return run
+
+
+def _kernel_on_cuda(name: str) -> Callable:
+    """What is registered for CUDA tensors: decides at the first call."""
+
+    def first_call(*args):
+        run = OPERATORS[name].reference if _obstacle() else implementation(name)
+        OPERATORS[name].direct["cuda"] = run
+        return run(*args)
+
+    return first_call
+
+
+def choice(device: torch.device) -> tiers.Choice:
+    """What computes the two products on a CUDA device. The first call for a device tries the implementations, which synchronises
+    with it.
+
+    Raises:
+        RuntimeError: the implementation that ``PEFT_NVFP4_KERNELS`` names does not work here.
+    """
+    chosen = _choices.get(device)
+    if chosen is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the kernels for {device} are chosen by trying them, which a CUDA graph cannot record: run a forward pass, or "
+                "call peft_nvfp4.kernels.status(), before the capture"
+            )
+        with torch.cuda.device(device):
+            chosen = _choices[device] = tiers.choose(device, _forced, _obstacle())
+    return chosen
+
+
+def _fprop_on_cuda(product: Fprop) -> list[torch.Tensor]:
+    device = product.terms[0].codes.device
+    return _on_its_device(device, choice(device).fprop, (product,))
+
+
+def _dgrad_on_cuda(product: Dgrad) -> torch.Tensor:
+    device = product.linears[0].dy.device
+    return _on_its_device(device, choice(device).dgrad, (product,))
+
+
+def few_rows_module(x: torch.Tensor) -> ModuleType | None:
+    """The module whose ``linear`` computes frozen linears of x (M, K) with their adapters, without autograd; None if it cannot:
+    it takes few BF16 rows, on a GPU that runs the Triton kernels."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if _loaded != "" or _obstacle():
+        return None
+    module = _matmul_module()
+    return module if 0 < x.shape[0] <= module.ROWS else None
+
+
+@cache
+def _matmul_module() -> ModuleType:
+    return importlib.import_module(f"{__package__}.triton.matmul")
+
+
+def load() -> None:
+    """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing.
+
+    Raises:
+        ValueError: ``PEFT_NVFP4_KERNELS`` has an unknown value.
+    """
+    global _loaded, _forced
+    if _loaded is not None:
+        return
+    asked = os.environ.get(VARIABLE, "").strip().lower()
+    if asked not in ("", "auto", *tiers.NAMES):
+        raise ValueError(f"{VARIABLE}={asked!r}: choose 'auto' (or unset it) or one of {', '.join(map(repr, tiers.NAMES))}")
+    _forced = "" if asked == "auto" else asked
+    if asked == "reference":
+        _loaded = f"{VARIABLE}=reference"
+        return
+    OPERATORS["fprop"].register("cuda", _fprop_on_cuda)
+    OPERATORS["dgrad"].register("cuda", _dgrad_on_cuda)
+    if importlib.util.find_spec("triton") is None:
+        _loaded = "Triton is not installed (pip install triton)"
+        return
+    _loaded = ""
+    for name in KERNELS:
+        OPERATORS[name].register("cuda", _kernel_on_cuda(name))
