@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from peft_nvfp4.autograd.lora import Branch
+from peft_nvfp4.autograd.frozen_linear import Branch
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, linear_of
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.nn.registry import BACKENDS

@@ -10,10 +10,13 @@ from _assertions import unit
 from torch import nn
 
 from peft_nvfp4 import ops
-from peft_nvfp4.autograd.frozen_linear import Branch, dequantize_input, draw_seed, quantize_input
+from peft_nvfp4.autograd.activation_cache import dequantized
+from peft_nvfp4.autograd.frozen_linear import Branch
+from peft_nvfp4.autograd.seeds import draw_seed
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.nn.registry import BACKENDS
 from peft_nvfp4.numerics import philox
+from peft_nvfp4.ops import linear
 
 M = 6
 SEED = 1234
@@ -87,8 +90,8 @@ def value_and_gradients(x, w, bias, adapters, masks, dy):
 def expected(layer, x, branches, dy):
     """(values, the same polynomial on absolute values) of the straight-through function of D(x~)."""
     x, centre = x.detach().reshape(-1, x.shape[-1]), layer._centre
-    parts = quantize_input(x, layer.options.terms, centre)
-    xd, w = dequantize_input(parts, centre, torch.float32), layer.dequantize(torch.float32)
+    parts = linear.quantize_input(x, centre, layer.options.terms)
+    xd, w = dequantized(parts, centre, torch.float32), layer.dequantize(torch.float32)
     magnitude = sum(ops.dequantize(p).abs() for p in parts) + (0 if centre is None else centre.abs())
     masks, _ = masks_and_seed(layer, x, branches)
     adapters = [(b.a, b.b, b.scaling) for b in branches]

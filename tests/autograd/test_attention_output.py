@@ -7,7 +7,8 @@ from _dataflow_models import IDS, kept_bytes, tuned
 
 from peft_nvfp4 import attach, detach
 from peft_nvfp4.autograd import activation_cache
-from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear, kept_by_attention
+from peft_nvfp4.autograd.attention_output import kept_by_attention
+from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.numerics.formats import padded_k
 
 

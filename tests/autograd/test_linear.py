@@ -26,9 +26,12 @@ from _linear_layers import (
 from torch import nn
 
 from peft_nvfp4 import ops
-from peft_nvfp4.autograd.frozen_linear import Branch, dequantize_input, fake_quantize, lora_branch, quantize_input
+from peft_nvfp4.autograd.activation_cache import dequantized
+from peft_nvfp4.autograd.frozen_linear import Branch, fake_quantize
+from peft_nvfp4.autograd.lora import lora_branch
 from peft_nvfp4.nn.registry import BACKENDS
 from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix, packed_bytes
+from peft_nvfp4.ops.linear import quantize_input
 
 SHAPES = ((10, 7), (576, 64), (1000, 7))  # K, N: padded to 32 (10, 7, 1000), and not (576, 64)
 by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"K{s[0]}-N{s[1]}")
@@ -188,7 +191,7 @@ def test_second_derivative_raises():
 def test_quantize_input_terms():
     """The first term is Q(x - mu), the second Q of the FP32 remainder under the same global scale; their sum is D(x~)."""
     x, mu = torch.randn(M, 100) + 1, torch.randn(100)
-    one, two, centred = quantize_input(x, 1, None), quantize_input(x, 2, None), quantize_input(x, 2, mu)
+    one, two, centred = quantize_input(x, None, 1), quantize_input(x, None, 2), quantize_input(x, mu, 2)
     assert [len(one), len(two), len(centred)] == [1, 2, 2]
     assert_same_matrix(one[0], ops.quantize(x, ACTIVATION))
     assert_same_matrix(two[0], one[0])
@@ -196,9 +199,9 @@ def test_quantize_input_terms():
     assert_same_matrix(two[1], rest, "second term: the first one's global scale")
     assert_same_matrix(centred[0], ops.quantize(x - mu, ACTIVATION), "centred first term")
     total = ops.dequantize(centred[0]) + ops.dequantize(centred[1]) + mu
-    assert_same_bits(dequantize_input(centred, mu, torch.float32), total, "D(x~)")
-    assert_same_bits(dequantize_input(centred, mu, torch.bfloat16), total.bfloat16(), "D(x~) rounded once")
-    assert_same_bits(dequantize_input(one, None, torch.bfloat16).float(), ops.dequantize(one[0]), "one term is exact in BF16")
+    assert_same_bits(dequantized(centred, mu, torch.float32), total, "D(x~)")
+    assert_same_bits(dequantized(centred, mu, torch.bfloat16), total.bfloat16(), "D(x~) rounded once")
+    assert_same_bits(dequantized(one, None, torch.bfloat16).float(), ops.dequantize(one[0]), "one term is exact in BF16")
 
 
 def test_second_term_and_centre_reduce_the_error():
@@ -207,7 +210,7 @@ def test_second_term_and_centre_reduce_the_error():
     x = torch.randn(64, 512) + mu
 
     def error(terms, centre):
-        return (dequantize_input(quantize_input(x, terms, centre), centre, torch.float32) - x).norm() / x.norm()
+        return (dequantized(quantize_input(x, centre, terms), centre, torch.float32) - x).norm() / x.norm()
 
     assert error(2, None) < 0.2 * error(1, None)
     assert error(1, mu) < 0.5 * error(1, None)  # |x - mu| is a fifth of |x|
@@ -219,7 +222,7 @@ def test_fake_quantize_is_straight_through(terms):
     y = fake_quantize(x, terms, mu)
     y.backward(dy)
     flat = x.detach().view(-1, 40)
-    assert_same_bits(y.detach().view(-1, 40), dequantize_input(quantize_input(flat, terms, mu), mu, torch.float32), "D(x~)")
+    assert_same_bits(y.detach().view(-1, 40), dequantized(quantize_input(flat, mu, terms), mu, torch.float32), "D(x~)")
     assert (y != x).any()
     assert_same_bits(x.grad, dy, "dx")
 

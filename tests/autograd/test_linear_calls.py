@@ -11,7 +11,7 @@ from _linear_layers import SEED, M, by_gradients, by_terms, forward, make_branch
 from torch.utils.checkpoint import checkpoint
 
 from peft_nvfp4.autograd import frozen_linear
-from peft_nvfp4.autograd.frozen_linear import lora_branch
+from peft_nvfp4.autograd.lora import lora_branch
 
 # ---------------------------------------------------------------------------------------------- ways of calling
 

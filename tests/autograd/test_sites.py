@@ -1,4 +1,4 @@
-"""Linears of one input computed together (:class:`peft_nvfp4.nn.nvfp4.Site`): as often, with the results, and with the
+"""Linears of one input computed together (:class:`peft_nvfp4.nn.group.SharedInputGroup`): as often, with the results, and with the
 side effects that they would have one by one."""
 
 import copy
@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
-from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.autograd import activation_cache, frozen_linear
 from peft_nvfp4.fusion.probe import base_of
 from peft_nvfp4.lora.layer import FrozenLoraLinear
-from peft_nvfp4.nn import nvfp4
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 WIDTHS = (48, 32, 40)
@@ -79,11 +78,13 @@ def three(model):
 @pytest.fixture
 def calls(monkeypatch):
     """Number of linears in every call of the Function."""
-    found, function = [], nvfp4.NVFP4Linears
+    found, function = [], frozen_linear.FrozenLinearFunction
     shim = SimpleNamespace(
-        apply=lambda x, xd, mu, spec, *t: found.append(len(spec.linears)) or function.apply(x, xd, mu, spec, *t)
+        apply=lambda structure, *leaves: (
+            found.append(len(frozen_linear.unflatten(structure, leaves).linears)) or function.apply(structure, *leaves)
+        )
     )
-    monkeypatch.setattr(nvfp4, "NVFP4Linears", shim)
+    monkeypatch.setattr(frozen_linear, "FrozenLinearFunction", shim)
     return found
 
 
@@ -390,8 +391,8 @@ def test_copies_are_independent(way):
     again = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
     three(model).between = three(again).between = int
     expected = results(model)
-    sites = {id(base_of(layer).site) for layer in three(again).layers()}
-    assert len(sites) == 1 and base_of(three(again).q_proj).site.members == three(again).layers()
+    sites = {id(base_of(layer).group) for layer in three(again).layers()}
+    assert len(sites) == 1 and base_of(three(again).q_proj).group.members == three(again).layers()
     assert_close(results(again), expected)
     with torch.no_grad():
         for p in again.parameters():
@@ -412,7 +413,7 @@ def test_replicas_compute_for_themselves(calls):
         replica._modules["base_layer"] = base = base_of(layer)._replicate_for_data_parallel()
         base._parameters = dict(base_of(source)._parameters)
         replica._modules["lora_A"], replica._modules["lora_B"] = source.lora_A, source.lora_B
-        assert base.site is base_of(layer).site
+        assert base.group is base_of(layer).group
         replicas.append(replica)
     calls.clear()
     y = torch.cat([replica(x) for replica in replicas], -1)
@@ -437,7 +438,7 @@ def test_an_adapter_that_comes_later(calls):
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     wrapped.add_adapter("b", LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights=False))
     wrapped.base_model.set_adapter(["default", "b"])
-    assert base_of(model.q_proj).site.members == model.layers()
+    assert base_of(model.q_proj).group.members == model.layers()
     assert [isinstance(m, FrozenLoraLinear) for m in model.layers()] == [True, True, False]
     calls.clear()
     got = results(wrapped)
@@ -470,7 +471,7 @@ def test_sites_do_not_cross_modules(calls):
     assert report.sites == [[f"layers.{i}.{name}" for name in NAMES] for i in (0, 1)]
     assert torch.equal(model(x), expected) and calls == [3, 3, 1, 1, 1]
     detach(model)
-    assert all(base_of(m).site is None for layer in model.layers for m in layer.layers())
+    assert all(base_of(m).group is None for layer in model.layers for m in layer.layers())
 
 
 def test_linears_that_quantise_differently_are_no_site():

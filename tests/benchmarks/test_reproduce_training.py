@@ -16,7 +16,7 @@ from conftest import tiny_llama
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import ablations, encoding, methods, recording, scoring, tasks, training
 
-from peft_nvfp4.autograd import lora
+from peft_nvfp4.autograd import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
 
@@ -155,19 +155,19 @@ class Rehearsal:
 
     def __init__(self, run):
         run()
-        self.run, self.tapes = run, list(lora._TAPES)
+        self.run, self.tapes = run, list(seeds.TAPES)
 
     def __call__(self):
         for tape in self.tapes:
             order = iter(range(len(tape.places)))
             tape.draw = lambda tape=tape, order=order: tape.buffer[next(order)].clone()
-            lora._TAPES.append(tape)
+            seeds.TAPES.append(tape)
         places = [dict(tape.places) for tape in self.tapes]
         try:
             self.run()
         finally:
             for tape, before in zip(self.tapes, places):
-                lora._TAPES.pop()
+                seeds.TAPES.pop()
                 del tape.draw
                 tape.places = before
 

@@ -7,13 +7,13 @@ from _calibrations import FAST, IDS, Words, assert_same_model, bits
 from conftest import tiny_llama
 from torch import nn
 
-from peft_nvfp4.autograd.frozen_linear import dequantize_input, quantize_input
 from peft_nvfp4.calibration import terms as terms_module
 from peft_nvfp4.calibration.gptq import GPTQOptions, gptq, gptq_backward
 from peft_nvfp4.calibration.hessian import Moments
 from peft_nvfp4.calibration.layer import rounded_input
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
+from peft_nvfp4.ops.linear import dequantize_input, quantize_input
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
@@ -157,7 +157,7 @@ def test_centres():
     moments = Moments(64)
     for row in x.view(7, 24, 64):  # moments of the whole D(x~): the layer adds D(W) mu, not W mu
         centre = attention.q_proj.input_centre.view(torch.float32)
-        moments.add(dequantize_input(quantize_input(row, 1, centre), centre, row.dtype))
+        moments.add(dequantize_input(quantize_input(row, centre, 1), centre, row.dtype))
     own = dense.model.layers[0].self_attn
     expected = gptq([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight], moments)[0].q
     assert torch.equal(attention.q_proj.weight, expected.codes)

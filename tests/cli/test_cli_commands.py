@@ -358,7 +358,7 @@ def test_categories_of_kernels(kernel, expected):
 
 
 def test_categories_on_a_cpu():
-    assert profiling.cpu_category(["aten::mm", "NVFP4Linears"]) == "NVFP4 GEMMs"
+    assert profiling.cpu_category(["aten::mm", "FrozenLinearFunction"]) == "NVFP4 GEMMs"
     assert profiling.cpu_category(["aten::mm", "aten::linear"]) == "BF16 GEMMs"
     assert profiling.cpu_category(["aten::mul", "GatedQuantizeBackward"]) == "quantise/fused"
     assert profiling.cpu_category(["aten::copy_", "aten::scaled_dot_product_attention"]) == "attention"

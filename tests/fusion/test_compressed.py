@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.autograd import activation_cache
-from peft_nvfp4.autograd.lora import Branch, lora_branch
+from peft_nvfp4.autograd.frozen_linear import Branch
+from peft_nvfp4.autograd.lora import lora_branch
 from peft_nvfp4.fusion.compressed import CompressedGate, CompressedNorm
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION

@@ -12,7 +12,7 @@ from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.fusion.probe import base_of
 from peft_nvfp4.numerics import fused_reference, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, padded_k
-from peft_nvfp4.numerics.matmul import mm
+from peft_nvfp4.numerics.reference import mm
 
 # ---------------------------------------------------------------------------------------------- what is kept for backward
 

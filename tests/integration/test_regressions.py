@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.flash_attention import get_target_dtype
 
 from peft_nvfp4 import BACKENDS, FrozenLinear, NVFP4LoraConfig, freeze_model, register, unregister
-from peft_nvfp4.autograd import lora
-from peft_nvfp4.autograd.frozen_linear import Branch, lora_branch
+from peft_nvfp4.autograd import frozen_linear
+from peft_nvfp4.autograd.frozen_linear import Branch
+from peft_nvfp4.autograd.lora import lora_branch
 from peft_nvfp4.kernels import bf16_matmul
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.lora.layer import FrozenLoraLinear
@@ -312,8 +313,8 @@ def test_a_frozen_factor_costs_no_gradient(monkeypatch, backend, trained, p):
     """Products in backward: g = dy B and dA = g.T x for A, dB = dy.T h for B (x needs no gradient here)."""
     layer = BACKENDS[backend].quantize(nn.Linear(64, 32), FrozenOptions())
     a, b, x = torch.randn(4, 64), torch.randn(32, 4), torch.randn(5, 64)
-    calls, mm = [], lora.mm
-    monkeypatch.setattr(lora, "mm", lambda *args: calls.append(1) or mm(*args))
+    calls, mm = [], frozen_linear.mm
+    monkeypatch.setattr(frozen_linear, "mm", lambda *args: calls.append(1) or mm(*args))
 
     def gradients(needed):
         torch.manual_seed(1)  # the same dropout

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from peft_nvfp4 import FrozenLinear, freeze_model
-from peft_nvfp4.autograd.frozen_linear import draw_seed
+from peft_nvfp4.autograd.seeds import draw_seed
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.numerics import philox
 

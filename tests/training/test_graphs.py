@@ -13,7 +13,7 @@ import transformers as hf
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status
-from peft_nvfp4.autograd import lora
+from peft_nvfp4.autograd import seeds
 from peft_nvfp4.training import cuda_graphs
 
 SIZES = dict(
@@ -31,19 +31,19 @@ class Rehearsal:
         self.inputs = {name: t.clone() for name, t in inputs.items()}
         y = run(**self.inputs)
         torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
-        (self.tape,) = lora._TAPES
+        (self.tape,) = seeds.TAPES
 
     def forward(self, inputs):
         torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
         places = dict(self.tape.places)
         order = iter(range(len(places)))
         self.tape.draw = lambda: self.tape.buffer[next(order)].clone()
-        lora._TAPES.append(self.tape)
+        seeds.TAPES.append(self.tape)
         try:
             with torch.enable_grad():
                 self.y = self.run(**self.inputs)
         finally:
-            lora._TAPES.pop()
+            seeds.TAPES.pop()
             self.tape.places = places
         return self.y.detach().clone()
 

@@ -8,7 +8,7 @@ m a dropout mask (0 or 1/(1-p)), mu an optional constant offset per channel.
     dB_i = s_i * dy.T @ h_i,   dA_i = g_i.T @ (m_i * D(x~))                 g_i = dy @ (s_i * B_i)
     dx   = D(Q(dy)) @ D(W_b).T + sum_i m_i * (g_i @ A_i),   dbias = sum over M of dy
 
-:class:`FrozenLinear` computes them in this order. Precision: every product has exact operands, FP32 sums and one rounding to the
+:class:`FrozenLinearFunction` computes them in this order. Precision: every product has exact operands, FP32 sums and one rounding to the
 dtype of the activations (of dA and dB: to that of A and B). A and s * B are rounded to the activations' dtype once, in forward.
 
 * D(x~) @ D(W_f).T is a product of 4-bit values (W4A4): :func:`peft_nvfp4.ops.linear.fprop`.
@@ -77,7 +77,7 @@ class Linear(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Everything that :class:`FrozenLinear` depends on: a tree of tensors and constants. Its gradients are the same tree."""
+    """Everything that :class:`FrozenLinearFunction` depends on: a tree of tensors and constants. Its gradients are the same tree."""
 
     x: Tensor  # (M, K); read for its dtype, and where keeps_x
     terms: tuple[QuantizedMatrix, ...]  # of x~, one or two
@@ -102,7 +102,7 @@ def frozen_linear(x: Tensor, quantized: QuantizedInput, linears: Sequence[Linear
     if dequantized_input_is_needed(call):
         call = call._replace(dequantized=quantized.dequantized(x))
     leaves, structure = flatten(call)
-    return FrozenLinear.apply(structure, *leaves)
+    return FrozenLinearFunction.apply(structure, *leaves)
 
 
 def dequantized_input_is_needed(call: Call) -> bool:
@@ -129,7 +129,7 @@ class Saved(NamedTuple):
     hidden: tuple[Tensor, ...]  # h (M, r) of every branch
 
 
-class FrozenLinear(torch.autograd.Function):
+class FrozenLinearFunction(torch.autograd.Function):
     """Frozen NVFP4 linears of one input, each with any number of plain LoRA branches: a tuple of y (M, N). See the module's
     docstring for the formulas. The input is quantised by the caller, once for all linears that share it."""
 

@@ -194,8 +194,8 @@ def _create_new_module(
             "Name the module in target_modules instead, or list it in skip_modules to leave it dense."
         )
     layer = FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
-    if site := getattr(base, "site", None):  # attached before: the linears of its site are computed with their adapters
-        site.members = [layer if base_of(member) is base else member for member in site.members]
+    if group := getattr(base, "group", None):  # attached before: the linears of its group are computed with their adapters
+        group.members = [layer if base_of(member) is base else member for member in group.members]
     return layer
 
 

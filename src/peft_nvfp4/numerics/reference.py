@@ -238,7 +238,8 @@ def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[Quanti
     first = quantize(x, ACTIVATION)
     if terms == 1:
         return (first,)
-    return first, quantize(x.float() - dequantize(first), ACTIVATION, first.gscale)
+    residual = x.float() - dequantize(first)
+    return first, quantize(residual, ACTIVATION, first.gscale.clone())  # results share no memory
 
 
 def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:

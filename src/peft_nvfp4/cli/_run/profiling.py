@@ -25,7 +25,7 @@ LAUNCHES = re.compile(r"cu(da)?LaunchKernel|cu(da)?LaunchCooperative|cuda(Memcpy
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|matmul|gemv|triton_tem|dot_kernel")
 _FP4 = re.compile(r"e2m1|nvf4|fp4|block_?scaled|bstensorop")
 _FUSED = re.compile(r"quantize|_rms_?norm_(forward|backward)_kernel|_swiglu|_triton_rope|liger|_element_mul_kernel")
-_OWN_FUNCTION = re.compile(r"NVFP4Linears|GatedQuantize|RMSNormQuantize|Compressed(Norm|Gate)|peft_nvfp4::")
+_OWN_FUNCTION = re.compile(r"FrozenLinearFunction|GatedQuantize|RMSNormQuantize|Compressed(Norm|Gate)|peft_nvfp4::")
 _CPU_GEMM = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)_?$|gemm_4bit")
 
 

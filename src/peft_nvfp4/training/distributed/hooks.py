@@ -129,7 +129,7 @@ def _is_too_small(unit: nn.Module) -> bool:
     """A packed linear by itself, with or without adapters, or linears of a fused norm without that norm."""
     packed = [layer for _, layer in _frozen(unit) if not layer.weight.is_floating_point()]
     base = unit.get_base_layer() if isinstance(unit, BaseTunerLayer) else unit
-    fused = any(getattr(layer, "site", None) is not None for layer in packed)
+    fused = any(getattr(layer, "group", None) is not None for layer in packed)
     return bool(packed) and (base is packed[0] or fused and not any(isinstance(m, NVFP4RMSNorm) for m in unit.modules()))
 
 
