@@ -14,6 +14,7 @@ import pytest
 import torch
 from _assertions import assert_same_bits, assert_same_matrix, by_device, by_dtype, gaussian, generator, to, unit
 from _interpreter import run_interpreted
+from _products import multiplied
 from test_emulated import packed
 from torch import nn
 
@@ -110,7 +111,7 @@ def test_matmul_is_exact_but_for_its_sums(m, terms, bias, dtype, g, device):
     xs, w = [gaussian(m, 320, ACTIVATION, seed) for seed in range(terms)], foreign(48, 320, g)
     b = None if bias is None else torch.randn(48, generator=generator(7)).to(bias)
     factor = reference.significand(w.gscale)
-    y = ops.matmul([to(x, device) for x in xs], to(w, device), None if b is None else b.to(device), dtype, None, factor)
+    y = multiplied([to(x, device) for x in xs], to(w, device), None if b is None else b.to(device), dtype, None, factor)
     assert y.dtype == dtype
     assert outside(y, [(reference.dequantize(x).double(), exact_values(w)) for x in xs], b) == 0
     assert dtype == torch.float16 or rounded_operand_is_noticed(dtype)
@@ -126,7 +127,7 @@ def test_a_cpu_looks_for_itself(bias, has_bf16, monkeypatch):
     for scales in (w.gscale, w.gscale * torch.linspace(0.5, 3, 48)):
         w = w._replace(gscale=scales)
         for dtype in (BF16, FP32):
-            assert outside(ops.matmul([x], w, b, dtype), [(reference.dequantize(x).double(), exact_values(w))], b) == 0
+            assert outside(multiplied([x], w, b, dtype), [(reference.dequantize(x).double(), exact_values(w))], b) == 0
 
 
 @pytest.mark.parametrize("terms", [1, 2])

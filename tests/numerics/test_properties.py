@@ -19,6 +19,7 @@ from _assertions import FORMATS, SEED, assert_same_bits, assert_same_matrix
 pytest.importorskip("hypothesis")
 
 import scalar_nvfp4 as scalar
+from _products import multiplied
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
@@ -29,7 +30,7 @@ from peft_nvfp4.autograd.activation_cache import QuantizedInput
 from peft_nvfp4.lora.config import OWN_FIELDS, SIDE_CAR, SIDE_CAR_VERSION
 from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import BLOCK, GSCALE_EXPONENTS, NVFP4Format, QuantizedMatrix, packed_bytes, padded_k
-from peft_nvfp4.ops import fused
+from peft_nvfp4.ops import linear
 
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "0"))
 
@@ -276,7 +277,7 @@ def test_products_of_integers_are_exact(m, n, k, biased, terms, rng):
     qx = QuantizedMatrix(qx.codes, qx.scales, unit.expand(m).contiguous(), k)
     assert_same_bits(reference.dequantize(qx), x, "x")
     bias = torch.from_numpy(rng.integers(-50, 50, n).astype(np.float32)) if biased else None
-    y = ops.matmul([qx] * terms, qw, bias, torch.float32)
+    y = multiplied([qx] * terms, qw, bias, torch.float32)
     expected = terms * (x.double() @ w.double().T) + (0 if bias is None else bias.double())
     assert torch.equal(y.double(), expected)  # of zeros, whatever sign
 
@@ -285,9 +286,9 @@ def test_products_of_integers_are_exact(m, n, k, biased, terms, rng):
 @given(matrices(rows=(1, 5), k=(48, 48)), matrices(rows=(1, 5), k=(48, 48)), st.sampled_from([1, 2]))
 def test_products_of_any_values(x, w, terms):
     """48 products, exact in FP32, and 47 sums in any order: 48 * 2**-24 of the sum of absolute values, one more for two terms."""
-    qx = fused.quantize_terms(x, None, terms)
+    qx = linear.quantize_input(x, None, terms)
     qw = quantize(w, NVFP4Format(rule="mse"))
-    y = ops.matmul(list(qx), qw, None, torch.float32).double()
+    y = multiplied(list(qx), qw, None, torch.float32).double()
     dx, dw = sum(reference.dequantize(t).double() for t in qx), reference.dequantize(qw).double()
     assert ((y - dx @ dw.T).abs() <= 50 * 2.0**-24 * (dx.abs() @ dw.abs().T)).all()
 
@@ -301,7 +302,7 @@ def test_a_row_of_a_product_is_its_own(m, n, k, rng):
     victim = int(rng.integers(0, m))
     spoiled[victim, int(rng.integers(0, k))] = float("nan")
     fmt, qw = NVFP4Format(global_scale="row"), quantize(w, NVFP4Format())
-    clean, got = (ops.matmul([quantize(v, fmt)], qw, None, torch.float32) for v in (x, spoiled))
+    clean, got = (multiplied([quantize(v, fmt)], qw, None, torch.float32) for v in (x, spoiled))
     others = [r for r in range(m) if r != victim]
     assert torch.equal(got[others], clean[others])
     assert got[victim].isnan().all()

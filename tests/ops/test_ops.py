@@ -23,6 +23,7 @@ from _assertions import (
     seed_for,
     to,
 )
+from _products import multiplied, one_product
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peft_nvfp4 import ops
@@ -37,7 +38,9 @@ from peft_nvfp4.numerics.formats import (
     NVFP4Format,
     QuantizedMatrix,
 )
-from peft_nvfp4.ops import fused
+from peft_nvfp4.numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
+from peft_nvfp4.ops import fused, linear, matrix
+from peft_nvfp4.ops.core import Operator, is_packed
 
 by_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
 
@@ -63,11 +66,17 @@ def opcheck_cases():
         yield f"transpose_requantize-{rule}", op.transpose_requantize, (*gaussian(40, 33, WEIGHT), rule)
     x1, x2, w = gaussian(3, 40, ACTIVATION), gaussian(3, 40, ACTIVATION, 1), gaussian(6, 40, WEIGHT)
     for xs, bias, dtype in itertools.product(([x1], [x1, x2]), (None, torch.ones(6)), (torch.float32, torch.bfloat16)):
-        lists = [q.codes for q in xs], [q.scales for q in xs], [q.gscale for q in xs]
-        name = f"matmul-{len(xs)}-{'no' if bias is None else 'with'}-bias-{dtype}"
-        yield name, op.matmul, (*lists, *w[:3], bias, None, 40, dtype)
-    lists, values = ([x1.codes], [x1.scales], [x1.gscale]), reference.dequantize(x1)
-    yield "matmul-given-values", op.matmul, (*lists, *w[:3], None, values, 40, torch.float32)
+        name = f"fprop-{len(xs)}-{'no' if bias is None else 'with'}-constant-{dtype}"
+        yield name, op.fprop, linear.fprop.flatten(one_product(xs, w, bias, dtype))
+    given = one_product([x1], w, None, torch.float32, reference.dequantize(x1))
+    yield "fprop-given-values", op.fprop, linear.fprop.flatten(given)
+    a, up, h = torch.ones(3, 40), torch.ones(6, 3), torch.ones(3, 3)
+    linears = [ForwardLinear(w, None, 1.0, [LowRank(None, up)]), ForwardLinear(w, torch.ones(6), 1.0, [LowRank(h, up)])]
+    yield "fprop-adapters", op.fprop, linear.fprop.flatten(Fprop([x1], linears, torch.float32, None, a))
+    backward = BackwardLinear(torch.ones(5, 33), gaussian(40, 33, WEIGHT), seed)
+    yield "dgrad", op.dgrad, linear.dgrad.flatten(Dgrad([backward, backward._replace(seed=None)], torch.ones(5, 3), a))
+    yield "quantize_terms", op.quantize_terms, (x, torch.ones(40), 2)
+    yield "dequantize_terms", op.dequantize_terms, linear.dequantize_input.flatten([x1, x2], torch.ones(40), torch.float16)
     for rows, nb in ((5, 3), (128, 4), (130, 9)):
         scales = torch.arange(rows * nb).to(torch.uint8).view(rows, nb)
         yield f"swizzle_scales-{rows}x{nb}", op.swizzle_scales, (scales,)
@@ -85,8 +94,9 @@ def test_opcheck(op, args, device):
 
 
 def test_every_operator_is_checked():
-    """An operator added to ops.py without a case above is noticed."""
-    assert {f.op for f in vars(ops).values() if hasattr(f, "op")} == {case[1] for case in CASES}
+    """An operator of one matrix or of linears that is added without a case above is noticed."""
+    operators = {value for module in (matrix, linear) for value in vars(module).values() if isinstance(value, Operator)}
+    assert {operator.library_operator for operator in operators} == {case[1] for case in CASES}
 
 
 # ---------------------------------------------------------------------------------------------- messages
@@ -107,7 +117,7 @@ def _dequantize(**replaced):
 
 
 def _matmul(*terms: QuantizedMatrix, w=None, bias=None, dtype=torch.float32, values=None):
-    return ops.matmul(terms, w or blank(6, 40), bias, dtype, values)
+    return multiplied(terms, w or blank(6, 40), bias, dtype, values)
 
 
 SR, f32 = GRADIENT_STOCHASTIC, torch.ones
@@ -133,19 +143,19 @@ ERRORS = {  # what is wrong: the call, and words that the message must have: ope
         lambda: ops.transpose_requantize(blank(2, 40, scales=f32(2, 4)), WEIGHT),
         "transpose_requantize: scales must be .*uint8.*float32",
     ),
-    "matmul-no-terms": (lambda: _matmul(), "matmul: .*one or two terms, got 0"),
-    "matmul-three-terms": (lambda: _matmul(*[blank(3, 40)] * 3), "matmul: .*one or two terms, got 3"),
-    "matmul-k": (lambda: _matmul(blank(3, 72)), "matmul: .*K=72.*K=40"),
-    "matmul-k-within-padding": (lambda: _matmul(blank(3, 41)), "matmul: .*K=41.*K=40"),
-    "matmul-input": (lambda: _matmul(blank(3, 40, gscale=f32(3).half())), r"matmul \(input\): gscale must be .*float32.*float16"),
-    "matmul-rows-of-terms": (lambda: _matmul(blank(3, 40), blank(4, 40)), "matmul: .*rows.* 3 and 4"),
-    "matmul-weight": (
+    "fprop-no-terms": (lambda: _matmul(), "fprop: .*one or two terms, got 0"),
+    "fprop-three-terms": (lambda: _matmul(*[blank(3, 40)] * 3), "fprop: .*one or two terms, got 3"),
+    "fprop-k": (lambda: _matmul(blank(3, 72)), "fprop: .*K=72.*K=40"),
+    "fprop-k-within-padding": (lambda: _matmul(blank(3, 41)), "fprop: .*K=41.*K=40"),
+    "fprop-input": (lambda: _matmul(blank(3, 40, gscale=f32(3).half())), r"fprop \(input\): gscale must be .*float32.*float16"),
+    "fprop-rows-of-terms": (lambda: _matmul(blank(3, 40), blank(4, 40)), "fprop: .*rows.* 3 and 4"),
+    "fprop-weight": (
         lambda: _matmul(blank(3, 40), w=blank(6, 40, scales=f32(6, 4))),
-        r"matmul \(weight\): scales must be .*uint8.*float32",
+        r"fprop \(weight\): scales must be .*uint8.*float32",
     ),
-    "matmul-bias": (lambda: _matmul(blank(3, 40), bias=f32(5)), r"matmul: bias must be \(6,\), got \(5,\)"),
-    "matmul-values": (lambda: _matmul(blank(3, 40), values=f32(3, 64)), r"matmul: values must be \(3, 40\), got \(3, 64\)"),
-    "matmul-dtype": (lambda: _matmul(blank(3, 40), dtype=torch.float64), "matmul: dtype must be .*got torch.float64"),
+    "fprop-bias": (lambda: _matmul(blank(3, 40), bias=f32(5)), r"fprop: a constant must be \(6,\), got \(5,\)"),
+    "fprop-values": (lambda: _matmul(blank(3, 40), values=f32(3, 64)), r"fprop: values must be \(3, 40\), got \(3, 64\)"),
+    "fprop-dtype": (lambda: _matmul(blank(3, 40), dtype=torch.float64), "fprop: dtype must be .*got torch.float64"),
     "swizzle-dtype": (lambda: ops.swizzle_scales(f32(4, 4)), "swizzle_scales: scales must be uint8.*float32"),
     "swizzle-ndim": (lambda: ops.swizzle_scales(f32(512).byte()), r"swizzle_scales: scales must have 2.*\(512,\)"),
     "dequantize-dtype": (lambda: ops.dequantize(blank(3, 40), torch.int32), "dequantize: dtype must be .*got torch.int32"),
@@ -169,7 +179,7 @@ def test_a_third_term_reaches_no_implementation(monkeypatch):
     """Kernels assume one or two. It is refused before one is called, and by the operator where that is called itself."""
     x, w = blank(3, 40), blank(6, 40)
     reached = []
-    monkeypatch.setitem(ops._DIRECT, ("matmul", "cpu"), lambda codes, *_: reached.append(len(codes)))
+    monkeypatch.setitem(linear.fprop.direct, "cpu", lambda p: [reached.append(len(p.terms))])
     with torch.no_grad():
         _matmul(x)
         _matmul(x, x)
@@ -177,7 +187,7 @@ def test_a_third_term_reaches_no_implementation(monkeypatch):
             _matmul(x, x, x)
     assert reached == [1, 2]
     with pytest.raises(RuntimeError, match="one or two terms, got 3"):
-        torch.ops.peft_nvfp4.matmul([x.codes] * 3, [x.scales] * 3, [x.gscale] * 3, *w[:3], None, None, 40, torch.float32)
+        torch.ops.peft_nvfp4.fprop(*linear.fprop.flatten(one_product([x] * 3, w, None, torch.float32)))
 
 
 @pytest.mark.parametrize(
@@ -197,20 +207,20 @@ def test_formats_that_do_not_exist(arguments, message):
 def test_quick_check_of_a_packed_operand():
     """True for what is sound, at the first glance (the messages cost more); never for anything else."""
     sound = dict(zip(("codes", "scales", "gscale"), gaussian(3, 40, ACTIVATION)))
-    assert ops._is_packed(**sound, kp=64) is True
-    assert ops._is_packed(**{**sound, "gscale": torch.ones(1)}, kp=64) is True
+    assert is_packed(**sound, kp=64) is True
+    assert is_packed(**{**sound, "gscale": torch.ones(1)}, kp=64) is True
     for name, wrong in {
         "codes": [f32(3, 32), f32(3, 31).byte(), f32(3, 62).byte(), f32(2, 32).byte(), f32(3 * 32).byte()],
         "scales": [f32(3, 4), f32(3, 3).byte(), f32(4, 4).byte(), f32(12).byte()],
         "gscale": [torch.ones(3).double(), torch.ones(2), torch.ones(3, 1), torch.ones(())],
     }.items():
         for t in wrong:
-            assert not ops._is_packed(**{**sound, name: t}, kp=64), (name, t.shape, t.dtype)
-    assert not ops._is_packed(**sound, kp=32) and not ops._is_packed(**sound, kp=128)
+            assert not is_packed(**{**sound, name: t}, kp=64), (name, t.shape, t.dtype)
+    assert not is_packed(**sound, kp=32) and not is_packed(**sound, kp=128)
 
 
 def test_eager_code_without_autograd_goes_past_the_dispatcher(monkeypatch):
-    monkeypatch.setitem(ops._DIRECT, ("swizzle_scales", "cpu"), lambda scales: "straight")
+    monkeypatch.setitem(ops.swizzle_scales.direct, "cpu", lambda scales: "straight")
     scales = torch.arange(8).byte().view(2, 4)
     with torch.no_grad():
         assert ops.swizzle_scales(scales) == "straight"
@@ -230,8 +240,8 @@ def _graph_cases():
     yield "dequantize", lambda: ops.dequantize(ops.quantize(x.requires_grad_(), ACTIVATION), torch.bfloat16)
     yield "dequantize", lambda: ops.dequantize(w._replace(gscale=g))
     yield "transpose_requantize", lambda: ops.transpose_requantize(w._replace(gscale=g), WEIGHT_BACKWARD).gscale
-    yield "matmul", lambda: ops.matmul([q], w, torch.ones(6, requires_grad=True), torch.float32)
-    yield "matmul", lambda: ops.matmul([q], w._replace(gscale=g), None, torch.bfloat16)
+    yield "fprop", lambda: multiplied([q], w, torch.ones(6, requires_grad=True), torch.float32)
+    yield "fprop", lambda: multiplied([q], w._replace(gscale=g), None, torch.bfloat16)
 
 
 GRAPHS = list(_graph_cases())
@@ -280,8 +290,8 @@ def test_quantize_weight_by_chunks(rule, device, monkeypatch):
     for w in (sample("student_t", 36, 100), -sample("outlier_per_row", 36, 100), sample("bf16", 36, 100)):
         want, want_given = reference.quantize(w, fmt), reference.quantize(w, fmt, torch.ones(1))
         for chunk in (599, 1 << 22):
-            monkeypatch.setattr(ops, "CHUNK", chunk)
-            monkeypatch.setattr(ops, "CHUNK_CPU", chunk)
+            monkeypatch.setattr(matrix, "CHUNK", chunk)
+            monkeypatch.setattr(matrix, "CHUNK_CPU", chunk)
             assert_same_matrix(ops.quantize_weight(w.to(device), fmt), want)
             assert_same_matrix(ops.quantize_weight(w.to(device), fmt, torch.ones(1, device=device)), want_given)
 
@@ -331,7 +341,7 @@ def test_no_rows(device):
         assert [tuple(t.shape) for t in q[:3]] == [(0, 32), (0, 4), (0 if fmt.global_scale == "row" else 1,)] and q.k == 40
         assert ops.dequantize(q).shape == (0, 40)
         assert ops.swizzle_scales(q.scales).shape == (0,)
-        y = ops.matmul([q, q], to(gaussian(6, 40, WEIGHT), device), torch.ones(6, device=device), torch.bfloat16)
+        y = multiplied([q, q], to(gaussian(6, 40, WEIGHT), device), torch.ones(6, device=device), torch.bfloat16)
         assert y.shape == (0, 6) and y.dtype == torch.bfloat16
     assert fused.dropout(torch.empty(0, 8, device=device), 0.1, torch.tensor(1)).shape == (0, 8)
 
@@ -347,7 +357,7 @@ def test_compile(dynamic, device):
     def step(x):
         q = ops.quantize(x, ACTIVATION)
         rest = ops.quantize(x - ops.dequantize(q, x.dtype), GRADIENT_STOCHASTIC, seed=seed)
-        y = ops.matmul([q, rest], w, bias, torch.bfloat16)
+        y = multiplied([q, rest], w, bias, torch.bfloat16)
         wb = ops.transpose_requantize(w, WEIGHT_BACKWARD)
         return fused.dropout(y, 0.1, seed), ops.swizzle_scales(q.scales), rest.codes, *wb[:3]
 

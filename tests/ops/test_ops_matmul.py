@@ -3,9 +3,10 @@
 import pytest
 import torch
 from _assertions import assert_same_bits, by_device, by_dtype, gaussian, generator, to, unit
+from _products import multiplied
 
 from peft_nvfp4 import ops
-from peft_nvfp4.numerics import matmul, reference
+from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, QuantizedMatrix
 
 SHAPES_NK = [(48, 32), (33, 10), (96, 576), (50, 1000)]
@@ -54,10 +55,10 @@ def test_matmul_of_exact_sums_is_bit_equal(n, k, m, dtype, terms, bias, device):
     expected = float64_product(xs, w) + (b.double() if bias else 0)
     assert expected.float().double().equal(expected)
     xs, w, b = [to(x, device) for x in xs], to(w, device), b.to(device) if bias else None
-    assert_same_bits(ops.matmul(xs, w, b, dtype), expected.float().to(dtype), "y")
+    assert_same_bits(multiplied(xs, w, b, dtype), expected.float().to(dtype), "y")
     values = sum(reference.dequantize(x) for x in xs).to(dtype)
     if values.double().equal(sum(reference.dequantize(x).double() for x in xs)):  # unrounded, as the argument asks
-        assert_same_bits(ops.matmul(xs, w, b, dtype, values), expected.float().to(dtype), "y from values")
+        assert_same_bits(multiplied(xs, w, b, dtype, values), expected.float().to(dtype), "y from values")
     else:
         assert terms == 2 and dtype != torch.float32
 
@@ -69,7 +70,7 @@ def test_matmul_of_a_long_exact_sum(m, dtype, device):
     """K = 4096, where GPU libraries split the sum: 4096 * 144 < 2**24 / 16 keeps it exact, and partial sums in BF16 would not
     be."""
     x, w = exact_matrix(m, 4096, True, 3), exact_matrix(64, 4096, False, 4)
-    got = ops.matmul([to(x, device)], to(w, device), None, dtype)
+    got = multiplied([to(x, device)], to(w, device), None, dtype)
     assert_same_bits(got, float64_product([x], w).float().to(dtype), "y")
 
 
@@ -80,11 +81,11 @@ def test_matmul_of_a_long_exact_sum(m, dtype, device):
 def test_matmul_rounds_once_with_bf16_operands(m, dtype, terms, bias, monkeypatch):
     """The same where the CPU (as every GPU) multiplies BF16 natively: operands are exact, and the bias joins before the one
     rounding."""
-    monkeypatch.setattr(matmul, "_CPU_HAS_BF16", True)
+    monkeypatch.setitem(reference.CPU_OPERAND, torch.bfloat16, torch.bfloat16)
     xs, w = [exact_matrix(m, 576, True, seed) for seed in range(terms)], exact_matrix(50, 576, False, 9)
     b = whole_bias(50, bias)
     expected = float64_product(xs, w) + (b.double() if bias else 0)
-    assert_same_bits(ops.matmul(xs, w, b, dtype), expected.float().to(dtype), "y")
+    assert_same_bits(multiplied(xs, w, b, dtype), expected.float().to(dtype), "y")
 
 
 @by_device
@@ -108,7 +109,7 @@ def test_matmul_of_random_values(n, k, m, dtype, terms, device):
     bound = nu / (1 - nu) * absolute
     if dtype != torch.float32:
         bound = bound + unit(dtype) * (exact.abs() + bound) + 2.0**-25
-    got = ops.matmul([to(x, device) for x in xs], to(w, device), b.to(device), dtype)
+    got = multiplied([to(x, device) for x in xs], to(w, device), b.to(device), dtype)
     assert got.dtype == dtype and got.shape == (m, n)
     assert ((got.cpu().double() - exact).abs() <= bound).all()
 
@@ -118,5 +119,5 @@ def test_matmul_of_random_values(n, k, m, dtype, terms, device):
 def test_matmul_shows_what_is_not_finite(bad, device):
     x = torch.ones(3, 64, device=device)
     x[1, 5] = bad
-    y = ops.matmul([ops.quantize(x, ACTIVATION)], to(gaussian(8, 64, WEIGHT), device), None, torch.bfloat16)
+    y = multiplied([ops.quantize(x, ACTIVATION)], to(gaussian(8, 64, WEIGHT), device), None, torch.bfloat16)
     assert y.isnan().any(1).tolist() == [False, True, False] and y[1].isnan().all()

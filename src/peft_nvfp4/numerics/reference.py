@@ -158,9 +158,7 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
     index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
     codes = index | (torch.signbit(blocks).to(torch.uint8) << 3)
     codes *= ((sg > 0) & finite)[..., None]
-    codes = codes.view_as(padded)
-    codes = codes[:, 0::2] | (codes[:, 1::2] << 4)  # see pack
-    return QuantizedMatrix(codes, torch.where(finite, bits, E4M3_NAN), gscale, k)
+    return QuantizedMatrix(pack(codes.view_as(padded)), torch.where(finite, bits, E4M3_NAN), gscale, k)
 
 
 def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:

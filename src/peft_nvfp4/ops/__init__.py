@@ -1,6 +1,6 @@
 """The package's operators: schema, argument checks, fake (shape) function and autograd of each, in one place.
 
-    quantize.py   one matrix: quantize, dequantize, transpose_requantize, swizzle_scales
+    matrix.py     one matrix: quantize, dequantize, transpose_requantize, swizzle_scales
     linear.py     the path of an activation through frozen linears: quantize_input, dequantize_input, fprop, dgrad
     fused.py      producers that emit NVFP4, dropout, rotary embedding
     core.py       what an operator is
@@ -10,7 +10,7 @@ the message names the differentiable way: the autograd Functions in :mod:`peft_n
 operators inside and state their own gradients (:func:`~peft_nvfp4.autograd.frozen_linear.fake_quantize` a straight-through one).
 """
 
-from .quantize import (
+from .matrix import (
     dequantize,
     quantize,
     quantize_weight,
