@@ -33,9 +33,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "src")]
 from environment import environment  # noqa: E402
 from triton_cases import BF16, GROUPS, ON_GPU, cases, normal, run_case  # noqa: E402
 
-from peft_nvfp4 import kernels
-from peft_nvfp4.numerics import fused_reference, reference  # noqa: E402
+from peft_nvfp4 import kernels  # noqa: E402
+from peft_nvfp4.kernels import dispatch  # noqa: E402
+from peft_nvfp4.numerics import reference  # noqa: E402
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, NVFP4Format  # noqa: E402
+from peft_nvfp4.ops.core import OPERATORS  # noqa: E402
 
 SHAPES = ((4096, 2048), (4096, 8192))
 WEIGHTS = ((8192, 2048),)
@@ -142,7 +144,7 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
     for m, k in SHAPES:
         x, other = (normal(m, k, seed=s, dtype=BF16).cuda() for s in (1, 2))
         gamma, centre = torch.ones(k, dtype=BF16, device="cuda"), torch.zeros(k, device="cuda")
-        one, two = (fused_reference.quantize_terms(x, None, t) for t in (1, 2))
+        one, two = (reference.quantize_terms(x, None, t) for t in (1, 2))
         gate, up = (reference.quantize(t, ACTIVATION)[:3] for t in (x, other))
         rstd = torch.ones(m, device="cuda")
         where = f"{m}x{k}"
@@ -179,7 +181,7 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
 
 def measure(timer: Timer, operator: str, arguments: tuple, copies: dict[int, float]) -> dict:
     """One row: time, bytes and the copy of as many bytes. ``copies`` remembers the copies."""
-    run = kernels.implementation(operator)
+    run = OPERATORS[operator].flat(dispatch.implementation(operator))
     moved = nbytes(arguments) + nbytes(run(*arguments))
     median, fastest = timer(lambda: run(*arguments))
     if moved not in copies:
@@ -204,7 +206,8 @@ def bench(out: Path) -> None:
             row = {"operator": operator, "case": label}
             try:
                 row |= measure(timer, operator, arguments, copies)
-                row["reference_us"] = round(timer(lambda: kernels.KERNELS[operator].reference(*arguments), 3)[0])
+                reference_of = OPERATORS[operator].flat(OPERATORS[operator].reference)
+                row["reference_us"] = round(timer(lambda: reference_of(*arguments), 3)[0])
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
             rows.append(row)

@@ -13,10 +13,12 @@ import torch
 from _assertions import DISTRIBUTIONS, SEED, sample
 from test_ops_matmul import exact_matrix, whole_bias
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from peft_nvfp4 import kernels
+from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import fused_reference, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, NVFP4Format
+from peft_nvfp4.ops.core import OPERATORS
 
 GROUPS = ("quantize", "terms", "dequantize", "transpose", "norm", "mlp", "random", "rope")
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -65,7 +67,7 @@ def weight_of_norm(k: int, dtype: torch.dtype) -> Tensor:
 
 
 def quantized(x: Tensor, terms: int = 1) -> list:
-    return fused_reference.quantize_terms(x, None, terms)
+    return list(reference.quantize_terms(x, None, terms))
 
 
 # ---------------------------------------------------------------------------------------------- cases
@@ -243,7 +245,7 @@ def _matmul_cases(rows: int, weights: tuple[tuple[int, int], ...]) -> Iterator[C
     def make(m, n, k, dtype, terms, with_values, bias):
         xs, w = [exact_matrix(m, k, True, seed) for seed in range(terms)], exact_matrix(n, k, False, 9)
         values = reference.dequantize(xs[0]).to(dtype) if with_values else None
-        return *([x[i] for x in xs] for i in range(3)), *w[:3], whole_bias(n, bias), values, k, dtype
+        return xs, w, whole_bias(n, bias), dtype, values
 
     for n, k in weights:
         for m in [*(m for m in (1, 3, 16, 33) if m < rows), rows]:
@@ -266,12 +268,6 @@ def cases(group: str, rows: int, widths: tuple[int, ...], weights: tuple[tuple[i
 # ---------------------------------------------------------------------------------------------- comparison
 
 
-def _moved(argument, device: str):
-    if isinstance(argument, Tensor):
-        return argument.to(device)
-    return [t.to(device) for t in argument] if isinstance(argument, list) else argument
-
-
 def difference(got: Tensor, expected: Tensor) -> tuple[int, str]:
     """(elements that differ, the first of them); -1 where dtype or shape do."""
     if got.dtype != expected.dtype or got.shape != expected.shape:
@@ -286,12 +282,21 @@ def difference(got: Tensor, expected: Tensor) -> tuple[int, str]:
     return count, f"{at}: {got[at].item()}, expected {expected[at].item()}" if count else ""
 
 
+def kernel_and_reference(operator: str) -> tuple[Callable, Callable]:
+    """The Triton implementation of an operator, or of one product, and the reference, both with the schema's arguments."""
+    if operator == "matmul":
+        from peft_nvfp4.kernels.triton import matmul
+
+        return matmul.matmul, reference.matmul
+    operator = OPERATORS[operator]
+    return operator.flat(dispatch.implementation(operator.name)), operator.flat(operator.reference)
+
+
 def run_case(case: Case, device: str) -> list[str]:
     """Descriptions of the outputs in which kernel and reference differ."""
-    arguments = [_moved(a, device) for a in case.make()]
-    kernel = kernels.KERNELS[case.operator]
+    arguments = tree_map_only(Tensor, lambda t: t.to(device), case.make())
     with torch.no_grad():
-        got, expected = kernels.implementation(case.operator)(*arguments), kernel.reference(*arguments)
+        got, expected = (function(*arguments) for function in kernel_and_reference(case.operator))
     if isinstance(got, Tensor):
         got, expected = (got,), (expected,)
     assert len(got) == len(expected)

@@ -11,15 +11,15 @@ from _gemms import one_by_one
 from scalar_nvfp4 import quantize_exact, swizzled_position
 from test_tiers import MUTANTS, fake_scaled_mm, gemm, narrow
 
-from peft_nvfp4 import kernels
 from peft_nvfp4.diagnostics.doctor import conformance, conformance_gemm, environment, oracle
 from peft_nvfp4.diagnostics.doctor import run as doctor
 from peft_nvfp4.diagnostics.doctor.results import FAILED, NOT_RUN, PASSED, WARNING, NotRun, Result, checked
 from peft_nvfp4.kernels import tiers
 from peft_nvfp4.kernels.fp4 import known_products, scaled_mm
-from peft_nvfp4.numerics import layout, reference
+from peft_nvfp4.kernels.report import OperatorStatus, Status
+from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION
-from peft_nvfp4.ops import linear
+from peft_nvfp4.ops.core import OPERATORS
 
 CPU = torch.device("cpu")
 
@@ -54,11 +54,11 @@ def test_the_report_of_this_machine(tmp_path):
 
 
 def test_what_makes_a_report_bad():
-    report = doctor.Report({"torch": "1"}, [], kernels.Status(()), [Result("g", "n", PASSED), Result("g", "m", WARNING)])
+    report = doctor.Report({"torch": "1"}, [], Status(()), [Result("g", "n", PASSED), Result("g", "m", WARNING)])
     assert report.ok and report.verdict == "Nothing is wrong: checks: 1 passed, 1 warning"
     report.checks.append(Result("g", "o", FAILED, "why"))
     assert not report.ok and report.verdict == "SOMETHING IS WRONG: checks: 1 passed, 1 warning, 1 failed"
-    report = doctor.Report({"torch": "1"}, [environment.Advice(True, "no")], kernels.Status(()))
+    report = doctor.Report({"torch": "1"}, [environment.Advice(True, "no")], Status(()))
     assert not report.ok and "1 wrong" in report.verdict
 
 
@@ -120,7 +120,7 @@ def test_kernels_are_compared_in_every_bit(monkeypatch):
     changed = {}
 
     def kernel(name):
-        reference_of = kernels.KERNELS[name].reference if name in kernels.KERNELS else layout.swizzle_scales
+        reference_of = OPERATORS[name].flat(OPERATORS[name].reference)
 
         def run(*arguments):
             out = reference_of(*arguments)
@@ -230,9 +230,9 @@ def test_tiers_that_are_there_are_checked(monkeypatch):
 
 
 def test_wrong_products_of_a_training_step_are_found():
-    scaled = lambda *arguments: [y * 1.03 for y in linear.reference_fprop(*arguments)]
-    turned = lambda *arguments: linear.reference_dgrad(*arguments).flip(0)
-    right = conformance_gemm.product_checks("chosen", linear.reference_fprop, linear.reference_dgrad, CPU)
+    scaled = lambda *arguments: [y * 1.03 for y in reference.fprop(*arguments)]
+    turned = lambda *arguments: reference.dgrad(*arguments).flip(0)
+    right = conformance_gemm.product_checks("chosen", reference.fprop, reference.dgrad, CPU)
     assert set(outcomes(right).values()) == {PASSED}
     assert len(failed(conformance_gemm.product_checks("chosen", scaled, turned, CPU))) == 2
 
@@ -336,7 +336,7 @@ def test_which_code_runs_where(target, capability, runs):
 
 def test_fp4_that_is_not_used_is_wrong(monkeypatch):
     gpu(monkeypatch)
-    status = lambda tier: kernels.Status((kernels.OperatorStatus("fprop", tier, "gpu", ""),), {"cutlass": "not built"})
+    status = lambda tier: Status((OperatorStatus("fprop", tier, "gpu", ""),), {"cutlass": "not built"})
     (advice,) = doctor._fp4_advice(status("emulated"))
     assert advice.wrong and "cutlass: not built" in advice.text
     assert doctor._fp4_advice(status("scaled_mm")) == []
@@ -353,7 +353,7 @@ def test_the_commands(tmp_path, monkeypatch):
 
     from peft_nvfp4.cli import application
 
-    report = doctor.Report({"torch": "1 [x]"}, [], kernels.Status(()), [Result("g", "n", PASSED, "fine [a]")])
+    report = doctor.Report({"torch": "1 [x]"}, [], Status(()), [Result("g", "n", PASSED, "fine [a]")])
     monkeypatch.setattr("peft_nvfp4.cli.doctor.tool.run", lambda say: report)
     run = lambda *arguments: CliRunner().invoke(application(), arguments)
     shown = run("doctor", "--json", str(tmp_path / "r.json"))

@@ -14,20 +14,23 @@ import pytest
 import torch
 from _assertions import assert_same_bits, assert_same_matrix, by_device, by_dtype, gaussian, generator, to, unit
 from _interpreter import run_interpreted
-from _products import multiplied
-from test_emulated import packed
+from _products import multiplied, one_product
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from peft_nvfp4 import kernels, ops
-from peft_nvfp4.autograd.frozen_linear import Branch, _dense_gradient
-from peft_nvfp4.kernels import bf16_matmul
+from peft_nvfp4 import ops
+from peft_nvfp4.autograd.activation_cache import quantized_input
+from peft_nvfp4.autograd.frozen_linear import Branch, _dense_gradient, frozen_linear
+from peft_nvfp4.kernels import bf16_matmul, dispatch
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts
 from peft_nvfp4.nn.experts.packing import FROM_PACKED, significands
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
-from peft_nvfp4.numerics import matmul, reference
+from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
-from peft_nvfp4.ops import linear as linear_ops
+from peft_nvfp4.numerics.products import ForwardLinear, Fprop, LowRank
+from peft_nvfp4.ops import linear
+from peft_nvfp4.ops.core import OPERATORS
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SCALES = (0.1 / 2688, 1.9999998807907104 * 2.0**-13, 1.0000001192092896 * 2.0**-12)
@@ -121,7 +124,7 @@ def test_matmul_is_exact_but_for_its_sums(m, terms, bias, dtype, g, device):
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_a_cpu_looks_for_itself(bias, has_bf16, monkeypatch):
     """Also with BF16 instructions, and with a scale for every row of the weight."""
-    monkeypatch.setattr(matmul, "_CPU_HAS_BF16", has_bf16)
+    monkeypatch.setitem(reference.CPU_OPERAND, BF16, BF16 if has_bf16 else FP32)
     x, w = gaussian(5, 320, ACTIVATION), foreign(48, 320)
     b = None if bias is None else torch.randn(48, generator=generator(7))
     for scales in (w.gscale, w.gscale * torch.linspace(0.5, 3, 48)):
@@ -212,20 +215,20 @@ def test_operators_are_told(monkeypatch):
     """A CPU looks for itself; kernels rely on what the layer says: fprop, the transpose of its backward, and generation."""
     from types import SimpleNamespace
 
-    from peft_nvfp4.nn import nvfp4
-
     said = []
-    fprop, transpose = linear_ops.fprop, ops.transpose_requantize
-    monkeypatch.setattr(linear_ops, "fprop", lambda *args: said.append(args[-1]) or fprop(*args))
+    fprop, transpose = linear.fprop.run, ops.transpose_requantize
+    monkeypatch.setattr(linear.fprop, "run", lambda p: said.append([item.scale_factor for item in p.linears]) or fprop(p))
     monkeypatch.setattr(ops, "transpose_requantize", lambda *args: said.append(args[-1]) or transpose(*args))
     layers = [make(FrozenOptions("transient"), BF16, "cpu"), NVFP4FrozenLinear.quantize(nn.Linear(96, 8).bfloat16())]
     x = torch.randn(5, 96).bfloat16().requires_grad_()
-    shared = layers[0]._quantized_input(x, x)
-    sum(y.sum() for y in nvfp4.product([(layer, ()) for layer in layers], x, shared)).backward()
+    quantized = quantized_input(x, x, 1, None, False)
+    sum(y.sum() for y in frozen_linear(x, quantized, [layer.operands(()) for layer in layers])).backward()
     known = layers[0].significand
     assert said == [[known, 1.0], known] and known != 1.0
-    monkeypatch.setattr(kernels, "generation", lambda x: SimpleNamespace(linear=lambda *args: said.append(args[-1]) or x[:, :70]))
-    layers[0](x)
+    few_rows = lambda x: SimpleNamespace(linear=lambda *args: said.append(args[-1]) or x[:, :70])
+    monkeypatch.setattr(dispatch, "few_rows_module", few_rows)
+    with torch.no_grad():
+        layers[0](x)
     assert said.pop() == known
 
 
@@ -343,7 +346,7 @@ def test_many_rows():
     """One BF16 GEMM of D(W) without the significand, which multiplies the sum."""
     matmul = pytest.importorskip("peft_nvfp4.kernels.triton.matmul", exc_type=ImportError)
     x, w = gaussian(70, 320, ACTIVATION), foreign(48, 320)
-    y = matmul.product([x], w, None, BF16, factor=reference.significand(w.gscale))
+    y = matmul.matmul([x], w, None, BF16, factor=reference.significand(w.gscale))
     assert outside(y, [(reference.dequantize(x).double(), exact_values(w))], None) == 0
 
 
@@ -360,9 +363,9 @@ def test_an_fp4_kernel_applies_the_whole_scale(terms):
         product = sum(exact_values(t) for t in terms) @ exact_values(weight._replace(gscale=torch.ones(1))).T
         return [(product.float() * weight.gscale + add.float()).to(dtype)]
 
-    arguments = (*packed(xs), *packed([w]), [None], None, [h], [up], [0], None, 96, BF16, [reference.significand(w.gscale)])
-    assert native.takes_fprop(*arguments)
-    (y,) = native.fprop(gemms, *arguments)
+    p = Fprop(xs, [ForwardLinear(w, None, reference.significand(w.gscale), [LowRank(h, up)])], BF16)
+    assert native.takes_fprop(p)
+    (y,) = native.fprop(gemms, p)
     pairs = [(reference.dequantize(x).double(), exact_values(w)) for x in xs] + [(h.double(), up.double())]
     assert outside(y, pairs, None, 2) == 0  # the low-rank part by itself
 
@@ -380,12 +383,9 @@ def test_operators_with_factors_are_registered_properly():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     op, x, w = torch.ops.peft_nvfp4, gaussian(5, 96, ACTIVATION), foreign(70, 96)
     factor = reference.significand(w.gscale)
-    torch.library.opcheck(op.matmul.default, (*packed([x]), *w[:3], None, None, 96, BF16, factor), test_utils=checks)
     torch.library.opcheck(op.transpose_requantize.default, (*w, "four_over_six", factor), test_utils=checks)
-    arguments = (*packed([x]), *packed([w]), [None], None, [], [], [], None, 96, BF16, [factor])
+    arguments = linear.fprop.flatten(one_product([x], w, None, BF16, None, factor))
     torch.library.opcheck(op.fprop.default, arguments, test_utils=checks)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="1 linears, but 2 factors"):
-        linear_ops.fprop([x], None, [w], [None], [], [], [], None, BF16, [factor, 1.0])
 
 
 # ---------------------------------------------------------------------------------------------- kernels
@@ -401,9 +401,8 @@ def wrong_transposes(n: int, k: int, device: str, scales: tuple[float, ...] = SC
                 if scale == "row":
                     q = q._replace(gscale=q.gscale * torch.exp2(torch.arange(n, device=device) % 5 - 2.0))
                 arguments = (*q, rule, reference.significand(q.gscale[0]))
-                got, expected = (
-                    f(*arguments) for f in (kernels.implementation("transpose_requantize"), ops._transpose_requantize)
-                )
+                got = dispatch.implementation("transpose_requantize")(*arguments)
+                expected = OPERATORS["transpose_requantize"].reference(*arguments)
                 found += [
                     f"{n}x{k} {g} {rule} {scale} output {i}" for i, (a, b) in enumerate(zip(got, expected)) if not a.equal(b)
                 ]
@@ -412,15 +411,17 @@ def wrong_transposes(n: int, k: int, device: str, scales: tuple[float, ...] = SC
 
 def wrong_products(m: int, n: int, k: int, device: str, scales: tuple[float, ...] = SCALES) -> list[str]:
     """``matmul`` of few rows, by either kernel. (The interpreter's operands are FP32: it does not notice what BF16 rounds.)"""
+    from peft_nvfp4.kernels.triton import matmul
+
     found = []
     for g in scales:
         for terms, dtype, bias in ((1, FP32, None), (2, BF16, FP32)):
             xs, w = [gaussian(m, k, ACTIVATION, seed) for seed in range(terms)], foreign(n, k, g)
             b = None if bias is None else torch.randn(n, generator=generator(n))
-            lists = packed([to(x, device) for x in xs])
             factor = reference.significand(w.gscale)
-            arguments = (*lists, *to(w, device)[:3], None if b is None else b.to(device), None, k, dtype, factor)
-            y = kernels.implementation("matmul")(*arguments)
+            y = matmul.matmul(
+                [to(x, device) for x in xs], to(w, device), None if b is None else b.to(device), dtype, None, factor
+            )
             bad = outside(y, [(reference.dequantize(x).double(), exact_values(w)) for x in xs], b)
             found += [f"{m}x{n}x{k} {g} terms={terms}: {bad} outside"] if bad else []
     return found
@@ -434,23 +435,20 @@ def wrong_sites(m: int, device: str) -> list[str]:
     found, k = [], 96
     weights = [foreign(64, k, SCALES[0], 1), gaussian(40, k, WEIGHT, 2), foreign(33, k, SCALES[1], 3)]
     factors = [reference.significand(w.gscale) for w in weights]
-    ups, owner = [random(n, r).to(BF16) / 8 for n, r in ((64, 4), (40, 3), (33, 5))], [0, 1, 2]
+    ups = [random(n, r).to(BF16) / 8 for n, r in ((64, 4), (40, 3), (33, 5))]
     a = random(12, k).to(BF16) / 8
     for terms, constant in ((1, None), (2, BF16), (2, FP32)):
         x = [gaussian(m, k, ACTIVATION, seed) for seed in range(terms)]
         constants = [None if constant is None or i == 1 else random(w.codes.shape[0]).to(constant) for i, w in enumerate(weights)]
-        put = lambda ts: [None if t is None else t.to(device) for t in ts]  # noqa: E731
-        lists = (*packed([to(q, device) for q in x]), *packed([to(w, device) for w in weights]))
-        rest = (put(constants), None, [None] * 3, put(ups), owner, a.to(device), k, BF16, factors)
-        *ys, h = emulated.fprop(*lists, *rest)
+        linears = [ForwardLinear(*item, [LowRank(None, up)]) for *item, up in zip(weights, constants, factors, ups)]
+        p = tree_map_only(torch.Tensor, lambda t: t.to(device), Fprop(x, linears, BF16, None, a))
+        *ys, h = emulated.fprop(p)
         hidden = h.cpu().double().split([4, 3, 5], dim=1)
         for i, (y, w) in enumerate(zip(ys, weights)):
             pairs = [(reference.dequantize(q).double(), exact_values(w)) for q in x] + [(hidden[i], ups[i].double())]
             bad = outside(y, pairs, constants[i])
             found += [f"M={m} terms={terms} constant={constant} linear {i}: {bad} outside"] if bad else []
-        (y,) = emulated.fprop(
-            *lists[:3], *([t[0]] for t in lists[3:]), put(constants[:1]), None, [], [], [], None, k, BF16, factors[:1]
-        )
+        (y,) = emulated.fprop(p._replace(linears=[p.linears[0]._replace(adapters=[])], a=None))
         bad = outside(y, [(reference.dequantize(q).double(), exact_values(weights[0])) for q in x], constants[0])
         found += [f"M={m} terms={terms} constant={constant} alone: {bad} outside"] if bad else []
     return found

@@ -16,7 +16,8 @@ from _interpreter import run_interpreted
 from test_ops_matmul import exact_matrix, float64_product, whole_bias
 from triton_cases import BF16, FP16, FP32, ON_GPU, cases, run_case
 
-from peft_nvfp4 import kernels, ops
+from peft_nvfp4 import ops
+from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, QuantizedMatrix
 
@@ -30,8 +31,9 @@ RANDOM = [  # M, N, K, terms, result, bias; the first of every pair of lines goe
 
 
 def product(xs: list[QuantizedMatrix], w: QuantizedMatrix, bias, dtype: torch.dtype, values=None) -> torch.Tensor:
-    lists = ([x[i] for x in xs] for i in range(3))
-    return kernels.implementation("matmul")(*lists, *w[:3], bias, values, w.k, dtype)
+    from peft_nvfp4.kernels.triton import matmul
+
+    return matmul.matmul(xs, w, bias, dtype, values)
 
 
 def outside_bound(m: int, n: int, k: int, terms: int, dtype, bias, device: str) -> int:
@@ -187,8 +189,8 @@ def test_an_adapter_of_many_rows_is_added_to_the_rounded_product(device):
     x, w = exact_matrix(matmul.ROWS + 1, 96, True, 0), exact_matrix(24, 96, False, 9)
     h, up = (torch.randint(-8, 9, (rows, 3), generator=generator(rows)).float() for rows in (matmul.ROWS + 1, 24))
     expected = (float64_product([x], w).float().to(BF16).double() + h.double() @ (up * 3.0).double().T).float().to(BF16)
-    arguments = [to(x, device)], to(w, device), None, BF16, None, h.to(BF16).to(device), up.to(device), 3.0
-    assert matmul.product(*arguments).cpu().equal(expected)
+    arguments = [to(x, device)], to(w, device), None, BF16, None, 1.0, h.to(BF16).to(device), up.to(device), 3.0
+    assert matmul.matmul(*arguments).cpu().equal(expected)
 
 
 @pytest.mark.gpu
@@ -232,17 +234,17 @@ def test_a_compiled_kernel_serves_other_shapes_and_addresses(direct, monkeypatch
 
 def test_generation_needs_few_bf16_rows_on_a_gpu_without_autograd():
     with torch.no_grad():
-        assert kernels.generation(torch.ones(1, 32, dtype=BF16)) is None
+        assert dispatch.few_rows_module(torch.ones(1, 32, dtype=BF16)) is None
 
 
 @pytest.mark.gpu
 def test_generation_on_a_gpu():
     x = torch.ones(1, 32, dtype=BF16, device="cuda")
-    assert kernels.generation(x) is None  # autograd is on
+    assert dispatch.few_rows_module(x) is None  # autograd is on
     with torch.no_grad():
-        module = kernels.generation(x)
+        module = dispatch.few_rows_module(x)
         assert module.__name__.endswith("triton_matmul")
-        assert kernels.generation(x.expand(module.ROWS + 1, -1)) is None and kernels.generation(x.float()) is None
+        assert dispatch.few_rows_module(x.expand(module.ROWS + 1, -1)) is None and dispatch.few_rows_module(x.float()) is None
 
 
 @pytest.mark.gpu

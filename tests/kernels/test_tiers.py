@@ -15,14 +15,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _gemms import one_by_one
-from test_emulated import SITES, close, exact_dgrad, exact_fprop, packed, site
+from test_emulated import GROUPS, close, exact_dgrad, exact_fprop, group, with_seeds, without_hidden
 
 from peft_nvfp4 import kernels
-from peft_nvfp4.kernels import tiers
+from peft_nvfp4.kernels import dispatch, tiers
 from peft_nvfp4.kernels.fp4 import known_products, native, probe, scaled_mm
 from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import E4M3_NAN, GRADIENT, QuantizedMatrix
-from peft_nvfp4.ops import linear as linear_ops
+from peft_nvfp4.numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
+from peft_nvfp4.ops.core import Operator
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -176,32 +177,26 @@ def test_exact_cases_are_exact():
 # ---------------------------------------------------------------------------------------------- fprop and dgrad over a GEMM
 
 
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("terms, constant", [(1, None), (1, torch.float32), (2, BF16), (2, torch.float32)])
 def test_products_over_a_gemm(name, terms, constant):
     """Against exact ones: the low-rank part is rounded once by itself, dgrad once more for every linear (roundings: see
     close)."""
     with torch.no_grad():
-        forward, (dys, weights, g, a) = site(name, terms, constant, 9, "cpu")
-        parts, values, ws, constants, hidden, ups, owner, _, dtype = forward
-        rest = (constants, values, hidden, ups, owner, None, ws[0].k, dtype)
-        arguments = (*packed(parts), *packed(ws), *rest)
-        assert native.takes_fprop(*arguments)
-        ys = native.fprop(one_by_one(gemm), *arguments)
-        for y, exact in zip(ys, exact_fprop(*forward)):
+        forward, backward = group(name, terms, constant, 9, "cpu")
+        assert native.takes_fprop(forward)
+        for y, exact in zip(native.fprop(one_by_one(gemm), forward), exact_fprop(forward)):
             assert y.dtype == BF16 and close(y, *exact, 2)
-        if a is not None:  # h made inside, by the operator
-            arguments = (*packed(parts), *packed(ws), *rest[:2], [None] * len(hidden), ups, owner, a, ws[0].k, dtype)
-            *_, h = native.fprop(one_by_one(gemm), *arguments)
-            assert torch.equal(h, linear_ops.reference_fprop(*arguments)[-1])
-        for seeds in ([None] * len(dys), [torch.tensor(i) for i in range(len(dys))]):
-            arguments = (dys, *packed(weights), seeds, g, a, ws[0].k)
-            assert native.takes_dgrad(*arguments)
-            dx = native.dgrad(one_by_one(gemm), *arguments)
-            exact, magnitude = exact_dgrad(dys, weights, g, a)
-            if seeds[0] is not None:
-                exact = linear_ops.reference_dgrad(*arguments).double()
-            assert dx.dtype == BF16 and close(dx, exact, magnitude, len(dys) + 2)
+        if backward.a is not None:  # h computed inside, by the operator
+            whole = without_hidden(forward, backward.a)
+            *_, h = native.fprop(one_by_one(gemm), whole)
+            assert torch.equal(h, reference.fprop(whole)[-1])
+        exact, magnitude = exact_dgrad(backward)
+        for p in (backward, with_seeds(backward)):
+            assert native.takes_dgrad(p)
+            dx = native.dgrad(one_by_one(gemm), p)
+            right = exact if p is backward else reference.dgrad(p).double()
+            assert dx.dtype == BF16 and close(dx, right, magnitude, len(p.linears) + 2)
 
 
 def test_products_without_additions_are_rounded_once():
@@ -209,28 +204,27 @@ def test_products_without_additions_are_rounded_once():
     with torch.no_grad():
         x = QuantizedMatrix(*known_products.matrix(known_products.codes(9, 64, 0), gscale=known_products.row_scales(9, 1)))
         w = known_products.matrix(known_products.codes(48, 64, 2), known_products.powers(48, 64, 3))
-        arguments = ([[t] for t in x[:3]], [[t] for t in w[:3]], ([None], None, [], [], [], None, 64, BF16))
-        arguments = (*arguments[0], *arguments[1], *arguments[2])
-        (y,) = native.fprop(one_by_one(gemm), *arguments)
-        assert torch.equal(y, linear_ops.reference_fprop(*arguments)[0])
+        p = Fprop([x], [ForwardLinear(w)], BF16)
+        assert torch.equal(native.fprop(one_by_one(gemm), p)[0], reference.fprop(p)[0])
         dy = (2.0 ** torch.arange(9))[:, None].to(BF16) * reference.dequantize(
             known_products.matrix(known_products.codes(9, 64, 4))
         )
         dy[:, ::16] = 6 * 2.0 ** torch.arange(9)[:, None]  # every block has a 6, so that quantising changes nothing
         dy = dy.to(BF16)
         assert torch.equal(reference.dequantize(reference.quantize(dy, GRADIENT)), dy.float())
-        arguments = ([dy], *([t] for t in w[:3]), [None], None, None, 48)
-        assert torch.equal(native.dgrad(one_by_one(gemm), *arguments), linear_ops.reference_dgrad(*arguments))
+        p = Dgrad([BackwardLinear(dy, w)])
+        assert torch.equal(native.dgrad(one_by_one(gemm), p), reference.dgrad(p))
 
 
 def test_what_a_tier_does_not_take():
-    (parts, values, ws, constants, hidden, ups, owner, _, _), (dys, weights, g, a) = site("qkv", 1, None, 9, "cpu")
-    rest = (constants, values, hidden, ups, owner, None, 80)
-    takes = lambda x=parts, w=ws, dtype=BF16: native.takes_fprop(*packed(x), *packed(w), *rest, dtype)
-    assert takes() and not takes(dtype=torch.float32)
-    assert not takes(x=[QuantizedMatrix(*(t[:0] for t in parts[0][:3]), 80)])  # no rows
-    assert not takes(w=[ws[0]._replace(gscale=torch.ones(64)), *ws[1:]])
-    assert not native.takes_dgrad([dy.float() for dy in dys], *packed(weights), [None] * 3, g, a, 80)
+    forward, backward = group("qkv", 1, None, 9, "cpu")
+    (x,), (first, *others) = forward.terms, forward.linears
+    assert native.takes_fprop(forward) and not native.takes_fprop(forward._replace(dtype=torch.float32))
+    no_rows = QuantizedMatrix(*(t[:0] for t in x[:3]), 80)
+    assert not native.takes_fprop(forward._replace(terms=[no_rows]))
+    row_scales = first._replace(weight=first.weight._replace(gscale=torch.ones(64)))
+    assert not native.takes_fprop(forward._replace(linears=[row_scales, *others]))
+    assert not native.takes_dgrad(backward._replace(linears=[p._replace(dy=p.dy.float()) for p in backward.linears]))
 
 
 # ---------------------------------------------------------------------------------------------- torch._scaled_mm
@@ -375,14 +369,13 @@ def test_a_choice_computes_and_leaves_the_rest_to_others(native_tiers):
     native_tiers(cutlass=lambda *a, **k: calls.append(1) or gemm(*a, **k))
     choice = tiers.choose(CPU, "", NO_TRITON)
     calls.clear()
-    (parts, values, ws, constants, hidden, ups, owner, _, _), (dys, weights, g, a) = site("qkv", 2, None, 9, "cpu")
-    rest = (constants, values, hidden, ups, owner, None, 80)
+    forward, backward = group("qkv", 2, None, 9, "cpu")
     with torch.no_grad():
-        choice.fprop(*packed(parts), *packed(ws), *rest, BF16)
-        choice.dgrad(dys, *packed(weights), [None] * 3, g, a, 80)
+        choice.fprop(forward)
+        choice.dgrad(backward)
         assert len(calls) == 6
-        hidden[:], ups[:] = [h.float() for h in hidden], [u.float() for u in ups]
-        (y, *_) = choice.fprop(*packed(parts), *packed(ws), *rest, torch.float32)
+        wide = [item._replace(adapters=[LowRank(h.float(), up.float()) for h, up in item.adapters]) for item in forward.linears]
+        (y, *_) = choice.fprop(forward._replace(linears=wide, dtype=torch.float32))
     assert len(calls) == 6 and y.dtype == torch.float32
 
 
@@ -402,24 +395,24 @@ class FakeCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
-        monkeypatch.setattr(kernels, "_choices", {})
-        kernels._obstacle.cache_clear()
+        monkeypatch.setattr(dispatch, "_choices", {})
+        dispatch._obstacle.cache_clear()
         choose = tiers.choose
         monkeypatch.setattr(tiers, "choose", lambda device, *rest: choose(CPU, *rest))
 
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    monkeypatch.setattr(kernels, "_loaded", "")  # whatever other tests have left
-    monkeypatch.setattr(kernels, "_forced", "")
+    monkeypatch.setattr(dispatch, "_loaded", "")  # whatever other tests have left
+    monkeypatch.setattr(dispatch, "_forced", "")
     yield FakeCuda(monkeypatch)
-    kernels._obstacle.cache_clear()
+    dispatch._obstacle.cache_clear()
 
 
 def test_status_says_what_was_skipped(native_tiers, fake_cuda):
     native_tiers(scaled_mm=gemm)
     text = str(kernels.status())
-    assert [line.split()[:2] for line in text.splitlines() if line.split()[0] in kernels.PRODUCTS] == [
+    assert [line.split()[:2] for line in text.splitlines() if line.split()[0] in dispatch.PRODUCTS] == [
         ["fprop", "scaled_mm"],
         ["dgrad", "scaled_mm"],
     ]
@@ -428,36 +421,36 @@ def test_status_says_what_was_skipped(native_tiers, fake_cuda):
 
 def test_status_with_a_forced_tier_that_does_not_work(native_tiers, fake_cuda, monkeypatch):
     native_tiers(cutlass=raising)
-    monkeypatch.setattr(kernels, "_forced", "cutlass")
+    monkeypatch.setattr(dispatch, "_forced", "cutlass")
     lines = {o.operator: o for o in kernels.status().operators}
     assert lines["fprop"].implementation == "none" and "no kernel image" in lines["fprop"].note
     with pytest.raises(RuntimeError, match="cannot run"):
-        kernels.choice(torch.device("cuda", 0))
+        dispatch.choice(torch.device("cuda", 0))
 
 
 def test_no_choice_within_a_capture(native_tiers, fake_cuda, monkeypatch):
     native_tiers(cutlass=gemm)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="before the capture"):
-        kernels.choice(torch.device("cuda", 0))
+        dispatch.choice(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("name", ["cutlass", "scaled_mm", "emulated"])
 def test_a_forced_tier_on_a_machine_without_gpu(monkeypatch, name):
-    monkeypatch.setattr(kernels, "_loaded", None)
-    monkeypatch.setattr(kernels, "_forced", "")
-    monkeypatch.setenv(kernels.VARIABLE, name)
-    monkeypatch.setattr(kernels.ops, "register_kernel", lambda *args: None)  # registered already
+    monkeypatch.setattr(dispatch, "_loaded", None)
+    monkeypatch.setattr(dispatch, "_forced", "")
+    monkeypatch.setenv(dispatch.VARIABLE, name)
+    monkeypatch.setattr(Operator, "register", lambda *args: None)  # registered already
     kernels.load()
-    assert kernels._forced == name
+    assert dispatch._forced == name
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = next(o for o in kernels.status().operators if o.operator == "fprop")
-    assert line.implementation == "reference" and line.note == f"no CUDA device, so {kernels.VARIABLE}={name} has no effect"
+    assert line.implementation == "reference" and line.note == f"no CUDA device, so {dispatch.VARIABLE}={name} has no effect"
 
 
 def test_an_unknown_tier_raises(monkeypatch):
-    monkeypatch.setattr(kernels, "_loaded", None)
-    monkeypatch.setenv(kernels.VARIABLE, "cutlas")
+    monkeypatch.setattr(dispatch, "_loaded", None)
+    monkeypatch.setenv(dispatch.VARIABLE, "cutlas")
     with pytest.raises(ValueError, match="choose 'auto' .*'cutlass', 'scaled_mm', 'emulated', 'reference'"):
         kernels.load()
 

@@ -17,9 +17,11 @@ from _interpreter import run_interpreted
 from triton_cases import BF16, GROUPS, ON_GPU, awkward, cases, difference, normal, run_case
 
 from peft_nvfp4 import kernels
+from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import fused_reference
 from peft_nvfp4.numerics.formats import QuantizedMatrix
 from peft_nvfp4.ops import fused
+from peft_nvfp4.ops.core import OPERATORS, Operator
 
 # ---------------------------------------------------------------------------------------------- on a CPU
 
@@ -94,13 +96,13 @@ def test_strided_rows_and_seeds_on_the_device():
     both = awkward(64, 2048, BF16).cuda()
     gate, up = both.chunk(2, dim=1)
     assert gate.stride() == (2048, 1)
-    got = kernels.implementation("silu_mul_quantize")(gate, up, None, "silu", 1, True)
-    expected = kernels.implementation("silu_mul_quantize")(gate.contiguous(), up.contiguous(), None, "silu", 1, True)
+    got = dispatch.implementation("silu_mul_quantize")(gate, up, None, "silu", 1, True)
+    expected = dispatch.implementation("silu_mul_quantize")(gate.contiguous(), up.contiguous(), None, "silu", 1, True)
     assert all(difference(a, b)[0] == 0 for a, b in zip(got, expected))
     x, seed = normal(64, 2048, dtype=BF16).cuda(), torch.tensor(SEED)
-    drop = kernels.implementation("dropout")
+    drop = dispatch.implementation("dropout")
     assert difference(drop(x, 0.1, seed), drop(x, 0.1, seed.cuda()))[0] == 0
-    sr = kernels.implementation("quantize")
+    sr = dispatch.implementation("quantize")
     a, b = (sr(x, None, s, "max6", True, True) for s in (seed, seed.cuda()))
     assert all(difference(p, q)[0] == 0 for p, q in zip(a, b))
 
@@ -109,13 +111,16 @@ def test_strided_rows_and_seeds_on_the_device():
 def test_operators_call_the_kernels_and_say_so():
     kernels.load()
     triton = {o.operator for o in kernels.status().operators if o.implementation == "triton"}
-    assert triton == set(kernels.KERNELS)
+    assert triton == set(dispatch.KERNELS)
 
 
 # ---------------------------------------------------------------------------------------------- operators
 
 
-@pytest.mark.parametrize("operator", fused.OPERATORS)
+FUSED = [value.name for value in vars(fused).values() if isinstance(value, Operator)] + ["quantize_terms", "dequantize_terms"]
+
+
+@pytest.mark.parametrize("operator", FUSED)
 def test_fused_operators_pass_opcheck(operator):
     """Schema, fake and the derivative that is refused, on the first case of every operator."""
     found = [c for group in GROUPS if group != "transpose" for c in cases(group, 2, (48,), ()) if c.operator == operator]
@@ -127,17 +132,27 @@ def test_fused_operators_pass_opcheck(operator):
         )
 
 
-@pytest.mark.parametrize("operator", fused.OPERATORS)
+@pytest.mark.parametrize("operator", FUSED)
 def test_fused_operators_return_what_the_reference_returns(operator):
+    """Through ``torch.library``, with its flat arguments and results."""
+    case = next(c for group in GROUPS for c in cases(group, 3, (80,), ((24, 80),)) if c.operator == operator)
+    arguments = case.make()
+    with torch.enable_grad():
+        got = getattr(torch.ops.peft_nvfp4, operator)(*arguments)
+    with torch.no_grad():
+        expected = OPERATORS[operator].flat(OPERATORS[operator].reference)(*arguments)
+    assert flattened(got) and len(flattened(got)) == len(flattened(expected))
+    assert all(difference(a, b)[0] == 0 for a, b in zip(flattened(got), flattened(expected)))
+
+
+@pytest.mark.parametrize("operator", [name for name in FUSED if hasattr(fused, name)])
+def test_public_functions_return_what_the_reference_returns(operator):
     """The public function unpacks the operator's flat outputs in the right order."""
     case = next(c for group in GROUPS for c in cases(group, 3, (80,), ((24, 80),)) if c.operator == operator)
     arguments = list(case.make())
-    if operator in ("dequantize_terms", "rmsnorm_backward"):
-        first = operator == "rmsnorm_backward"
-        lists, k = arguments[first : first + 3], 80
-        rest = arguments[:first], arguments[first + 3 :]
-        parts = [QuantizedMatrix(c, s, g, k) for c, s, g in zip(*lists)]
-        arguments = [*rest[0], parts, *(a for a in rest[1] if operator == "rmsnorm_backward" or not isinstance(a, int))]
+    if operator == "rmsnorm_backward":
+        parts = [QuantizedMatrix(c, s, g, 80) for c, s, g in zip(*arguments[1:4])]
+        arguments = [arguments[0], parts, *arguments[4:]]
     elif operator == "silu_mul_backward":
         arguments[1:7] = QuantizedMatrix(*arguments[1:4], 80), QuantizedMatrix(*arguments[4:7], 80)
     elif operator == "gated_values":
@@ -162,25 +177,25 @@ def flattened(value) -> list[torch.Tensor]:
 def test_status_names_every_operator_and_a_reason():
     status = kernels.status()
     names = {o.operator for o in status.operators}
-    assert names == set(kernels.KERNELS) | set(kernels.PRODUCTS) | set(kernels.PLAIN)
+    assert names == set(dispatch.KERNELS) | set(dispatch.PRODUCTS) | set(dispatch.PLAIN)
     assert all(o.note for o in status.operators if o.implementation == "reference")
     assert str(status).splitlines()[0].split() == ["operator", "implementation", "device", "note"]
 
 
 def test_an_unknown_choice_raises(monkeypatch):
-    monkeypatch.setattr(kernels, "_loaded", None)
-    monkeypatch.setenv(kernels.VARIABLE, "cutlas")
+    monkeypatch.setattr(dispatch, "_loaded", None)
+    monkeypatch.setenv(dispatch.VARIABLE, "cutlas")
     with pytest.raises(ValueError, match="choose 'auto'"):
         kernels.load()
 
 
 def test_the_reference_can_be_forced(monkeypatch):
-    monkeypatch.setattr(kernels, "_loaded", None)
-    monkeypatch.setattr(kernels, "_forced", "")  # put back after load() has set it
-    monkeypatch.setenv(kernels.VARIABLE, "reference")
-    monkeypatch.setattr(kernels.ops, "register_kernel", lambda *args: pytest.fail("a kernel was registered"))
+    monkeypatch.setattr(dispatch, "_loaded", None)
+    monkeypatch.setattr(dispatch, "_forced", "")  # put back after load() has set it
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    monkeypatch.setattr(Operator, "register", lambda *args: pytest.fail("a kernel was registered"))
     kernels.load()
-    assert kernels._loaded == f"{kernels.VARIABLE}=reference"
+    assert dispatch._loaded == f"{dispatch.VARIABLE}=reference"
 
 
 if __name__ == "__main__":

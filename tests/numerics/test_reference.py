@@ -10,7 +10,7 @@ import torch
 from _assertions import DISTRIBUTIONS, FORMATS, SEED, assert_same_bits, assert_same_matrix, sample
 
 from peft_nvfp4.kernels import bf16_matmul
-from peft_nvfp4.numerics import matmul, reference
+from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT_STOCHASTIC, SCALE_RULES, NVFP4Format, QuantizedMatrix
 
 by_rule = pytest.mark.parametrize("rule", SCALE_RULES)
@@ -292,7 +292,7 @@ def test_product_of_a_gpu(monkeypatch, terms, dtype, biased, given):
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_a_cpu_with_bf16_instructions_adds_two_terms_in_fp32(monkeypatch, has_bf16):
     """6 + 1/16 is no BF16 number; one term is, and so are its products with 1, of which one is not zero."""
-    monkeypatch.setattr(matmul, "_CPU_HAS_BF16", has_bf16)
+    monkeypatch.setitem(reference.CPU_OPERAND, torch.bfloat16, torch.bfloat16 if has_bf16 else torch.float32)
     large, small = (torch.zeros(1, 32) for _ in range(2))
     large[0, 0], small[0, 0] = 6.0, 0.0625
     q = [reference.quantize(x, ACTIVATION) for x in (large, small)]
@@ -303,5 +303,4 @@ def test_a_cpu_with_bf16_instructions_adds_two_terms_in_fp32(monkeypatch, has_bf
         y = reference.matmul(q[:1], w, torch.tensor([0.0625, 0.0]), dtype)
         assert_same_bits(y, torch.tensor([[36.0625, 0.0]]).to(dtype), "one term and a bias")
         assert_same_bits(reference.matmul(q[:1], w, None, dtype), torch.tensor([[36.0, 0.0]]).to(dtype), "one term")
-    assert matmul.cpu_operand(torch.bfloat16) == (torch.bfloat16 if has_bf16 else torch.float32)
-    assert matmul.cpu_operand(torch.float32) == matmul.cpu_operand(torch.float16) == torch.float32
+    assert reference.CPU_OPERAND[torch.float32] == reference.CPU_OPERAND[torch.float16] == torch.float32

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels import dispatch, tiers
 from ...kernels.fp4 import known_products, native, probe
-from ...numerics import layout, reference
+from ...numerics import reference
 from ...numerics.formats import ACTIVATION, WEIGHT
 from ...ops.core import OPERATORS
 from . import oracle
@@ -73,8 +73,10 @@ def _kernel(name: str) -> tuple[Callable, Callable]:
     """(what runs on a GPU, the reference) of an operator."""
     operator = name.split(" ")[0]
     if operator in dispatch.KERNELS:
-        return dispatch.implementation(operator), OPERATORS[operator].reference
-    return layout.swizzle_scales, layout.swizzle_scales
+        implementation = dispatch.implementation(operator)
+    else:
+        implementation = OPERATORS[operator].reference
+    return OPERATORS[operator].flat(implementation), OPERATORS[operator].flat(OPERATORS[operator].reference)
 
 
 def _flat(value) -> list[Tensor]:
