@@ -28,7 +28,7 @@ $(VENV)/.test: $(VENV)/.base
 	touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m peft_nvfp4.data fetch
+	$(BIN)/python examples/smollm2_reviews.py fetch
 	$(BIN)/python examples/demo.py --out demo-out
 
 test: $(VENV)/.test
