@@ -42,12 +42,12 @@ class NVFP4LoraConfig(LoraConfig):
     accuracy: str = option("accuracy")
     memory: str = option("memory")
     calibration: str | None = option("calibration")
-    skip_modules: tuple[str, ...] = option("skip_modules")
+    skip_modules: list[str] = option("skip_modules")
     merge_aware: bool = option("merge_aware")
 
     def __post_init__(self) -> None:
         self._post_init_of_peft()
-        for name, value in vars(self.options).items():  # checked, a list as a tuple
+        for name, value in self.options.as_json().items():
             setattr(self, name, value)
         if not registered():
             warnings.warn(

@@ -79,7 +79,7 @@ class Options:
         if self.merge_aware and self.backend != "nvfp4":
             raise ValueError(f"merge_aware=True trains the rounding of an NVFP4 merge: it does not go with {self.backend!r}")
         names = () if self.skip_modules is None else self.skip_modules
-        if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"skip_modules is a list of module names, not a string or other values: {names!r}")
         object.__setattr__(self, "skip_modules", tuple(names))
         object.__setattr__(self, "calibration", None if self.calibration is None else str(self.calibration))
