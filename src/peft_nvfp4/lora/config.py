@@ -30,9 +30,10 @@ class NVFP4LoraConfig(LoraConfig):
     :class:`~peft_nvfp4.quantization.options.Options`: ``backend``, ``accuracy``, ``memory``, ``calibration``, ``skip_modules``,
     ``merge_aware``.
 
-    RMSNorms and gated MLPs are fused (:func:`peft_nvfp4.attach`; ``model.base_model.nvfp4_report`` says what was found,
-    :func:`peft_nvfp4.detach` undoes it). :func:`peft_nvfp4.enable_cuda_graphs` records training steps. A base that is frozen
-    already keeps its layouts and its rounding of gradients.
+    Where codes are kept for backward, RMSNorms and gated MLPs are fused (:func:`peft_nvfp4.attach`;
+    ``model.base_model.nvfp4_report`` says what was found, :func:`peft_nvfp4.detach` undoes it).
+    :func:`peft_nvfp4.enable_cuda_graphs` records training steps. A base that is frozen already keeps its layouts and its rounding
+    of gradients.
 
     Raises:
         ValueError, TypeError: an unknown word in one of these fields, or fields that exclude each other; the message says which.
