@@ -135,7 +135,7 @@ def test_peak_memory_stays_below_60_percent(tmp_path):
         num_key_value_heads=4,
         vocab_size=2048,
     )
-    first = measure(tmp_path / "dense", "dict(quantization_config=PactConfig(weight_layouts='transient'))", tmp_path / "packed")
+    first = measure(tmp_path / "dense", "dict(quantization_config=PactConfig(memory='small'))", tmp_path / "packed")
     largest, dense = 2 * 4096 * 1024, 2 * 2 * 2048 * 1024  # bytes of an MLP's weight; of the embedding and the head
     parts = {
         "all weights in one packed layout, 4.5 of 16 bits, and what stays dense": (size - dense) * 4.5 / 16 + dense,

@@ -3,7 +3,8 @@
 A training step of a small model on a fast GPU is bound by Python and by kernel launches. :func:`enable_cuda_graphs` makes the
 decoder (everything between token ids and the last hidden state; the loss stays outside) replay recordings of itself:
 
->>> model = get_peft_model(model, NVFP4LoraConfig(..., cuda_graphs=True))   # or: enable_cuda_graphs(model)
+>>> model = get_peft_model(model, NVFP4LoraConfig(...))
+>>> enable_cuda_graphs(model)
 >>> Trainer(model=model, ...).train()
 >>> print(graph_status(model))
 

@@ -89,9 +89,10 @@ class PactQuantizer(HfQuantizer):
             )
 
     def update_device_map(self, device_map: Any) -> Any:
-        """As with bitsandbytes: the current GPU where there is one, unless the caller says otherwise."""
+        """As with bitsandbytes: the current GPU where there is one, unless the caller says otherwise, or weights are offloaded."""
         if device_map is None:
-            device_map = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
+            on_gpu = torch.cuda.is_available() and not self.quantization_config.options.offload
+            device_map = {"": torch.cuda.current_device() if on_gpu else "cpu"}
         return device_map
 
     def adjust_max_memory(self, max_memory: Mapping) -> dict:
@@ -108,7 +109,7 @@ class PactQuantizer(HfQuantizer):
     # -- before loading
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **kwargs: Any) -> nn.Module:
-        skip = self.quantization_config.skip_modules
+        skip = self.quantization_config.options.skip_modules
         plan.check_names(model, skip)
         names = self._untied(model, plan.plan(model, "nvfp4", skip, loaded=False))
         self.mixtures = plan.plan_experts(model, "nvfp4", skip, loaded=False)
@@ -258,7 +259,7 @@ class PactQuantizer(HfQuantizer):
         for _, layer in frozen_layers(model):
             for p in layer.parameters():
                 p.requires_grad_(False)  # transformers lets every floating one it sets be trained: a bias
-        freeze._warn_dense_share(model, self.quantization_config.skip_modules)
+        freeze._warn_dense_share(model, self.quantization_config.options.skip_modules)
         mark_as_4bit(model)
         model._weight_conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if self._kept(c)]
         release(self._files)
