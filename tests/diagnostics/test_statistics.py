@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from _low_level import adapted_model
 from _tiny_models import save_tiny
 from conftest import tiny_llama
-from peft import get_peft_model
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from peft_nvfp4 import BACKENDS, FrozenOptions, NVFP4LoraConfig, NVFP4StatisticsCallback, enable_cuda_graphs, tensor_statistics
+from peft_nvfp4 import BACKENDS, FrozenOptions, NVFP4StatisticsCallback, enable_cuda_graphs, tensor_statistics
 from peft_nvfp4.cli._run import statistics as tools
 from peft_nvfp4.diagnostics import plots
 from peft_nvfp4.diagnostics import statistics_hooks as hooks
@@ -28,8 +28,7 @@ def adapted(dtype=torch.float32, seed=0, **fields):
     base = tiny_llama(dtype, vocab_size=64)
     dense = {name: p.detach() for name, p in base.named_parameters()}
     torch.manual_seed(seed)
-    config = NVFP4LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields})
-    return get_peft_model(base, config).train(), dense
+    return adapted_model(base, **{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}).train(), dense
 
 
 def step(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -45,8 +44,8 @@ def step(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize("backend", ["nvfp4", "nf4", "bf16"])
 def test_offloaded_weights_are_measured_where_they_compute(backend):
     found = []
-    for offload in (None, "cpu"):
-        model, dense = adapted(torch.bfloat16, backend=backend, offload=offload)
+    for memory in ("small", "smallest"):
+        model, dense = adapted(torch.bfloat16, backend=backend, memory=memory)
         found.append(tensor_statistics(model.to("cuda"), [IDS], weights=dense).as_dict())
     assert found[0] == found[1]
 
@@ -197,7 +196,7 @@ SETTINGS = {
     "random numbers": {"lora_dropout": 0.1, "gradients": "nvfp4_sr"},
     "attention only": {"target_modules": ["q_proj", "v_proj"]},
     "dora": {"use_dora": True},
-    "bf16": {"backend": "bf16", "activations": "nvfp4"},
+    "bf16": {"backend": "bf16", "memory": "small"},
 }
 
 

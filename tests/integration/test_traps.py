@@ -26,6 +26,8 @@ def tuned(backend, base=None, *, dtype=torch.float32, autocast_adapter_dtype=Tru
     base = tiny_llama(dtype, num_hidden_layers=1) if base is None else base
     torch.manual_seed(1)
     settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "backend": backend, **settings}
+    if gradients := settings.pop("gradients", None):
+        freeze_model(base, backend, gradients=gradients, progress=False)
     return get_peft_model(base, NVFP4LoraConfig(**settings), autocast_adapter_dtype=autocast_adapter_dtype)
 
 

@@ -254,7 +254,7 @@ def test_merge_with_a_report(make, to):
 def test_a_report_measures_where_offloaded_experts_compute(monkeypatch):
     found = []
     monkeypatch.setattr("peft_nvfp4.lora.merge.computing", lambda layer: found.append(layer) or computing(layer))
-    model = adapted(mixtral, offload="cpu")
+    model = adapted(mixtral, memory="smallest")
     experts = [m for _, m in frozen_experts(model)]
     plain_report = merge(adapted(mixtral), "nvfp4")[1]
     found.clear()

@@ -12,7 +12,7 @@ from conftest import tiny_llama
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from peft_nvfp4 import NVFP4LoraConfig, attach, freeze_model, inspect_adapter
+from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model, inspect_adapter
 from peft_nvfp4.fusion.attach import attached
 from peft_nvfp4.lora.fingerprint import BASE_FILE, base_record
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -52,7 +52,7 @@ def test_binds_to_its_own_base(tmp_path, backend):
     """No warning; the logits' change is the adapter's own."""
     if backend == "nf4":
         pytest.importorskip("bitsandbytes")
-    model = saved(tmp_path, backend=backend, fused=False).eval()
+    model = detach(saved(tmp_path, backend=backend)).eval()
     with torch.no_grad():
         adapter = model(input_ids=IDS).logits
         with model.disable_adapter():

@@ -10,6 +10,7 @@ from _assertions import assert_same_bits, unit
 from _frozen_experts import adapted as with_experts
 from _frozen_experts import experts_of
 from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_same_packed, delta, layer_of
+from _low_level import adapted_model
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from test_moe import mixtral
@@ -44,7 +45,7 @@ def config(backend="nvfp4", **settings):
 
 def adapted(size=1.0, dtype=torch.float32, backend="nvfp4", **settings):
     """An adapted Llama; ``size`` scales B."""
-    model = get_peft_model(tiny_llama(dtype), config(backend, **settings))
+    model = adapted_model(tiny_llama(dtype), make=config, backend=backend, **settings)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data *= size

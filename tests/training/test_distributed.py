@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from _low_level import adapted_model
 from _two_processes import Failed, both
 from conftest import tiny_llama
 from peft import get_peft_model
@@ -29,7 +30,7 @@ def tuned(backend: str, dtype=torch.float32, **settings):
     word, _, layouts = backend.partition(" ")
     model = tiny_llama(dtype)
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, weight_layouts=layouts or "cached") | settings
-    return get_peft_model(model, NVFP4LoraConfig(backend=word, **settings)).train()
+    return adapted_model(model, backend=word, **settings).train()
 
 
 def batch() -> torch.Tensor:

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from _low_level import adapted_model
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status
@@ -55,7 +56,7 @@ def tuned(device="cpu", graphed=True, **settings):
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, pad_token_id=0)).to(device)
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False) | settings
-    model = get_peft_model(model, NVFP4LoraConfig(**settings)).train()
+    model = adapted_model(model, **settings).train()
     if graphed:
         enable_cuda_graphs(model)
         if device == "cpu":
@@ -292,7 +293,8 @@ def test_replicas_of_data_parallel_compute_with_their_own_forward():
 def test_without_cuda_steps_run_and_the_status_says_why():
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
-    model = tuned(graphed=False, cuda_graphs=True)
+    model = tuned(graphed=False)
+    enable_cuda_graphs(model)
     with pytest.warns(UserWarning, match="is on the cpu"):
         model(**batch()).loss.backward()
     assert graph_status(model).graphs == {}

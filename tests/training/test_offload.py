@@ -1,4 +1,4 @@
-"""offload="cpu": the same bits as without, in every way of running a model, and clear refusals. On a CPU the copies are made at
+"""Offload: the same bits as without, in every way of running a model, and clear refusals. On a CPU the copies are made at
 once; the tests marked gpu check the streams."""
 
 import copy
@@ -9,6 +9,7 @@ from pathlib import Path
 import _steps
 import pytest
 import torch
+from _low_level import adapted_model
 from _two_processes import both
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
@@ -36,7 +37,10 @@ def tuned(backend: str, offload: str | None, layers: int = 3, device: str = "cpu
     model = tiny_llama(dtype, num_hidden_layers=layers)
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, weight_layouts=layouts or "cached") | settings
     torch.manual_seed(0)
-    return get_peft_model(model, NVFP4LoraConfig(backend=word, offload=offload, **settings)).train().to(device)
+    model = adapted_model(model, backend=word, **settings)
+    if offload:
+        enable_offload(model)
+    return model.train().to(device)
 
 
 def batch(device: str = "cpu") -> torch.Tensor:
@@ -361,10 +365,8 @@ def test_moving_lets_go_of_buffers():
 
 
 def test_what_excludes_it_is_said():
-    with pytest.raises(ValueError, match="None or 'cpu', got 'disk'"):
-        NVFP4LoraConfig(offload="disk")
-    with pytest.raises(ValueError, match="cuda_graphs=True exclude each other"):
-        NVFP4LoraConfig(offload="cpu", cuda_graphs=True)
+    with pytest.raises(ValueError, match="disable_offload"):
+        enable_cuda_graphs(tuned("nvfp4 cached", "cpu"))
     model = tuned("nvfp4 cached", None)
     enable_cuda_graphs(model)
     with pytest.raises(ValueError, match="disable_cuda_graphs"):
@@ -425,7 +427,7 @@ def ddp_of_experts(rank: int):
     from test_moe import mixtral
     from torch.nn.parallel import DistributedDataParallel
 
-    config = NVFP4LoraConfig(r=2, target_modules="all-linear", offload="cpu")
+    config = NVFP4LoraConfig(r=2, target_modules="all-linear", memory="smallest")
     model = get_peft_model(mixtral(), config)
     wrapped = DistributedDataParallel(model)
     return sum(not p.is_floating_point() for p in model.parameters()), sum(
@@ -501,7 +503,8 @@ def test_device_map_over_two_gpus(backend, tmp_path):
 
     tiny_llama(torch.bfloat16, num_hidden_layers=4).save_pretrained(tmp_path)
     word, _, layouts = backend.partition(" ")
-    config = NVFP4LoraConfig(backend=word, weight_layouts=layouts or "cached", r=4, target_modules="all-linear")
+    memory = "small" if layouts == "transient" else "fast"
+    config = NVFP4LoraConfig(backend=word, memory=memory, r=4, target_modules="all-linear")
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 0}
     places |= {"model.layers.2": 1, "model.layers.3": 1, "model.norm": 1, "lm_head": 1}
     found = []

@@ -7,6 +7,7 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,11 @@ from transformers import (
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from peft_nvfp4 import NVFP4LoraConfig, PactConfig, dequantize_model, freeze_model, ops, prepare_model_for_nvfp4_training
+from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.numerics.formats import WEIGHT
 from peft_nvfp4.quantization.freeze import frozen_layers
+from peft_nvfp4.training.offload.enable import offloaded
 from peft_nvfp4.transformers.config import LOADING
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -93,7 +96,7 @@ def with_adapter(model, config=LoraConfig, **settings):
 
 def test_defaults_are_those_of_the_adapter_config():
     pact, lora = PactConfig(), NVFP4LoraConfig()
-    shared = {*LOADING, "skip_modules", "backend", "activations"}
+    shared = {*LOADING, "skip_modules"}
     assert {name: getattr(pact, name) for name in shared} == {name: getattr(lora, name) for name in shared}
 
 
@@ -101,11 +104,8 @@ def test_defaults_are_those_of_the_adapter_config():
     "settings, error, message",
     [
         (dict(accuracy="best"), ValueError, "paper, balanced, high"),
-        (dict(weight_layouts="both"), ValueError, "cached, transient"),
-        (dict(gradients="fp8"), ValueError, "gradients must be one of"),
-        (dict(fused="yes"), TypeError, "fused is True or False"),
+        (dict(memory="both"), ValueError, "fast, small, smallest"),
         (dict(skip_modules="lm_head"), TypeError, "list of module names"),
-        (dict(skip_modules=[1]), TypeError, "list of module names"),
         (dict(quant_method="nvfp4"), ValueError, "'peft_nvfp4' here"),
         (dict(format_version=2), ValueError, "newer than this package.*upgrade"),
         (dict(format_version="1"), ValueError, "not a version"),
@@ -118,9 +118,9 @@ def test_wrong_settings_raise(settings, error, message):
 
 
 def test_settings_survive_json():
-    config = PactConfig(accuracy="high", skip_modules=["mlp"], fused=False)
+    config = PactConfig(accuracy="high", skip_modules=["mlp"], memory="small")
     assert PactConfig.from_dict(json.loads(config.to_json_string())) == config
-    with pytest.raises(ValueError, match="unknown settings.*flavour"):
+    with pytest.raises(ValueError, match="unknown settings.*: flavour; known: .*accuracy, memory, .*Leave the others out"):
         PactConfig.from_dict({**config.to_dict(), "flavour": 1})
     with pytest.raises(ValueError, match="format_version 9.*newer"):
         PactConfig.from_dict({**config.to_dict(), "format_version": 9, "flavour": 1})
@@ -129,11 +129,13 @@ def test_settings_survive_json():
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
-@pytest.mark.parametrize("settings", [{}, dict(weight_layouts="transient", accuracy="paper"), dict(gradients="bf16")])
+@pytest.mark.parametrize("settings", [{}, dict(memory="small", accuracy="paper")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_bits_are_those_of_a_model_frozen_in_memory(tmp_path, settings, tied):
     tiny_llama(torch.bfloat16, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="60kB")
-    streamed, frozen = load(tmp_path, **settings), freeze_model(dense(tmp_path), "nvfp4", **settings)
+    streamed, options = load(tmp_path, **settings), PactConfig(**settings).options
+    layouts = options.frozen.weight_layouts
+    frozen = freeze_model(dense(tmp_path), "nvfp4", accuracy=options.accuracy, weight_layouts=layouts)
     assert_same_state(streamed, frozen)
     assert len(frozen_layers(streamed)) == 14 and type(streamed.lm_head) is torch.nn.Linear
     assert (streamed.lm_head.weight is streamed.model.embed_tokens.weight) == tied
@@ -239,7 +241,7 @@ def test_device_maps(folder):
 
 def test_sizes_for_device_maps(folder):
     """What device_map="auto" plans with is what the weights take."""
-    for settings in ({}, dict(weight_layouts="transient")):
+    for settings in ({}, dict(memory="small")):
         model = load(folder, **settings)
         quantizer, planned = model.hf_quantizer, dense(folder)
         estimate = sum(
@@ -320,7 +322,7 @@ def test_model_without_linears_raises(tmp_path):
 # ---------------------------------------------------------------------------------------------- save, reload, dequantise
 
 
-@pytest.mark.parametrize("settings", [{}, dict(weight_layouts="transient"), dict(skip_modules=["down_proj"])])
+@pytest.mark.parametrize("settings", [{}, dict(memory="small"), dict(skip_modules=["down_proj"])])
 def test_reloads_bit_equal_without_quantising_again(folder, tmp_path, monkeypatch, settings):
     model = load(folder, **settings)
     model.save_pretrained(tmp_path / "packed", max_shard_size="40kB")
@@ -346,21 +348,19 @@ def test_reloads_bit_equal_without_quantising_again(folder, tmp_path, monkeypatc
 
 
 def test_files_hold_one_layout(folder, tmp_path):
-    load(folder).save_pretrained(tmp_path / "cached")
-    load(folder, weight_layouts="transient").save_pretrained(tmp_path / "transient")
-    read = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("cached", "transient")]
+    for memory in ("fast", "small"):
+        load(folder, memory=memory).save_pretrained(tmp_path / memory)
+    read = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("fast", "small")]
     assert read[0] == read[1]
 
 
 def test_saved_model_takes_other_words(folder, tmp_path):
     load(folder).save_pretrained(tmp_path / "packed")
-    other = dict(accuracy="high", weight_layouts="transient", gradients="nvfp4_sr", fused=False)
+    other = dict(accuracy="high", memory="small")
     with pytest.warns(UserWarning, match="loading attributes"):
         model = load(tmp_path / "packed", **other)
     assert_same_state(model, load(folder, **other))
-    assert {(o.terms, o.weight_layouts, o.gradients) for o in (layer.options for _, layer in frozen_layers(model))} == {
-        (2, "transient", "nvfp4_sr")
-    }
+    assert {(o.terms, o.weight_layouts) for o in (layer.options for _, layer in frozen_layers(model))} == {(2, "transient")}
 
 
 def test_dequantize(folder, tmp_path):
@@ -392,13 +392,21 @@ def test_stock_and_own_adapters_give_the_model_frozen_by_an_adapter(folder):
         its_loss, its_grads = backward(model)
         assert torch.equal(its_loss, loss) and its_grads.keys() == grads.keys() and len(grads) == 28
         assert all(torch.equal(its_grads[name], grads[name]) for name in grads)
-    unfused = with_adapter(load(folder, fused=False))
-    assert not hasattr(unfused.base_model, "nvfp4_report")
     with pytest.raises(ValueError, match=r"frozen already.*frozen with accuracy='paper', this config says 'high'"):
         with_adapter(load(folder, accuracy="paper"), NVFP4LoraConfig)
-    with pytest.raises(ValueError, match="frozen already") as caught:  # the same preset, other layouts
-        with_adapter(load(folder, weight_layouts="transient"), NVFP4LoraConfig)
-    assert "accuracy=" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [LoraConfig, NVFP4LoraConfig])
+@pytest.mark.parametrize("memory", ["fast", "small", "smallest"])
+def test_memory_of_a_loaded_model(folder, config, memory):
+    """A plain LoraConfig takes the word from the model; NVFP4LoraConfig its own, over the layouts that are there."""
+    settings = {} if config is LoraConfig else {"memory": memory}
+    model = with_adapter(load(folder, memory=memory), config, **settings)
+    assert {layer.options for _, layer in frozen_layers(model)} <= {
+        replace(PactConfig(memory=memory).options.frozen, terms=terms) for terms in (1, 2)
+    }
+    assert {m.recompute for m in model.modules() if isinstance(m, FusedGatedMLP)} == {memory != "fast"}
+    assert offloaded(model) == (memory == "smallest")
 
 
 @pytest.mark.parametrize("prepare", [prepare_model_for_kbit_training, prepare_model_for_nvfp4_training])
@@ -563,7 +571,7 @@ def test_both_scripts_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_both_scripts_run_on_the_packaged_model(tmp_path, monkeypatch):
-    from peft_nvfp4 import data
+    import smollm2_reviews as data
 
     try:
         data.model_folder(), data.movie_reviews()

@@ -29,6 +29,7 @@ pickled and deep-copied tensors.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,22 @@ def quantized_input(x: Tensor, x2: Tensor, terms: int, offset: Tensor | None, sh
         if shared:
             put(x, entry)
     return entry
+
+
+VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "TransposeBackward")
+ATTENTION = re.compile(r"ScaledDotProduct\w*(Flash|Efficient|Cudnn|FusedOverrideable)|FlashAttn\w*Func")
+"""Autograd nodes of attention kernels that keep their output for backward (plain matrix products do not)."""
+
+
+def kept_by_attention(x: Tensor) -> bool:
+    """Whether x is a view of an attention kernel's output. Asked of the names of autograd's nodes: reading what a node has saved
+    would unpack it, which hooks (checkpointing, offloading) may answer with work."""
+    if torch.compiler.is_compiling():  # a graph has no nodes yet; what is kept is the compiler's choice
+        return False
+    node = x.grad_fn
+    while node is not None and type(node).__name__.startswith(VIEWS):
+        node = node.next_functions[0][0]
+    return node is not None and ATTENTION.search(type(node).__name__) is not None
 
 
 def live() -> int:

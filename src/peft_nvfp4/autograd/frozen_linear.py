@@ -44,7 +44,7 @@ from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, Low
 from ..numerics.reference import add_mm, mm, without_significand
 from ..ops import fused
 from ..ops import linear as linear_ops
-from .activation_cache import GatedSource, QuantizedInput, dequantized, saturated
+from .activation_cache import GatedSource, QuantizedInput, dequantized, kept_by_attention, saturated
 from .seeds import draw_seed
 
 GRADIENTS = ("nvfp4", "nvfp4_sr", "bf16")
@@ -88,7 +88,7 @@ class Call(NamedTuple):
     linears: tuple[Linear, ...]
 
 
-def frozen_linear(x: Tensor, quantized: QuantizedInput, linears: Sequence[Linear], keeps_x: bool = False) -> tuple[Tensor, ...]:
+def frozen_linear(x: Tensor, quantized: QuantizedInput, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
     """y (M, N) of every linear and its branches, for x (M, K) and its quantised form."""
     # Seeds in the order of the linears: computed together or one by one, the numbers are the same. Not only with autograd on:
     # reentrant checkpointing draws its first seeds without, and must draw the same numbers.
@@ -98,6 +98,8 @@ def frozen_linear(x: Tensor, quantized: QuantizedInput, linears: Sequence[Linear
             branches = tuple(b._replace(seed=draw_seed()) if b.dropout else b for b in linear.branches)
             linear = linear._replace(branches=branches)
         drawn.append(linear if linear.gradients != "nvfp4_sr" else linear._replace(rounding_seed=draw_seed()))
+    # attention keeps its output in any case: backward quantises that again, to the same codes, instead of keeping them too
+    keeps_x = quantized.source is None and not quantized.from_producer and kept_by_attention(x)
     call = Call(x, quantized.terms, quantized.offset_values, None, quantized.source, keeps_x, tuple(drawn))
     if dequantized_input_is_needed(call):
         call = call._replace(dequantized=quantized.dequantized(x))

@@ -5,17 +5,18 @@ from typing import Annotated, Optional
 
 import typer
 
-from .common import command, console, quiet_libraries, write_json
+from ..quantization.options import Options
+from .common import base_option, command, console, quiet_libraries, write_json
 from .train import pairs
 
 
 @command
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a dense model, or smollm2.")],
-    dataset: Annotated[str, typer.Argument(help="Texts: .txt, .jsonl, ..., or movies.")],
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a dense model.")],
+    dataset: Annotated[str, typer.Argument(help="Texts: .txt, .jsonl, .csv, ...")],
     output: Annotated[str, typer.Option("--output", "-o", help="Folder; the same command goes on where it was stopped.")],
     method: Annotated[str, typer.Option(help="gptq or nearest.")] = "gptq",
-    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
+    accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
     budget: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(help="Choose terms by measured errors, for this share of forward work."),

@@ -16,11 +16,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..quantization.options import help_of
+
 DEBUG = {"on": bool(os.environ.get("PEFT_NVFP4_DEBUG"))}
 """Set by ``--debug``: errors with their tracebacks."""
 
 EXPECTED = (ValueError, OSError, RuntimeError, ImportError, KeyError, TypeError, NotImplementedError, AttributeError)
 """Errors that a wrong option, file or environment may raise; their message is for the user."""
+
+
+EXTRA = ("trl", "datasets", "torchmetrics", "matplotlib")
+"""Packages of the extra ``cli`` that only some commands need."""
 
 
 class UserError(Exception):
@@ -35,6 +41,8 @@ def console(stderr: bool = False) -> Console:
 
 def explained(error: BaseException) -> str:
     """One paragraph."""
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
+        return f"this command needs {error.name}: pip install 'peft_nvfp4[cli]'"
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     known = isinstance(error, UserError | ValueError | FileNotFoundError | ImportError)
     return text if known and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -60,6 +68,11 @@ def command(function: Callable) -> Callable:
             raise typer.Exit(1) from None
 
     return run
+
+
+def base_option(name: str, *flags: str, **settings: Any) -> Any:
+    """Flag of a command for a field of :class:`~peft_nvfp4.quantization.options.Options`, with its help."""
+    return typer.Option(*flags, help=help_of(name), **settings)
 
 
 def size(count: int) -> str:

@@ -1,9 +1,8 @@
 """Bytes per token that a decoder layer keeps for backward, by kind.
 
 Each entry is one row of the design's table (or, for BF16, of what autograd saves of transformers' modules): nothing here was
-fitted. With Llama-3.2-1B's sizes and r=16 on all linears the sums are those measured on an H200: 27,904 bytes with one NVFP4 term
-(23,292 with ``recompute_mlp``, 22,136 with ``recompute_attention`` too), 30,216 balanced, 35,984 high, 100,712 for transformers
-and PEFT, 76,136 with Liger's kernels.
+fitted. With Llama-3.2-1B's sizes and r=16 on all linears the sums are those measured on an H200: 22,136 bytes with one NVFP4 term
+and ``memory="small"``, 100,712 for transformers and PEFT, 76,136 with Liger's kernels.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ def layer(shape: ModelShape, settings: Settings) -> dict[str, int]:
     kept[HIDDEN] = shape.dtype_bytes * sum(settings.rank_of(p) for p in shape.projections if p.is_linear)
     if shape.mixture is not None:
         return added(kept, mixtures.layer(shape, settings))
-    if settings.backend == "nvfp4" and not settings.fused:
-        return kept | _unfused(shape, settings)
-    return kept | (_compressed(shape, settings) if settings.compressed and settings.fused else _dense(shape, settings))
+    return kept | (_compressed(shape, settings) if settings.compressed else _dense(shape, settings))
 
 
 def _attention(shape: ModelShape, settings: Settings) -> dict[str, int]:
@@ -46,7 +43,7 @@ def _compressed(shape: ModelShape, settings: Settings) -> dict[str, int]:
     o, down = (read_by_adapter(shape, settings, site) for site in ("o", "down"))
     return {
         NORMS: 2 * (codes(shape.hidden, terms["norm"]) + FP32) + _other_norms(shape),
-        ATTENTION_OUT: codes(shape.q, terms["interior"]) if o and not (own and settings.recompute_attention) else 0,
+        ATTENTION_OUT: codes(shape.q) if o and not own else 0,  # nvfp4 recomputes them from the output, which attention keeps
         GATE_UP: 2 * codes(shape.intermediate),
         INNER: codes(shape.intermediate, terms["interior"]) if down and not settings.recompute_mlp else 0,
     }
@@ -65,20 +62,6 @@ def _dense(shape: ModelShape, settings: Settings) -> dict[str, int]:
     }
 
 
-def _unfused(shape: ModelShape, settings: Settings) -> dict[str, int]:
-    """``fused=False``: transformers' norms and MLP, and the codes of what linears with adapters read."""
-    terms, b = ACCURACY[settings.accuracy], shape.dtype_bytes
-    norms = 2 * FP32 * (shape.hidden + 1) + _other_norms(shape)
-    norms += sum(codes(shape.hidden, terms["norm"]) for site in ("attention", "mlp") if read_by_adapter(shape, settings, site))
-    o, down = (read_by_adapter(shape, settings, site) for site in ("o", "down"))
-    return {
-        NORMS: norms,
-        ATTENTION_OUT: codes(shape.q, terms["interior"]) if o else 0,
-        GATE_UP: 3 * b * shape.intermediate,
-        INNER: codes(shape.intermediate, terms["interior"]) if down else 0,
-    }
-
-
 def final_norm(shape: ModelShape, settings: Settings) -> int:
     """Bytes per token of the norm before the head, which is left as it is: its input in FP32 (Liger: as it is), and 1/rms."""
     return (shape.dtype_bytes if settings.liger else FP32) * shape.hidden + FP32
@@ -86,8 +69,8 @@ def final_norm(shape: ModelShape, settings: Settings) -> int:
 
 def first_norm(shape: ModelShape, settings: Settings) -> int:
     """What the first norm does not keep, since nothing before it is trained."""
-    plain = not settings.compressed or not settings.fused
-    return (shape.dtype_bytes if settings.liger else FP32) * shape.hidden + FP32 if plain and not settings.checkpointing else 0
+    plain = not settings.compressed and not settings.checkpointing
+    return (shape.dtype_bytes if settings.liger else FP32) * shape.hidden + FP32 if plain else 0
 
 
 def kept(shape: ModelShape, settings: Settings) -> dict[str, int]:

@@ -74,7 +74,7 @@ def notes(shape: ModelShape, settings: Settings) -> list[str]:
         "tensors to be rounded up by 511 bytes: upper bounds"
     ]
     if settings.recompute_mlp:
-        found.append("recompute_mlp does not concern experts")
+        found.append(f"memory={settings.memory!r} recomputes nothing of experts")
     return found
 
 
@@ -84,11 +84,6 @@ def _experts(shape: ModelShape) -> list[Projection]:
 
 def _packed(shape: ModelShape, settings: Settings) -> bool:
     return any(settings.is_packed(p) for p in _experts(shape))
-
-
-def _fused(settings: Settings) -> bool:
-    """Experts whose act(gate) * up is quantised in the same pass."""
-    return settings.backend == "nvfp4" and settings.fused
 
 
 # ---------------------------------------------------------------------------------------------- kept for backward
@@ -114,12 +109,8 @@ def _around_attention(shape: ModelShape, settings: Settings) -> dict[str, int]:
     terms = ACCURACY[settings.accuracy] if own else {"norm": 1, "interior": 1}
     first, o = (read_by_adapter(shape, settings, site) for site in ("attention", "o"))
     plain = FP32 * (d + 1)
-    if settings.compressed and settings.fused:
-        norm = codes(d, terms["norm"]) + FP32
-        kept = o and not (own and settings.recompute_attention)
-    else:
-        norm = plain + first * (codes(d, terms["norm"]) if settings.compressed else shape.dtype_bytes * d)
-        kept = o and settings.compressed  # else attention keeps it
+    norm = codes(d, terms["norm"]) + FP32 if settings.compressed else plain + first * shape.dtype_bytes * d
+    kept = o and settings.compressed and not own  # else attention keeps it
     return {NORMS: norm + plain, ATTENTION_OUT: codes(shape.q, terms["interior"]) if kept else 0}
 
 
@@ -141,7 +132,7 @@ def _rows_packed(shape: ModelShape, settings: Settings) -> dict[str, int]:
     first, down = (read_by_adapter(shape, settings, site) for site in ("experts", "expert"))
     return {
         ROWS: first * (codes(d, terms["norm"]) if settings.compressed else b * d),
-        GATE_UP: 2 * codes(f) if _fused(settings) else 3 * b * f,
+        GATE_UP: 2 * codes(f) if settings.backend == "nvfp4" else 3 * b * f,
         INNER: down * (codes(f, terms["interior"]) if settings.compressed else b * f),
         OUTPUTS: b * d,
     }
@@ -170,7 +161,7 @@ def fixed(shape: ModelShape, settings: Settings) -> dict[str, int]:
 def _rounding(shape: ModelShape, settings: Settings) -> int:
     """What the allocator may add to the tensors of every expert that runs."""
     matrix = 3  # codes, scales, global scales; of both terms together
-    tensors = 2 * matrix if _fused(settings) else 2  # of gate and up; or they, in one, and act(gate)
+    tensors = 2 * matrix if settings.backend == "nvfp4" else 2  # of gate and up; or they, in one, and act(gate)
     for site in ("experts", "expert"):
         if read_by_adapter(shape, settings, site):
             row = int(site == "expert")  # nf4: an inner product of its own, but all experts' inputs in one
@@ -258,6 +249,6 @@ def backward(shape: ModelShape, settings: Settings) -> Moment:
         return parts | {"operands": shape.dtype_bytes * largest(shape)}
     tokens, n = settings.tokens, first.outputs
     parts["operands"] = tokens * codes(n) if settings.native_fp4 else operands(tokens, n, first.inputs)
-    if settings.weight_layouts == "transient" or settings.gradients == "bf16":
+    if settings.frozen.weight_layouts == "transient":
         parts["operands"] += packed_bytes(first.inputs, n)
     return parts

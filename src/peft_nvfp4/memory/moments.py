@@ -107,8 +107,7 @@ def _layer_forward(shape: ModelShape, settings: Settings) -> Moment:
     if shape.mixture:
         return mixtures.forward(shape, settings)
     b, f = shape.dtype_bytes, shape.intermediate
-    dense = not settings.compressed or not settings.fused
-    parts = {"gate and up in full": (4 if dense else 2) * b * f * settings.tokens}
+    parts = {"gate and up in full": (2 if settings.compressed else 4) * b * f * settings.tokens}
     if settings.backend == "nvfp4" and not settings.native_fp4:
         readers = shape.reads("mlp")
         k = ACCURACY[settings.accuracy]["norm"] * readers[0].inputs
@@ -130,7 +129,7 @@ def _products_backward(shape: ModelShape, settings: Settings) -> Moment | None:
     that in smaller pieces."""
     if shape.mixture:
         return mixtures.sum_backward(shape, settings)
-    if not (settings.compressed and settings.fused):
+    if not settings.compressed:
         return None
     b, d, f, tokens = shape.dtype_bytes, shape.hidden, shape.intermediate, settings.tokens
     freed = activations.layer(shape, settings)[INNER] * tokens
@@ -152,7 +151,7 @@ def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:
             parts["operands"] = tokens * codes(p.outputs)
         else:
             parts["operands"] = operands(tokens, p.outputs, p.inputs)
-        if settings.weight_layouts == "transient" or settings.gradients == "bf16":
+        if settings.frozen.weight_layouts == "transient":
             parts["operands"] += packed_bytes(p.inputs, p.outputs)
     elif settings.format == "nf4":
         parts["operands"] = b * largest(shape)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..quantization.options import MEMORY
 from . import activations, mixtures, weights
 from .cards import CONTEXT, FRAGMENTATION, NCCL, usable
 from .common import KINDS, PER_LAYER
@@ -16,7 +17,7 @@ from .sharding import BUCKETS, LAYER, ROOT, SCATTERED, beside_codes, per_card
 
 GB = 10**9
 OFFLOAD_BUFFERS = 2
-"""Decoder layers whose weights are on the GPU under ``offload="cpu"``."""
+"""Decoder layers whose weights are on the GPU with ``memory="smallest"``."""
 LARGEST = 1 << 16
 """Batches are not searched beyond."""
 BUSY_TOKENS = 2048
@@ -134,7 +135,7 @@ def estimate(model: Any, settings: Settings | None = None) -> Estimate:
 def offload(shape: ModelShape, settings: Settings, static: dict[str, int]) -> tuple[dict[str, int], int]:
     """(static bytes with packed weights of two layers on the GPU, bytes on the host). What bitsandbytes keeps beside NF4 codes,
     and linears that stay dense, stay on the GPU."""
-    if settings.offload is None:
+    if not settings.offload:
         return static, 0
     packed = [p for p in shape.projections if settings.is_packed(p)]
     forward = sum(weights.forward_layout(p, settings, shape.dtype_bytes) for p in packed)
@@ -193,28 +194,31 @@ class Plan:
     changed: tuple[str, ...]
 
 
-SACRIFICES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("attention's output is kept once", {"recompute_attention": True}),
-    ("the MLP's inner activation is made anew in backward", {"recompute_mlp": True}),
-    ("backward layouts of weights are made when used", {"weight_layouts": "transient"}),
-    ("decoder layers are checkpointed", {"checkpointing": True}),
-)
-"""In the order of what they cost, least first: nothing, 1 %, 5 % and a quarter to a third of a step on an H200."""
+SACRIFICES: tuple[dict[str, Any], ...] = ({"memory": "small"}, {"checkpointing": True}, {"memory": "smallest"})
+"""In the order of what they cost, least first: 6 %, then a quarter to a third of a step (H200), then the host's link."""
 
 
-def _candidates(shape: ModelShape, settings: Settings) -> list[tuple[tuple[str, ...], Settings]]:
-    found, words = [((), settings)], ()
-    for text, change in SACRIFICES:
-        own = "checkpointing" in change or settings.backend == "nvfp4"
-        if "recompute_attention" in change or "recompute_mlp" in change:
-            own = own and settings.fused
-        if "recompute_mlp" in change:  # of gated MLPs that are modules: experts keep their products
-            own = own and shape.mixture is None
-        changed = replace(settings, **change) if own else settings
-        if changed != settings:
-            settings, words = changed, (*words, text)
-            found.append((words, settings))
+def _candidates(asked: Settings) -> list[Settings]:
+    """The settings, then with more and more given up."""
+    found = [asked]
+    for change in SACRIFICES:
+        if (changed := sacrificed(found[-1], change)) != found[-1]:
+            found.append(changed)
     return found
+
+
+def _given_up(asked: Settings, settings: Settings) -> tuple[str, ...]:
+    memory = (f"memory={settings.memory!r}",) if settings.memory != asked.memory else ()
+    return (*memory, "decoder layers are checkpointed") if settings.checkpointing > asked.checkpointing else memory
+
+
+def sacrificed(settings: Settings, change: dict[str, Any]) -> Settings:
+    """The settings with one of :data:`SACRIFICES`; as they are where it is not to be had, or they give up more already."""
+    if memory := change.get("memory"):
+        excluded = memory == "smallest" and (settings.cuda_graphs or settings.cards > 1 and settings.strategy == "fsdp2")
+        if settings.liger or excluded or MEMORY.index(memory) <= MEMORY.index(settings.memory):
+            return settings
+    return replace(settings, **change)
 
 
 def fit(
@@ -233,12 +237,12 @@ def fit(
     """
     shape, best = model_shape(model), None
     enough = min(wanted, -(-BUSY_TOKENS // settings.sequence))
-    for words, candidate in _candidates(shape, settings):
+    for candidate in _candidates(settings):
         micro = largest_batch(shape, replace(candidate, accumulation=1), memory, context, fragmentation)
         if micro < wanted:  # several micro-batches: gradients are there during forward
             micro = largest_batch(shape, replace(candidate, accumulation=2), memory, context, fragmentation)
         if micro and (best is None or micro > best[0]):
-            best = micro, words, candidate
+            best = micro, candidate
         if micro >= enough:
             break
     if best is None:
@@ -248,7 +252,7 @@ def fit(
             f"given up that can be, and {memory / 2**30:.2f} GiB of GPU memory leave {limit / 2**30:.2f} GiB: "
             "train with a shorter sequence length, a smaller model, or backend nvfp4"
         )
-    micro, words, candidate = best
+    micro, candidate = best
     micro = next(n for n in range(min(micro, wanted), 0, -1) if wanted % n == 0)
     chosen = replace(candidate, batch=micro, accumulation=wanted // micro)
-    return Plan(chosen, estimate(shape, chosen), words)
+    return Plan(chosen, estimate(shape, chosen), _given_up(settings, chosen))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ..autograd.frozen_linear import GRADIENTS
-from ..nn.frozen_linear import WEIGHT_LAYOUTS
+from ..quantization.options import Options
 from ..quantization.plan import skipped
-from ..quantization.sites import check_accuracy
 from .shapes import ModelShape, Projection
 
 BACKENDS = ("nvfp4", "nf4", "bf16", "nf4-liger", "bf16-liger")
@@ -32,18 +31,17 @@ STRATEGIES = ("ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One way of training.
+class Settings(Options):
+    """One way of training: the :class:`~peft_nvfp4.quantization.options.Options` of the base (with ``backend`` a word of
+    :data:`BACKENDS`; ``calibration`` and ``merge_aware`` count as nothing), and the run.
 
     Attributes:
-        backend: a word of :data:`BACKENDS`.
         batch, sequence: rows, and tokens a row (padding counts).
         rank: of the adapters.
         targets: names of the linears with an adapter, or ``"all-linear"``. Of a mixture: the names of its parameters (``gate``,
             the router, ``gate_up_proj``, ``down_proj``), or those of the linears that they were before transformers 5 (``w1``,
             ``gate_proj``, ...). PEFT turns the latter into ``target_parameters``, and so it does with ``"all-linear"``.
-        accuracy, weight_layouts, gradients, activations, fused, recompute_mlp, recompute_attention, cuda_graphs: of
-            ``NVFP4LoraConfig``.
+        cuda_graphs: steps are replayed (:func:`peft_nvfp4.enable_cuda_graphs`).
         checkpointing: of every decoder layer.
         optimizer: a word of :data:`OPTIMIZERS`. The state of paged ones counts as the host's.
         adapter_bytes: of an adapter's parameter: 4 (the default of PEFT and of this package) or 2.
@@ -53,24 +51,14 @@ class Settings:
         padded: batches are padded, so attention gets a mask and, with it, keys and values as wide as queries.
         native_fp4: the GPU has FP4 tensor cores, and no operand is made in BF16.
         workspace: bytes of one cuBLAS workspace; :mod:`~peft_nvfp4.memory.cards` knows those of GPUs.
-        skip_modules: names of linears that stay dense.
         cards: GPUs, each with ``batch`` rows at a time.
         strategy: how several share the model, see :mod:`~peft_nvfp4.memory.sharding`: ``"ddp"`` or ``"fsdp2"``.
-        offload: ``"cpu"``: packed weights of decoder layers are on the host, those of two layers on the GPU.
     """
 
-    backend: str = "nvfp4"
     batch: int = 1
     sequence: int = 1024
     rank: int = 16
     targets: str | Sequence[str] = "all-linear"
-    accuracy: str = "high"
-    weight_layouts: str = "cached"
-    gradients: str = "nvfp4"
-    activations: str = "bf16"
-    fused: bool = True
-    recompute_mlp: bool = False
-    recompute_attention: bool = False
     cuda_graphs: bool = False
     checkpointing: bool = False
     optimizer: str = "adamw_torch_fused"
@@ -81,23 +69,18 @@ class Settings:
     padded: bool = False
     native_fp4: bool = False
     workspace: int = 32 << 20
-    skip_modules: tuple[str, ...] = ()
     cards: int = 1
     strategy: str = "ddp"
-    offload: str | None = None
+
+    known_backends: ClassVar = BACKENDS
 
     def __post_init__(self) -> None:
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("weight_layouts", self.weight_layouts, WEIGHT_LAYOUTS)
-        _one_of("gradients", self.gradients, GRADIENTS)
-        _one_of("activations", self.activations, ("bf16", "nvfp4"))
+        super().__post_init__()
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("loss", self.loss, LOSSES)
         _one_of("strategy", self.strategy, STRATEGIES)
-        _one_of("offload", self.offload, (None, "cpu"))
         if self.offload and (self.cuda_graphs or self.cards > 1 and self.strategy == "fsdp2"):
-            raise ValueError("offload='cpu' excludes CUDA graphs and FSDP")
-        check_accuracy(self.accuracy)
+            raise ValueError("memory='smallest' excludes CUDA graphs and FSDP")
         for name in ("batch", "sequence", "rank", "accumulation", "cards"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -127,7 +110,7 @@ class Settings:
     @property
     def compressed(self) -> bool:
         """Codes are kept for backward instead of values."""
-        return self.backend == "nvfp4" or self.activations == "nvfp4" and not self.liger
+        return self.backend == "nvfp4" or self.memory != "fast" and not self.liger
 
     def _named(self, name: str) -> bool:
         if isinstance(self.targets, str):
@@ -175,7 +158,7 @@ def _word(target: str) -> str:
     return target.removesuffix(".weight").rpartition(".")[2]
 
 
-def _one_of(name: str, value: str | None, known) -> None:
+def _one_of(name: str, value: str, known) -> None:
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
 

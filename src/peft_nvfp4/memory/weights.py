@@ -27,7 +27,7 @@ def forward_layout(p: Projection, settings: Settings, dtype_bytes: int) -> int:
 
 def backward_layout(p: Projection, settings: Settings) -> int:
     """Its transpose with codes along the outputs, where it is kept."""
-    kept = settings.format == "nvfp4" and settings.weight_layouts == "cached" and settings.gradients != "bf16"
+    kept = settings.format == "nvfp4" and settings.frozen.weight_layouts == "cached"
     return p.count * (packed_bytes(p.inputs, p.outputs) + GSCALE) if kept and settings.is_packed(p) else 0
 
 

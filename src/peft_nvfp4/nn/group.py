@@ -57,7 +57,7 @@ class SharedInputGroup:
             # the first pass of reentrant checkpointing: each layer's seeds must be drawn where it is called, to be drawn again
             members = members[:1]
         linears = [member.operands(some) for member, some in members]
-        y, *ys = frozen_linear(x2, quantized, linears, layer.keeps_x(x2, quantized))
+        y, *ys = frozen_linear(x2, quantized, linears)
         for (other, other_branches), other_y in zip(members[1:], ys):
             quantized.outputs[id(other)] = WaitingOutput(other_y, _dependencies(other, other_branches), grad)
         return y

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..autograd.activation_cache import QuantizedInput, quantized_input
-from ..autograd.attention_output import kept_by_attention
 from ..autograd.frozen_linear import (
     Branch,
     Linear,
@@ -75,12 +74,9 @@ class NVFP4FrozenLinear(FrozenLinear):
     Attributes:
         group: the linears that read the same input, this one among them, where a run of the model has shown which they are
             (:func:`peft_nvfp4.attach`): they are computed together, when the first of them is called.
-        recompute_attention: where the input is the output of attention, which keeps it in any case, its codes are computed again
-            in backward instead of kept beside it.
     """
 
     group: SharedInputGroup | None = None
-    recompute_attention = False
     _significand: float | None = None
 
     def __init__(
@@ -241,7 +237,7 @@ class NVFP4FrozenLinear(FrozenLinear):
                 # the first member that is called computes all of them; a later one may find its y here, computed before
                 y = self.group.output(self, branches, x, x2, quantized)
             else:
-                (y,) = frozen_linear(x2, quantized, [self.operands(branches)], self.keeps_x(x2, quantized))
+                (y,) = frozen_linear(x2, quantized, [self.operands(branches)])
         return y.view(*x.shape[:-1], self.out_features)
 
     def _flat(self, x: Tensor) -> Tensor:
@@ -263,12 +259,6 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.options.gradients,
             tuple(branches),
         )
-
-    def keeps_x(self, x2: Tensor, quantized: QuantizedInput) -> bool:
-        """Whether backward quantises x anew: attention keeps it in any case, and nobody keeps its codes for something else."""
-        if not self.recompute_attention or quantized.source is not None or quantized.from_producer:
-            return False
-        return kept_by_attention(x2)
 
     def _draws_nothing(self, branches: Sequence[Branch]) -> bool:
         """Whether a call needs no random numbers. (The first pass of reentrant checkpointing, which is without autograd too, must

@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -43,7 +44,8 @@ def freeze_model(
 
     Args:
         backend: ``"nvfp4"``, ``"nf4"`` (a model loaded by bitsandbytes is adopted) or ``"bf16"``.
-        accuracy, weight_layouts, gradients, activations: see :class:`~peft_nvfp4.NVFP4LoraConfig`.
+        accuracy: see :class:`~.options.Options`.
+        weight_layouts, gradients, activations: of every layer, see :class:`~peft_nvfp4.nn.frozen_linear.FrozenOptions`.
         skip_modules: names, or dotted name endings, of modules to leave as they are (with everything inside them).
         progress: show a progress bar when it takes longer than a second.
         on_frozen: called with the name of every linear, the dense layer, about to go, and the frozen one that takes its place.
@@ -60,7 +62,7 @@ def freeze_model(
     except KeyError as error:
         raise ValueError(error.args[0]) from None
     check_accuracy(accuracy)
-    FrozenOptions(weight_layouts, gradients, activations=activations)  # validates
+    layer = FrozenOptions(weight_layouts, gradients, activations=activations)
     check_names(model, skip_modules := tuple(skip_modules))
     names, mixtures = plan(model, backend, skip_modules), plan_experts(model, backend, skip_modules)
     modules: dict[int, nn.Module] = {}  # a module registered under two names is one layer
@@ -71,7 +73,7 @@ def freeze_model(
         linear = model.get_submodule(name)
         frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
         if frozen is None:
-            options = FrozenOptions(weight_layouts, gradients, input_terms(name, accuracy), activations)
+            options = replace(layer, terms=input_terms(name, accuracy))
             frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, planned))
             frozen.shares_input = len(_siblings(model, name, planned)) > 1
             _carry_attributes(linear, frozen)
@@ -84,8 +86,7 @@ def freeze_model(
     for name in tqdm(mixtures, desc="Freezing experts", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
         original = model.get_submodule(name)
         if id(original) not in modules:
-            options = expert_options(name, FrozenOptions(weight_layouts, gradients, activations=activations), accuracy)
-            modules[id(original)] = FrozenExperts.quantize(original, backend, options)
+            modules[id(original)] = FrozenExperts.quantize(original, backend, expert_options(name, layer, accuracy))
             _carry_attributes(original, modules[id(original)])
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, modules[id(original)])

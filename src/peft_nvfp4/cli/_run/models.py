@@ -1,4 +1,4 @@
-"""Models and adapters by the names that people type: a folder, a Hub id, ``smollm2`` (packaged), an adapter's folder."""
+"""Models and adapters by the names that people type: a folder, a Hub id, an adapter's folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-BUILTIN = "smollm2"
-"""SmolLM2-135M-Instruct as :mod:`peft_nvfp4.data` gets it."""
+from ...quantization.options import Options
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -35,10 +35,6 @@ def config_of(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    if name == BUILTIN:
-        from ...data import model_folder
-
-        name = str(model_folder())
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
@@ -47,21 +43,21 @@ def config_of(name: str) -> Any:
 
 def _absent(name: str) -> str:
     return (
-        f"no model {name!r}: give a folder with a config.json and weights, the id of a model on the Hub (downloaded, or within "
-        f"reach), or {BUILTIN}"
+        f"no model {name!r}: give a folder with a config.json and weights, or the id of a model on the Hub (downloaded, or "
+        "within reach)"
     )
 
 
-def _packed(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _packed(name: str, options: Options) -> dict[str, Any]:
     """The argument of ``from_pretrained`` for a model that is packed already, by this package or another tool; else empty."""
     from ...checkpoints.settings import published_method
-    from ...transformers.config import LOADING, METHOD, PactConfig
+    from ...transformers.config import METHOD, PactConfig
 
     found = getattr(config_of(name), "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     if found is None or method != METHOD and published_method(found) is None:
         return {}
-    return {"quantization_config": PactConfig(**{k: v for k, v in settings.items() if k in LOADING})}
+    return {"quantization_config": PactConfig(accuracy=options.accuracy, memory=options.memory)}
 
 
 def load(
@@ -69,7 +65,7 @@ def load(
     dtype: torch.dtype | str,
     device: torch.device,
     layers: int | None = None,
-    lora: dict[str, Any] | None = None,
+    options: Options | None = None,
     **kwargs: Any,
 ) -> tuple[nn.Module, Any]:
     """(model, tokenizer). The model is on ``device`` if its dense weights leave room there, on the CPU otherwise: what packs it
@@ -77,7 +73,7 @@ def load(
 
     Args:
         layers: keep only the first ones, for a quick look at the mechanics.
-        lora: fields of the ``NVFP4LoraConfig`` to come, for a model that is packed already.
+        options: of the ``NVFP4LoraConfig`` to come, for a model that is packed already.
         kwargs: of ``from_pretrained``.
 
     Raises:
@@ -85,19 +81,14 @@ def load(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if name == BUILTIN:
-        from ... import data
-
-        model, tokenizer = data.load_smollm2(dtype, layers)
-    else:
-        kwargs = _packed(name, lora or {}) | kwargs
-        try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except OSError as error:
-            present = (Path(name) / "config.json").is_file()
-            raise FileNotFoundError(str(error) if present else _absent(name)) from error
-        _truncate(model, layers)
+    kwargs = _packed(name, options or Options()) | kwargs
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        present = (Path(name) / "config.json").is_file()
+        raise FileNotFoundError(str(error) if present else _absent(name)) from error
+    _truncate(model, layers)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if device.type == "cuda" and _dense_bytes(model) < 0.7 * torch.cuda.mem_get_info(device)[0]:
         model.to(device)
@@ -162,7 +153,7 @@ def load_with_adapter(
 
     config = NVFP4LoraConfig.from_pretrained(str(adapter))
     layers = layers or trained_layers(adapter)
-    base, tokenizer = load(name or base_of_adapter(adapter), dtype, device, layers, config.own_fields())
+    base, tokenizer = load(name or base_of_adapter(adapter), dtype, device, layers, config.options)
     return PeftModel.from_pretrained(base, str(adapter), config=config).to(device), tokenizer
 
 
@@ -177,6 +168,6 @@ def frozen_config(settings: dict[str, Any]) -> Any:
     from ...lora.config import NVFP4LoraConfig
 
     known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
-    if unknown := settings.keys() - known:
-        raise ValueError(f"unknown settings of the adapter: {', '.join(sorted(unknown))}; they are those of NVFP4LoraConfig")
+    if unknown := sorted(map(str, settings.keys() - known)):
+        raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")
     return NVFP4LoraConfig(**settings)
