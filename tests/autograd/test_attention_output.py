@@ -5,9 +5,8 @@ import pytest
 import torch
 from _dataflow_models import IDS, kept_bytes, tuned
 
-from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.autograd import activation_cache, frozen_linear
 from peft_nvfp4.autograd.activation_cache import kept_by_attention
-from peft_nvfp4.nn import nvfp4
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.numerics.formats import padded_k
 
@@ -24,7 +23,7 @@ def test_attention_output_is_kept_once(family, accuracy, monkeypatch):
     results, sizes = {}, {}
     for again in (False, True):
         model = tuned(family, accuracy=accuracy, fused=True)
-        monkeypatch.setattr(nvfp4, "kept_by_attention", kept_by_attention if again else lambda x: False)
+        monkeypatch.setattr(frozen_linear, "kept_by_attention", kept_by_attention if again else lambda x: False)
         sizes[again] = kept_bytes(model, IDS.repeat(2, 1)) - kept_bytes(model, IDS)
         results[again] = run(model)
     width, terms = model.config.num_attention_heads * 16, 2 if accuracy == "high" else 1
@@ -48,7 +47,7 @@ def test_the_same_gradients(how, monkeypatch):
             fused=True,
             lora_dropout=0.3 if how == "dropout" else 0.0,
         ).train()
-        monkeypatch.setattr(nvfp4, "kept_by_attention", kept_by_attention if again else lambda x: False)
+        monkeypatch.setattr(frozen_linear, "kept_by_attention", kept_by_attention if again else lambda x: False)
         if how == "eager attention":
             model.base_model.model.set_attn_implementation("eager")
         elif how == "bfloat16":

@@ -12,7 +12,7 @@ M, K, N = 24, 80, 40
 @pytest.fixture(params=[False, True], ids=["without", "with AVX512-BF16"])
 def operands(request, monkeypatch):
     """a, b, their exact product, and how far an FP32 sum in any order may be from it: K u S, S the sum of magnitudes."""
-    monkeypatch.setattr(reference, "_CPU_HAS_BF16", request.param)
+    monkeypatch.setitem(reference.CPU_OPERAND, torch.bfloat16, torch.bfloat16 if request.param else torch.float32)
     a, b = torch.randn(M, K).bfloat16(), torch.randn(K, N).bfloat16()
     return a, b, a.double() @ b.double(), (K + 1) * 2.0**-24 * (a.double().abs() @ b.double().abs())
 

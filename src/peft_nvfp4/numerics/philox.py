@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_PHILOX_M = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
+PHILOX_M = (0xD2511F53, 0xCD9E8D57)
+PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 _U32 = 0xFFFFFFFF
 
 
@@ -23,9 +23,9 @@ def philox(seed: Tensor, count: int) -> Tensor:
     c1, c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0), torch.zeros_like(c0)
     k0, k1 = seed & _U32, (seed >> 32) & _U32
     for _ in range(10):
-        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
+        p0, p1 = c0 * PHILOX_M[0], c2 * PHILOX_M[1]
         c0, c1, c2, c3 = ((p1 >> 32) & _U32) ^ c1 ^ k0, p1 & _U32, ((p0 >> 32) & _U32) ^ c3 ^ k1, p0 & _U32
-        k0, k1 = (k0 + _PHILOX_W[0]) & _U32, (k1 + _PHILOX_W[1]) & _U32
+        k0, k1 = (k0 + PHILOX_W[0]) & _U32, (k1 + PHILOX_W[1]) & _U32
     return torch.stack([c0, c1, c2, c3], dim=1).view(-1)[:count]
 
 

@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...numerics import reference
+from ...numerics.philox import PHILOX_M, PHILOX_W
 from .blocks import E4M3_NAN, max6_scale_up
 from .codes import EXACT, PAIR, decode_e2m1, pack_nibbles
 from .pairs import JOIN_NIBBLES, both, exponent_factor, split_words
 from .rows import INF
 from .tables import EXACT_MATH, RANDOM_CHUNK
 
-M0: tl.constexpr = tl.constexpr(reference._PHILOX_M[0])
-M1: tl.constexpr = tl.constexpr(reference._PHILOX_M[1])
-W0: tl.constexpr = tl.constexpr(reference._PHILOX_W[0])
-W1: tl.constexpr = tl.constexpr(reference._PHILOX_W[1])
+M0: tl.constexpr = tl.constexpr(PHILOX_M[0])
+M1: tl.constexpr = tl.constexpr(PHILOX_M[1])
+W0: tl.constexpr = tl.constexpr(PHILOX_W[0])
+W1: tl.constexpr = tl.constexpr(PHILOX_W[1])
 
 
 @triton.jit
