@@ -16,8 +16,8 @@ Why this is safe:
 * One table per thread (DataParallel runs replicas in threads).
 
 While ``torch.compile`` traces there is no table: what a producer enters for its own output becomes an attribute of the traced
-tensor, which exists during tracing only, so that the graph passes the codes on; other linears of the group call the same functional
-operator on the same input, and the compiler merges the calls.
+tensor, which exists during tracing only, so that the graph passes the codes on; other linears of the group call the same
+functional operator on the same input, and the compiler merges the calls.
 
 The table also carries outputs. Linears of one shared-input group are computed together when the first of them is called
 (:class:`peft_nvfp4.nn.group.SharedInputGroup`); the others take theirs from the entry of the tensor they are called with.

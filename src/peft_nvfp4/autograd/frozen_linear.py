@@ -8,8 +8,9 @@ m a dropout mask (0 or 1/(1-p)), mu an optional constant offset per channel.
     dB_i = s_i * dy.T @ h_i,   dA_i = g_i.T @ (m_i * D(x~))                 g_i = dy @ (s_i * B_i)
     dx   = D(Q(dy)) @ D(W_b).T + sum_i m_i * (g_i @ A_i),   dbias = sum over M of dy
 
-:class:`FrozenLinearFunction` computes them in this order. Precision: every product has exact operands, FP32 sums and one rounding to the
-dtype of the activations (of dA and dB: to that of A and B). A and s * B are rounded to the activations' dtype once, in forward.
+:class:`FrozenLinearFunction` computes them in this order. Precision: every product has exact operands, FP32 sums and one rounding
+to the dtype of the activations (of dA and dB: to that of A and B). A and s * B are rounded to the activations' dtype once, in
+forward.
 
 * D(x~) @ D(W_f).T is a product of 4-bit values (W4A4): :func:`peft_nvfp4.ops.linear.fprop`.
 * D(Q(dy)) @ D(W_b).T is one, too: x -> D(x~) counts as the identity, dy is quantised along N, W_b (K, N) is the backward layout.
@@ -17,9 +18,9 @@ dtype of the activations (of dA and dB: to that of A and B). A and s * B are rou
   dy @ D(W_f), not quantised at all.
 * dA and dB are the exact gradients of the function that was computed: they use D(x~), not x, and dy, not Q(dy).
 
-Linears that read the same x (q, k and v; gate and up) go through one call, so that x~ is dequantised once and the A of all branches
-without dropout are the rows of one matrix: x is read once for all of them. A branch with dropout has a mask of its own and is
-computed by itself.
+Linears that read the same x (q, k and v; gate and up) go through one call, so that x~ is dequantised once and the A of all
+branches without dropout are the rows of one matrix: x is read once for all of them. A branch with dropout has a mask of its own
+and is computed by itself.
 
 Kept for backward: the codes of x~ (0.56 bytes a value and term instead of 2), h_i, and a seed instead of each mask. Where x~ is
 the product of a gated MLP, it can be computed from gate and up, which the MLP keeps (``Call.source``); where x is what attention
@@ -27,6 +28,9 @@ keeps for its own backward, from x, which then costs nothing (``Call.keeps_x``).
 
 Rejected: building the same from separate operators. Autograd would then save D(x~) in BF16 once per branch, which is most of
 what NVFP4 activations are meant to avoid.
+
+The file is long because the whole path is in it, in the order in which it is walked: what a call depends on, the Function with
+its input gradient, the adapters' share, and at the end the tools (straight-through values, autocast, trees).
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ class Linear(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Everything that :class:`FrozenLinearFunction` depends on: a tree of tensors and constants. Its gradients are the same tree."""
+    """Everything that :class:`FrozenLinearFunction` depends on: a tree of tensors and constants. So are its gradients."""
 
     x: Tensor  # (M, K); read for its dtype, and where keeps_x
     terms: tuple[QuantizedMatrix, ...]  # of x~, one or two

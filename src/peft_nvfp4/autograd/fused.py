@@ -44,8 +44,8 @@ def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
 
 
 class GatedQuantize(torch.autograd.Function):
-    """(D(h~) (M, f), codes, scales and gscale of every term of h~, then of gate and of up) of gate and up (M, f). ``placeholder``: of
-    D(h~) only the shape, the dtype and the gradient (one number in memory)."""
+    """(D(h~) (M, f), codes, scales and gscale of every term of h~, then of gate and of up) of gate and up (M, f).
+    ``placeholder``: of D(h~) only the shape, the dtype and the gradient (one number in memory)."""
 
     @staticmethod
     def forward(ctx, gate, up, centre, act: str, terms: int, placeholder: bool = False):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 TAPES: list = []
-"""The innermost is that of the CUDA graph being recorded (peft_nvfp4.training.graph_recording.SeedTape). Not per thread: backward,
-and with it what activation checkpointing computes again, runs in a thread of autograd's."""
+"""The innermost is that of the CUDA graph being recorded (peft_nvfp4.training.graph_recording.SeedTape). Not per thread:
+backward, and with it what activation checkpointing computes again, runs in a thread of autograd's."""
 
 
 def draw_seed() -> Tensor:

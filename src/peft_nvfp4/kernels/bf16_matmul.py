@@ -26,7 +26,8 @@ def matmul(
     values: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """y (M, N) in ``dtype`` of terms (M, K) and w (N, K), on a GPU; see :func:`peft_nvfp4.numerics.reference.matmul` for the arguments.
+    """y (M, N) in ``dtype`` of terms (M, K) and w (N, K), on a GPU; for the arguments see
+    :func:`peft_nvfp4.numerics.reference.matmul`.
 
     ``factor``, the significand of a global scale of w that is no power of two, stays out of the BF16 operand and multiplies the
     FP32 sum before the bias joins.

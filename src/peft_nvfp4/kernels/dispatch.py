@@ -80,7 +80,7 @@ def _obstacle() -> str:
 
 def _on_its_device(device: torch.device, function: Callable, args: tuple):
     """``function(*args)`` with the device as the current one: kernels are launched there, wherever their arguments live."""
-    if device.index == torch.cuda.current_device() or not device.type == "cuda":
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return function(*args)
     with torch.cuda.device(device):
         return function(*args)

@@ -12,8 +12,8 @@ Rounding is flat, so A and B get the straight-through gradient, dV counting as t
     dV = dy.T @ D(x~),  dA_i = s_i * B_i.T @ dV,  dB_i = s_i * dV @ A_i.T
 
 dV (N, K) is never formed: dA = g.T @ D(x~) with g = s * dy @ B, dB = s * dy.T @ (D(x~) @ A.T). These are plain LoRA's gradients,
-and :mod:`peft_nvfp4.autograd.frozen_linear` computes them. :class:`AdapterGradient` sits on the output of the frozen product and adds nothing
-else.
+and :mod:`peft_nvfp4.autograd.frozen_linear` computes them. :class:`AdapterGradient` sits on the output of the frozen product and
+adds nothing else.
 
 The price: every layer's weight is dequantised, updated and quantised with a search in every forward pass, and V (4.5 bits a
 weight) is kept for backward. Outside of training V is kept while A and B stay the same tensors with the same versions; writes

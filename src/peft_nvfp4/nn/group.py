@@ -3,8 +3,8 @@
 The first of them that is called with a tensor computes all of them, in one call of
 :func:`peft_nvfp4.autograd.frozen_linear.frozen_linear`: x~ is dequantised once, A of all adapters are one matrix, and the input
 gradients are summed in one product. The outputs of the others wait in the tensor's entry of the activation cache until their
-linears are called. **So a call of k_proj, say, often computes nothing: it returns what the call of q_proj has computed.** An output
-is handed out once, and only if nothing that it was computed with has changed since.
+linears are called. **So a call of k_proj, say, often computes nothing: it returns what the call of q_proj has computed.** An
+output is handed out once, and only if nothing that it was computed with has changed since.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SharedInputGroup:
     def output(
         self, layer: NVFP4FrozenLinear, branches: Sequence[Branch], x: Tensor, x2: Tensor, quantized: QuantizedInput
     ) -> Tensor:
-        """y (M, out_features) of ``layer`` for x, as it came, and x2 (M, in_features), cast and flattened. The outputs of the other
-        members are left for their layers in ``quantized``."""
+        """y (M, out_features) of ``layer`` for x, as it came, and x2 (M, in_features), cast and flattened. The outputs of the
+        other members are left for their layers in ``quantized``."""
         grad = torch.is_grad_enabled()
         waiting: WaitingOutput | None = quantized.outputs.pop(id(layer), None)
         if waiting is not None and waiting.grad == grad and _same(waiting.depends_on, _dependencies(layer, branches)):
@@ -53,10 +53,10 @@ class SharedInputGroup:
         # a leaf's gradient accumulator holds the leaf: outputs that wait would keep x, and with it their own entry, alive
         if quantized.entered and not (x.requires_grad and x.grad_fn is None):
             members += self._others(layer)
-        if not grad and any(branch.dropout for _, some in members for branch in some):
+        if not grad and any(branch.dropout for _, member_branches in members for branch in member_branches):
             # the first pass of reentrant checkpointing: each layer's seeds must be drawn where it is called, to be drawn again
             members = members[:1]
-        linears = [member.operands(some) for member, some in members]
+        linears = [member.operands(member_branches) for member, member_branches in members]
         y, *ys = frozen_linear(x2, quantized, linears)
         for (other, other_branches), other_y in zip(members[1:], ys):
             quantized.outputs[id(other)] = WaitingOutput(other_y, _dependencies(other, other_branches), grad)

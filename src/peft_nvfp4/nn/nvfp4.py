@@ -2,7 +2,8 @@
 
 Weight W (N, K) is kept as its forward layout W_f (codes along K) and, with ``weight_layouts="cached"``, also as its backward
 layout W_b (the transpose, codes along N, made from D(W_f)). Forward quantises the input per token, multiplies FP4 by FP4 and
-accumulates in FP32; backward quantises the incoming gradient and multiplies it by W_b. See :mod:`peft_nvfp4.autograd.frozen_linear`.
+accumulates in FP32; backward quantises the incoming gradient and multiplies it by W_b: the formulas, and the autograd Function,
+are in :mod:`peft_nvfp4.autograd.frozen_linear`.
 
 All parameters are bytes: ``weight`` (N, Kp/2) and ``weight_scales`` (N, Kp/16) and ``weight_gscale`` (4, one FP32), the same
 with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_centre`` (4K) and ``output_centre`` (4N), FP32 too.

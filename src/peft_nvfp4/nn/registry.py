@@ -1,7 +1,7 @@
 """``BACKENDS`` maps the word that a user writes (``backend="nvfp4"``) to a subclass of :class:`FrozenLinear`.
 
-Looking a word up here is the only place where the package branches on the backend: the LoRA layer, the hooks and the commands speak
-to the base class. A backend's module is imported when it is first asked for, since bitsandbytes is optional.
+Looking a word up here is the only place where the package branches on the backend: the LoRA layer, the hooks and the commands
+speak to the base class. A backend's module is imported when it is first asked for, since bitsandbytes is optional.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ quantize_input = Operator(
     flat_result=stacked,
     result=lambda args, flat: matrices(*flat, args[0].shape[1]),
 )
-"""``quantize_input(x, offset, terms) -> tuple[QuantizedMatrix, ...]``: x~ of x (M, K), x minus the offset (K,) float32 as one or two
-NVFP4 terms with a global scale per row; see :func:`peft_nvfp4.numerics.reference.quantize_terms`."""
+"""``quantize_input(x, offset, terms) -> tuple[QuantizedMatrix, ...]``: x~ of x (M, K), x minus the offset (K,) float32 as one or
+two NVFP4 terms with a global scale per row; see :func:`peft_nvfp4.numerics.reference.quantize_terms`."""
 
 
 def check_matrices(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, k: int, per_row: bool) -> None:
@@ -95,8 +95,8 @@ dequantize_input = Operator(
     lambda terms, offset, dtype: (*tensor_lists(terms), offset, terms[0].k, dtype),
     lambda codes, scales, gscale, offset, k, dtype: (matrices(codes, scales, gscale, k), offset, dtype),
 )
-"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), the sum of the terms and the offset, in FP32, rounded once to
-``dtype``."""
+"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), the sum of the terms and the offset, in FP32, rounded once
+to ``dtype``."""
 
 
 # ---------------------------------------------------------------------------------------------- fprop

@@ -15,8 +15,8 @@ exact products, accumulated in FP32, rounded once to ``dtype``. What it may rely
 
 The low-rank parts join as ``add``. So they are rounded to ``dtype`` once by themselves, before the one rounding of the sum: two
 roundings, the first relative to the smaller part. (Adding them after the product would cost the same traffic, and round the
-larger part twice.) dgrad accumulates linear by linear: one more rounding for each after the first, which :mod:`..numerics.products`
-allows.
+larger part twice.) dgrad accumulates linear by linear: one more rounding for each after the first, which
+:mod:`peft_nvfp4.numerics.products` allows.
 
 Swizzled copies of the weights' scales are not kept: they would take a ninth of the weights' memory again (0.5 GB per layout of an
 8B model), and making them reads and writes N * K / 16 bytes, a small part of what the product itself reads.

@@ -181,7 +181,8 @@ def linear(
     Args:
         branches: (A (r, K), B (N, r), scaling) of every adapter, in any dtype.
         x: D(x~) (M, K) in BF16, what the adapters see; not read without adapters.
-        values: x again if it is the sum of the terms, unrounded; see :func:`peft_nvfp4.numerics.reference.matmul`, also for ``factor``.
+        values: x again if it is the sum of the terms, unrounded; see :func:`peft_nvfp4.numerics.reference.matmul`.
+        factor: of w; see there.
     """
     if w.codes.is_cuda and w.codes.device.index != torch.cuda.current_device():
         with torch.cuda.device(w.codes.device):  # Triton launches on the current device, wherever its arguments live
