@@ -28,7 +28,7 @@ from torch import Tensor
 
 from peft_nvfp4 import ops
 from peft_nvfp4.calibration.gptq import GPTQOptions, gptq, gptq_backward
-from peft_nvfp4.calibration.hessian import Moments
+from peft_nvfp4.calibration.moments import Moments
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, WEIGHT_BACKWARD, NVFP4Format, QuantizedMatrix
 

@@ -1,16 +1,24 @@
-"""Backward layouts from GPTQ: W_b (K, N) of D(W_f)^T, solved against the moments of the gradient that it will be multiplied by.
+"""Second moments, collected batch by batch: what GPTQ minimises with. Of a linear's input for its forward layout, of its
+gradient for its backward layout.
 
-dx = D(Q(dy)) D(W_b)^T. As the forward pass collects E[x~ x~^T], this one collects E[dy~ dy~^T], dy~ = D(Q(dy)), from a few
-backward passes on calibration data. Layers are taken from the last to the first, so that a layer's gradient has gone through
+For inputs x~ (K,), as the layer multiplies them, that is D(Q(x)):
+
+    H = E[x~ x~^T]  (K, K)        the error of the output is  E|(W - V) x~|^2 = tr((W - V) H (W - V)^T)
+    C = E[x x~^T]   (K, K)        for the asymmetric target: x is the input that the layer should have seen
+    mu = E[x]       (K,)          the centre of the site
+
+Kept as running means in FP32: the sum over a batch is formed by one product with FP32 accumulation and then averaged into what is
+there, so no sum grows with the number of tokens. On a GPU, BF16 inputs (D(Q(x)) of one term is exact in BF16) go through tensor
+cores with FP32 results. Same batches in the same order give the same bits on one device.
+
+For the backward layout W_b (K, N) in dx = D(Q(dy)) D(W_b)^T it is E[dy~ dy~^T], dy~ = D(Q(dy)), from a few backward passes on
+calibration data (:class:`BackwardPass`). Layers are taken from the last to the first, so that a layer's gradient has gone through
 layers whose W_b is solved for already; one layer at a time is on the GPU, its inputs waited since the forward pass.
-
-The source stays D(W_f): the gradient belongs to the function that is computed, only its rounding errors get smaller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +26,77 @@ from torch import Tensor, nn
 from .. import ops
 from ..fusion.probe import modes_kept, standing_in
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..numerics import reference
 from ..numerics.formats import GRADIENT
+from ..numerics.matmul import exact_matmul
 from .data import Batch
-from .gptq import GPTQOptions, gptq_backward, output_error
-from .hessian import Moments
 from .structure import Stack, call_model, outside_on
 
 IGNORED = -100
 """Label of a position without loss."""
+
+
+class Moments:
+    """Running H, and where asked for C, of a linear with ``k`` inputs.
+
+    Attributes:
+        h: (K, K) float32.
+        c: (K, K) float32, or None.
+        mean: (K,) float32, mean of x where given, else of x~.
+        count: tokens seen.
+    """
+
+    def __init__(self, k: int, device: torch.device | str = "cpu", cross: bool = False):
+        self.h = torch.zeros(k, k, device=device)
+        self.c = torch.zeros(k, k, device=device) if cross else None
+        self.mean = torch.zeros(k, device=device)
+        self.count = 0
+
+    def add(self, values: Tensor, x: Tensor | None = None, mask: Tensor | None = None) -> None:
+        """Average in a batch.
+
+        Args:
+            values: (..., K), D(x~) of the tokens.
+            x: like ``values``, needed for the cross moment.
+            mask: (...) bool, tokens to count (padding is False); all by default.
+
+        Raises:
+            ValueError: a shape does not fit, or x is missing where a cross moment is collected.
+        """
+        k = self.mean.numel()
+        if values.shape[-1] != k or (x is not None and x.shape != values.shape):
+            raise ValueError(f"expected inputs (..., {k}), got {tuple(values.shape)} and {None if x is None else tuple(x.shape)}")
+        if self.c is not None and x is None:
+            raise ValueError("the cross moment E[x x~^T] needs x as well as x~")
+        values, x = self._rows(values, mask), None if x is None else self._rows(x, mask)
+        tokens = values.shape[0]
+        if not tokens:
+            return
+        self.count += tokens
+        old, new = 1.0 - tokens / self.count, 1.0 / self.count
+        _average(self.h, values, values, old, new)
+        if self.c is not None:
+            _average(self.c, x, values, old, new)
+        seen = values if x is None else x
+        self.mean.mul_(old).add_(seen.sum(0, dtype=torch.float32), alpha=new)
+
+    def _rows(self, t: Tensor, mask: Tensor | None) -> Tensor:
+        """(tokens, K) of the tokens that count, on this device."""
+        rows = t.detach().reshape(-1, t.shape[-1])
+        if mask is not None:
+            rows = rows[mask.to(rows.device).reshape(-1).bool()]
+        return rows.to(self.h.device)
+
+
+def _average(total: Tensor, a: Tensor, b: Tensor, old: float, new: float) -> None:
+    """total = old * total + new * a^T b, the product accumulated in FP32."""
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
+        total.mul_(old).add_(torch.mm(a.T, b, out_dtype=torch.float32), alpha=new)
+        return
+    with exact_matmul():
+        total.addmm_(a.float().T, b.float(), beta=old, alpha=new)
+
+
+# ---------------------------------------------------------------------------------------------- of gradients
 
 
 def labels_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -119,28 +189,3 @@ class BackwardPass:
         finally:
             for p, flag in flags.items():
                 p.requires_grad_(flag)
-
-
-def solve_layer(
-    linears: dict[str, NVFP4FrozenLinear], moments: dict[str, Moments], options: GPTQOptions, name: str
-) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """Give the linears their new W_b. Returns the errors of dx (per cent, on the tokens it was solved for) against the layout
-    that requantising made, and the tensors to be kept."""
-    errors, tensors = {}, {}
-    for n, linear in linears.items():
-        w = linear.dequantize(torch.float32).T
-        solution = gptq_backward(linear.forward_layout, moments[n], options, name=f"{name}.{n} (backward)")
-        row = {"dx_requantized": _percent(w, linear.backward_layout, moments[n])}
-        if solution.damping is not None:  # else keep the layout that is there
-            linear._put("backward_weight", "backward_scales", "backward_gscale", solution.q)
-        row["dx"] = _percent(w, linear.backward_layout, moments[n])
-        errors[n] = row
-        tensors.update({f"{name}.{n}.{key}": getattr(linear, key).detach().cpu() for key in BACKWARD})
-    return errors, tensors
-
-
-BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
-
-
-def _percent(w: Tensor, layout: Any, moments: Moments) -> float:
-    return round(100 * output_error(w, reference.dequantize(layout), moments.h), 4)
