@@ -13,6 +13,7 @@ from peft_nvfp4 import ops
 from peft_nvfp4.autograd.frozen_linear import Branch, dequantize_input, draw_seed, quantize_input
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.nn.registry import BACKENDS
+from peft_nvfp4.numerics import reference
 
 M = 6
 SEED = 1234
@@ -54,7 +55,10 @@ def masks_and_seed(layer, x, branches, seed=SEED):
     torch.manual_seed(seed)
     seeds = [draw_seed() if b.dropout else None for b in branches]
     like = torch.empty(x.numel() // x.shape[-1], x.shape[-1])
-    masks = [torch.ones_like(like) if s is None else ops.dropout_mask(like, b.dropout, s) for s, b in zip(seeds, branches)]
+    masks = [
+        torch.ones_like(like) if s is None else reference.dropout_mask(like.shape, b.dropout, s, like.device, like.dtype)
+        for s, b in zip(seeds, branches)
+    ]
     return [m.double() for m in masks], draw_seed()
 
 

@@ -165,7 +165,7 @@ def test_guess_is_where_the_line_meets_the_cap():
 
 @pytest.mark.parametrize("case", [*memory.CASES, *memory.CAPPED])
 def test_settings_mean_the_case(case):
-    """The estimator's word for each case, against what other tests hold against measurements (tests/test_estimate.py)."""
+    """The estimator's word for each case, against what other tests hold against measurements (tests/memory/test_estimate.py)."""
     settings = memory.settings_of(Case(case))
     assert estimate("llama-1b", settings).peak > 0
     assert settings.checkpointing == case.endswith("ckpt") and settings.compressed == ("nvfp4" in case or "codes" in case)

@@ -1,4 +1,4 @@
-"""The product with few rows (kernels/triton_matmul.py) and the cache of dequantised weights (kernels/weight_cache.py).
+"""The product with few rows (kernels/triton_matmul.py).
 
 The kernels run in Triton's interpreter, in a process of its own as in test_triton.py, and on CUDA where marked ``gpu``.
 The interpreter knows no inline PTX and multiplies BF16 wrongly, so there the kernels decode with ordinary arithmetic, and
@@ -7,8 +7,6 @@ the tile kernel to FP32: it checks everything but the PTX. What the PTX decodes 
 
 from __future__ import annotations
 
-import copy
-import gc
 import json
 
 import pytest
@@ -16,12 +14,9 @@ import torch
 from _assertions import gaussian, generator, to, unit
 from _interpreter import run_interpreted
 from test_ops_matmul import exact_matrix, float64_product, whole_bias
-from torch import nn
 from triton_cases import BF16, FP16, FP32, ON_GPU, cases, run_case
 
 from peft_nvfp4 import kernels, ops
-from peft_nvfp4.kernels import weight_cache
-from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, QuantizedMatrix
 
@@ -264,235 +259,6 @@ def test_codes_at_odd_addresses():
     storage = torch.zeros(40 * 32 + 3, dtype=torch.uint8, device="cuda")
     moved = storage[3:].view(40, 32).copy_(w.codes)
     assert product([x], w._replace(codes=moved), None, FP32).equal(product([x], w, None, FP32))
-
-
-# ---------------------------------------------------------------------------------------------- the cache
-
-
-@pytest.fixture
-def cache():
-    """The cache, without a limit worth mentioning, and off again afterwards."""
-    kernels.cache_weights(1 << 30)
-    yield weight_cache
-    kernels.cache_weights(0)
-
-
-CPU = torch.device("cpu")
-
-
-def matrix(seed: int = 0, device: str = "cpu") -> QuantizedMatrix:
-    return to(gaussian(24, 40, WEIGHT, seed), device)
-
-
-def layer(seed: int = 0) -> NVFP4FrozenLinear:
-    torch.manual_seed(seed)
-    return NVFP4FrozenLinear.quantize(nn.Linear(40, 24, bias=False).to(BF16))
-
-
-def fresh(q: QuantizedMatrix) -> torch.Tensor:
-    return ops.dequantize(q, BF16)
-
-
-def test_the_cache_is_off_by_default():
-    q = matrix()
-    assert weight_cache._limit == 0
-    assert weight_cache.dequantize(q, BF16).data_ptr() != weight_cache.dequantize(q, BF16).data_ptr()
-    assert weight_cache.held(CPU) == 0
-
-
-def test_a_copy_is_found_again_and_is_what_dequantize_gives(cache):
-    q = matrix()
-    first = cache.dequantize(q, BF16)
-    assert cache.dequantize(q, BF16) is first and first.equal(fresh(q))
-    assert cache.dequantize(q._replace(gscale=q.gscale.view(torch.uint8).view(FP32)), BF16) is first  # views of the same bytes
-    assert cache.held(CPU) == 24 * 40 * 2
-    other = cache.dequantize(q, FP32)  # another entry
-    assert other.dtype == FP32 and cache.dequantize(q, BF16) is first
-
-
-def test_the_cache_fills_to_its_limit_and_no_further():
-    kernels.cache_weights(2 * 24 * 40 * 2 + 100)
-    qs = [matrix(seed) for seed in range(3)]
-    copies = [weight_cache.dequantize(q, BF16) for q in qs]
-    assert all(copy.equal(fresh(q)) for copy, q in zip(copies, qs))
-    assert [weight_cache.dequantize(q, BF16) is copy for q, copy in zip(qs, copies)] == [True, True, False]
-    small = to(gaussian(1, 40, WEIGHT), "cpu")
-    assert weight_cache.dequantize(small, BF16) is weight_cache.dequantize(small, BF16)  # it still fits
-    kernels.cache_weights(0)
-    assert weight_cache.held(CPU) == 0
-
-
-def test_every_device_has_its_own_limit():
-    kernels.cache_weights(24 * 40 * 2)
-    here, there = matrix(), matrix(device="meta")
-    copies = [weight_cache.dequantize(q, BF16) for q in (here, there)]
-    assert [weight_cache.dequantize(q, BF16) is c for q, c in zip((here, there), copies)] == [True, True]
-    assert copies[1].is_meta
-    kernels.cache_weights(0)
-
-
-@pytest.mark.parametrize("part", ["codes", "scales", "gscale"])
-def test_an_edit_in_place_is_seen(part, cache):
-    q = matrix()
-    before = cache.dequantize(q, BF16)
-    getattr(q, part).copy_(getattr(matrix(1), part) * (2 if part == "gscale" else 1))
-    after = cache.dequantize(q, BF16)
-    assert after.equal(fresh(q)) and not after.equal(before)
-    assert cache.held(CPU) == 24 * 40 * 2
-
-
-def test_other_shapes_at_the_same_address_are_other_entries(cache):
-    q = matrix()
-    cache.dequantize(q, BF16)
-    for part in (q._replace(k=33), QuantizedMatrix(q.codes[:7], q.scales[:7], q.gscale, 40)):
-        assert cache.dequantize(part, BF16).equal(fresh(part))
-    for part in (q._replace(scales=torch.full_like(q.scales, 0x38)), q._replace(gscale=2 * q.gscale)):  # the same codes
-        assert cache.dequantize(part, BF16).equal(fresh(part)) and not fresh(part).equal(fresh(q))
-
-
-def test_a_copy_goes_with_its_weight(cache):
-    linear = layer()
-    cache.dequantize(linear.forward_layout, BF16)
-    assert cache.held(CPU) > 0
-    linear.requantize_(torch.ones(24, 40))  # binds new parameters
-    gc.collect()
-    assert cache.held(CPU) == 0
-    copy_now = cache.dequantize(linear.forward_layout, BF16)
-    assert copy_now.equal(fresh(linear.forward_layout))
-    linear._apply(torch.clone)  # what .to(device) does: the same parameters with other data
-    gc.collect()
-    assert cache.held(CPU) == 0
-    cache.dequantize(linear.forward_layout, BF16)
-    del linear
-    gc.collect()
-    assert cache.held(CPU) == 0 and not weight_cache._entries
-
-
-def test_merging_and_back(cache):
-    """A snapshot keeps the old bytes alive, and with them their copy."""
-    linear = layer()
-    first = cache.dequantize(linear.forward_layout, BF16)
-    snapshot = linear.snapshot()
-    linear.requantize_(linear.dequantize(FP32) + 0.1)
-    merged = cache.dequantize(linear.forward_layout, BF16)
-    assert merged.equal(fresh(linear.forward_layout)) and not merged.equal(first)
-    linear.restore(snapshot)
-    assert cache.dequantize(linear.forward_layout, BF16) is first
-    del merged
-    gc.collect()
-    assert cache.held(CPU) == first.nbytes
-
-
-def test_a_copied_layer_has_its_own_entry(cache):
-    linear = layer()
-    names = set(linear.state_dict())
-    first = cache.dequantize(linear.forward_layout, BF16)
-    twin = copy.deepcopy(linear)
-    second = cache.dequantize(twin.forward_layout, BF16)
-    assert second is not first and second.equal(first) and set(twin.state_dict()) == names
-    twin.weight.zero_()
-    assert cache.dequantize(linear.forward_layout, BF16) is first and cache.dequantize(twin.forward_layout, BF16).eq(0).all()
-
-
-def test_inference_mode(cache):
-    """Tensors without a version get no copy; a copy made there serves training."""
-    with torch.inference_mode():
-        q = matrix()
-        assert cache.dequantize(q, BF16).equal(fresh(q)) and cache.held(CPU) == 0
-    linear = layer()
-    with torch.inference_mode():
-        values = cache.dequantize(linear.forward_layout, BF16)
-    assert not values.is_inference() and cache.dequantize(linear.forward_layout, BF16) is values
-
-
-def test_nothing_is_added_in_a_capture_and_what_it_reads_stays(cache, monkeypatch):
-    capturing = True
-    monkeypatch.setattr(cache, "_capturing", lambda device: capturing)
-    q = matrix()
-    assert cache.dequantize(q, BF16).equal(fresh(q)) and cache.held(CPU) == 0
-    capturing = False
-    values = cache.dequantize(q, BF16)
-    capturing = True
-    assert cache.dequantize(q, BF16) is values
-    q.codes.zero_()
-    assert cache.dequantize(q, BF16).eq(0).all() and cache.held(CPU) == values.nbytes
-    del q
-    gc.collect()
-    assert not cache._entries and cache.held(CPU) == values.nbytes
-    kernels.cache_weights(1 << 30)
-    assert cache.held(CPU) == 0
-
-
-@pytest.mark.gpu
-def test_a_real_capture(cache):
-    """A graph replays right with a copy made before its capture and with none; and another stream waits for a copy."""
-    with torch.no_grad():
-        x = to(gaussian(200, 40, ACTIVATION), "cuda")
-        for warm in (False, True):
-            q = matrix(device="cuda")
-            expected = ops.matmul([x], q, None, BF16)
-            kernels.cache_weights(1 << 30)  # empty again
-            if warm:
-                ops.matmul([x], q, None, BF16)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = ops.matmul([x], q, None, BF16)
-            y.zero_()
-            graph.replay()
-            assert y.equal(expected) and (cache.held(q.codes.device) > 0) == warm
-        side = torch.cuda.Stream()
-        first = cache.dequantize(q, BF16)
-        with torch.cuda.stream(side):
-            assert cache.dequantize(q, BF16) is first and first.equal(fresh(q))
-
-
-def test_the_emulated_product_uses_the_cache_for_the_weight_only(cache):
-    matmul = pytest.importorskip("peft_nvfp4.kernels.triton.matmul", exc_type=ImportError)
-    x, w = gaussian(70, 40, ACTIVATION), matrix()
-    arguments = [x], w, None, BF16, None
-    first = matmul.emulated(*arguments)
-    assert cache.held(CPU) == 24 * 40 * 2
-    cache.dequantize(w, BF16).mul_(2.0)  # visible: it is this copy that is used
-    assert matmul.emulated(*arguments).equal(2 * first)
-
-
-def test_a_copy_that_is_there_is_preferred_except_for_very_few_rows(cache):
-    matmul = pytest.importorskip("peft_nvfp4.kernels.triton.matmul", exc_type=ImportError)
-    w = matrix()
-    few, more, many = ([gaussian(m, 40, ACTIVATION)] for m in (4, 16, 65))
-    choices = lambda: [matmul._in_registers(terms, w) for terms in (few, more, many)]  # noqa: E731
-    assert choices() == [True, True, False]
-    cache.dequantize(w, BF16)
-    assert cache.holds(w) and choices() == [True, False, False]
-    w.codes.zero_()
-    assert not cache.holds(w) and choices() == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("0", 0), ("500M", 500 << 20), ("1.5 GiB", 3 << 29), ("8gb", 8 << 30), ("12345", 12345)]
-)
-def test_sizes_in_words(text, size):
-    assert weight_cache.parse(text) == size
-
-
-def test_wrong_sizes_raise(monkeypatch):
-    with pytest.raises(ValueError, match="write a number of bytes"):
-        weight_cache.parse("much")
-    with pytest.raises(ValueError, match="0 or more"):
-        kernels.cache_weights(-1)
-    monkeypatch.setattr(kernels, "_loaded", None)
-    monkeypatch.setenv(weight_cache.VARIABLE, "a lot")
-    with pytest.raises(ValueError, match="write a number of bytes"):
-        kernels.load()
-
-
-def test_the_environment_sets_the_limit(monkeypatch):
-    monkeypatch.setattr(kernels, "_loaded", None)
-    monkeypatch.setenv(weight_cache.VARIABLE, "2G")
-    monkeypatch.setenv(kernels.VARIABLE, "reference")
-    kernels.load()
-    assert weight_cache._limit == 2 << 30
-    kernels.cache_weights(0)
 
 
 if __name__ == "__main__":

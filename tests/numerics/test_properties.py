@@ -3,7 +3,7 @@ the side table, settings.
 
 Every run draws the same examples (``derandomize``), about 30 s in all. To search further:
 
-    HYPOTHESIS_EXAMPLES=5000 python -m pytest tests/test_properties.py
+    HYPOTHESIS_EXAMPLES=5000 python -m pytest tests/numerics/test_properties.py
 """
 
 import json

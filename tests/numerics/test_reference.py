@@ -9,6 +9,7 @@ import scalar_nvfp4 as scalar
 import torch
 from _assertions import DISTRIBUTIONS, FORMATS, SEED, assert_same_bits, assert_same_matrix, sample
 
+from peft_nvfp4.kernels import bf16_matmul
 from peft_nvfp4.numerics import matmul, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT_STOCHASTIC, SCALE_RULES, NVFP4Format, QuantizedMatrix
 
@@ -252,7 +253,7 @@ def test_sums_in_bf16_are_switched_off_for_a_while(allowed):
     before = switch.allow_bf16_reduced_precision_reduction
     try:
         switch.allow_bf16_reduced_precision_reduction = allowed
-        with pytest.raises(KeyError), reference.full_precision_sums():
+        with pytest.raises(KeyError), bf16_matmul.full_precision_sums():
             assert not switch.allow_bf16_reduced_precision_reduction
             raise KeyError
         assert switch.allow_bf16_reduced_precision_reduction == allowed
@@ -282,19 +283,10 @@ def test_product_of_a_gpu(monkeypatch, terms, dtype, biased, given):
     *qx, qw = (reference.quantize(matrix, NVFP4Format(), UNIT) for matrix in (*x, w))
     bias = torch.arange(5.0) if biased else None
     values = sum(x).to(dtype) if given else None
-    y = reference.matmul_cuda(qx, qw, bias, dtype, values)
+    y = bf16_matmul.matmul(qx, qw, bias, dtype, values)
     expected = sum(x) @ w.T + (0 if bias is None else bias)
     assert y.dtype == dtype and torch.equal(y.float(), expected)
     assert not any(used) and len(used) == (terms if biased or terms == 2 or dtype != torch.bfloat16 else 0)
-
-
-def test_a_weight_on_a_gpu_is_multiplied_there(monkeypatch):
-    from types import SimpleNamespace
-
-    monkeypatch.setattr(reference, "matmul_cuda", lambda *given, **named: (given, named))
-    w = SimpleNamespace(codes=SimpleNamespace(is_cuda=True))
-    given = "terms", w, "bias", "dtype", "values"
-    assert reference.matmul(*given) == (given, {"factor": 1.0}), "the scale, which would be waited for, is not looked at"
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])

@@ -37,6 +37,7 @@ from peft_nvfp4.numerics.formats import (
     NVFP4Format,
     QuantizedMatrix,
 )
+from peft_nvfp4.ops import fused
 
 by_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
 
@@ -67,16 +68,9 @@ def opcheck_cases():
         yield name, op.matmul, (*lists, *w[:3], bias, None, 40, dtype)
     lists, values = ([x1.codes], [x1.scales], [x1.gscale]), reference.dequantize(x1)
     yield "matmul-given-values", op.matmul, (*lists, *w[:3], None, values, 40, torch.float32)
-    yield "pack", op.pack, (reference.unpack(x1.codes),)
-    yield "pack-transposed", op.pack, (reference.unpack(gaussian(64, 32, WEIGHT).codes).T,)
-    yield "unpack", op.unpack, (x1.codes,)
     for rows, nb in ((5, 3), (128, 4), (130, 9)):
         scales = torch.arange(rows * nb).to(torch.uint8).view(rows, nb)
         yield f"swizzle_scales-{rows}x{nb}", op.swizzle_scales, (scales,)
-        yield f"unswizzle_scales-{rows}x{nb}", op.unswizzle_scales, (reference.swizzle_scales(scales), rows, nb)
-    for dtype in DTYPES:
-        yield f"dropout_mask-{dtype}", op.dropout_mask, (torch.zeros(3, 5, 7, dtype=dtype), 0.3, seed)
-    yield "dropout_mask-transposed", op.dropout_mask, (torch.zeros(4, 6).T, 0.0, seed)
 
 
 CASES = list(opcheck_cases())
@@ -152,17 +146,13 @@ ERRORS = {  # what is wrong: the call, and words that the message must have: ope
     "matmul-bias": (lambda: _matmul(blank(3, 40), bias=f32(5)), r"matmul: bias must be \(6,\), got \(5,\)"),
     "matmul-values": (lambda: _matmul(blank(3, 40), values=f32(3, 64)), r"matmul: values must be \(3, 40\), got \(3, 64\)"),
     "matmul-dtype": (lambda: _matmul(blank(3, 40), dtype=torch.float64), "matmul: dtype must be .*got torch.float64"),
-    "pack-odd": (lambda: ops.pack(f32(2, 3).byte()), "pack: .*must be even, got 3"),
-    "pack-dtype": (lambda: ops.pack(f32(2, 4)), "pack: codes must be uint8.*float32"),
-    "unpack-ndim": (lambda: ops.unpack(f32(4).byte()), r"unpack: packed must have 2.*\(4,\)"),
     "swizzle-dtype": (lambda: ops.swizzle_scales(f32(4, 4)), "swizzle_scales: scales must be uint8.*float32"),
-    "unswizzle-size": (lambda: ops.unswizzle_scales(f32(512).byte(), 129, 4), r"unswizzle_scales: \(129, 4\) .*1024.*got 512"),
-    "unswizzle-ndim": (lambda: ops.unswizzle_scales(f32(1, 512).byte(), 128, 4), "unswizzle_scales: swizzled must have 1"),
+    "swizzle-ndim": (lambda: ops.swizzle_scales(f32(512).byte()), r"swizzle_scales: scales must have 2.*\(512,\)"),
     "dequantize-dtype": (lambda: ops.dequantize(blank(3, 40), torch.int32), "dequantize: dtype must be .*got torch.int32"),
-    "dropout_mask-dtype": (lambda: ops.dropout_mask(f32(2).int(), 0.5, f32(()).long()), "dropout_mask: like must be .*int32"),
-    "dropout_mask-p": (lambda: ops.dropout_mask(f32(2), 1.0, f32(()).long()), r"dropout_mask: p must be in \[0, 1\), got 1"),
-    "dropout_mask-seed-shape": (lambda: ops.dropout_mask(f32(2), 0.5, f32(2).long()), r"dropout_mask: seed must .*\(2,\)"),
-    "dropout_mask-seed": (lambda: ops.dropout_mask(f32(2), 0.5, f32(())), "dropout_mask: seed must be int64.*float32"),
+    "dropout-dtype": (lambda: fused.dropout(f32(2).int(), 0.5, f32(()).long()), "dropout: x must be .*int32"),
+    "dropout-p": (lambda: fused.dropout(f32(2), 1.0, f32(()).long()), r"dropout: p must be in \[0, 1\), got 1"),
+    "dropout-seed-shape": (lambda: fused.dropout(f32(2), 0.5, f32(2).long()), r"dropout: seed must .*\(2,\)"),
+    "dropout-seed": (lambda: fused.dropout(f32(2), 0.5, f32(())), "dropout: seed must be int64.*float32"),
 }
 
 
@@ -220,13 +210,14 @@ def test_quick_check_of_a_packed_operand():
 
 
 def test_eager_code_without_autograd_goes_past_the_dispatcher(monkeypatch):
-    monkeypatch.setitem(ops._DIRECT, ("pack", "cpu"), lambda codes: "straight")
-    codes = f32(2, 4).byte()
+    monkeypatch.setitem(ops._DIRECT, ("swizzle_scales", "cpu"), lambda scales: "straight")
+    scales = torch.arange(8).byte().view(2, 4)
     with torch.no_grad():
-        assert ops.pack(codes) == "straight" and ops.pack(torch.nn.Parameter(codes, requires_grad=False)) == "straight"
-    assert_same_bits(ops.pack(codes), f32(2, 2).byte() * 17, "through the dispatcher")
+        assert ops.swizzle_scales(scales) == "straight"
+        assert ops.swizzle_scales(torch.nn.Parameter(scales, requires_grad=False)) == "straight"
+    assert_same_bits(ops.swizzle_scales(scales), reference.swizzle_scales(scales), "through the dispatcher")
     with FakeTensorMode() as mode, torch.no_grad():
-        assert ops.pack(mode.from_tensor(codes)).shape == (2, 2)
+        assert ops.swizzle_scales(mode.from_tensor(scales)).shape == (512,)
 
 
 # ---------------------------------------------------------------------------------------------- autograd
@@ -274,11 +265,7 @@ def test_same_bits_on_every_device(name, fmt, device):
             assert_same_matrix(ops.quantize(x.to(device), fmt, given.to(device), seed_for(fmt)), want_given, "given scale")
             for dtype in DTYPES:
                 assert_same_values(ops.dequantize(q, dtype), reference.dequantize(want, dtype), f"dequantize({dtype})")
-            swizzled = ops.swizzle_scales(q.scales)
-            assert_same_bits(swizzled, reference.swizzle_scales(want.scales), "swizzle_scales")
-            assert_same_bits(ops.unswizzle_scales(swizzled, *q.scales.shape), want.scales, "unswizzle_scales")
-            assert_same_bits(ops.unpack(q.codes), reference.unpack(want.codes), "unpack")
-            assert_same_bits(ops.pack(ops.unpack(q.codes)), want.codes, "pack")
+            assert_same_bits(ops.swizzle_scales(q.scales), reference.swizzle_scales(want.scales), "swizzle_scales")
             if not fmt.stochastic and fmt.global_scale == "tensor":
                 wb = ops.transpose_requantize(q, fmt)
                 assert_same_matrix(wb, reference.transpose_requantize(want, fmt), "transpose_requantize")
@@ -313,12 +300,15 @@ def test_shared_global_scale(sizes):
 @by_device
 @by_dtype
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
-def test_dropout_mask_on_every_device(p, dtype, device):
-    """The mask of the reference, wherever the seed lives; a strided ``like`` gives the mask of its shape."""
-    expected = reference.dropout_mask((5, 1001), p, torch.tensor(SEED), torch.device("cpu"), dtype)
-    for like in (torch.empty(5, 1001, dtype=dtype, device=device), torch.empty(1001, 5, dtype=dtype, device=device).T):
+def test_dropout_on_every_device(p, dtype, device):
+    """The mask of the reference, wherever the seed lives; a strided x gets the mask of its shape."""
+    x = torch.randn(1001, 5, generator=generator(5)).to(dtype)
+    mask = reference.dropout_mask((5, 1001), p, torch.tensor(SEED), torch.device("cpu"), torch.float32)
+    expected = (x.T.float() * mask).to(dtype)
+    with torch.no_grad():
         for seed in (torch.tensor(SEED), torch.tensor(SEED, device=device)):
-            assert_same_bits(ops.dropout_mask(like, p, seed), expected, "mask")
+            for like in (x.T.to(device), x.T.contiguous().to(device)):
+                assert_same_bits(fused.dropout(like, p, seed), expected, "dropout")
 
 
 @pytest.mark.parametrize("fmt", [ACTIVATION, GRADIENT_STOCHASTIC], ids=["row", "stochastic"])
@@ -340,19 +330,10 @@ def test_no_rows(device):
         q = ops.quantize(torch.empty(0, 40, device=device), fmt, seed=seed_for(fmt, device))
         assert [tuple(t.shape) for t in q[:3]] == [(0, 32), (0, 4), (0 if fmt.global_scale == "row" else 1,)] and q.k == 40
         assert ops.dequantize(q).shape == (0, 40)
-        assert ops.unpack(q.codes).shape == (0, 64) and ops.pack(ops.unpack(q.codes)).shape == (0, 32)
-        assert ops.unswizzle_scales(ops.swizzle_scales(q.scales), 0, 4).shape == (0, 4)
+        assert ops.swizzle_scales(q.scales).shape == (0,)
         y = ops.matmul([q, q], to(gaussian(6, 40, WEIGHT), device), torch.ones(6, device=device), torch.bfloat16)
         assert y.shape == (0, 6) and y.dtype == torch.bfloat16
-    assert ops.dropout_mask(torch.empty(0, 8, device=device), 0.1, torch.tensor(1)).shape == (0, 8)
-
-
-def test_dropout_mask_is_a_constant():
-    """Multiplying x by the mask made for x is an ordinary product: the mask itself has no gradient."""
-    x = torch.randn(4, 8, requires_grad=True)
-    mask = ops.dropout_mask(x, 0.5, torch.tensor(SEED))
-    (x * mask).sum().backward()
-    assert torch.equal(x.grad, mask.detach())
+    assert fused.dropout(torch.empty(0, 8, device=device), 0.1, torch.tensor(1)).shape == (0, 8)
 
 
 # ---------------------------------------------------------------------------------------------- compile
@@ -367,9 +348,8 @@ def test_compile(dynamic, device):
         q = ops.quantize(x, ACTIVATION)
         rest = ops.quantize(x - ops.dequantize(q, x.dtype), GRADIENT_STOCHASTIC, seed=seed)
         y = ops.matmul([q, rest], w, bias, torch.bfloat16)
-        scales = ops.unswizzle_scales(ops.swizzle_scales(q.scales), *q.scales.shape)
         wb = ops.transpose_requantize(w, WEIGHT_BACKWARD)
-        return y * ops.dropout_mask(y, 0.1, seed), scales, ops.pack(ops.unpack(rest.codes)), *wb[:3]
+        return fused.dropout(y, 0.1, seed), ops.swizzle_scales(q.scales), rest.codes, *wb[:3]
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)

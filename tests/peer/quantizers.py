@@ -2,7 +2,7 @@
 
 Run by ``run.py``. transformers' own file is in no distribution and loads models of gigabytes, whose sentences it compares, so its
 questions are put here, in our words, to small models. The row ``stock`` is ``BitsAndBytesConfig``: what fails there is nothing of
-ours. Questions for several GPUs and about ``torch.compile`` are left out (``tests/test_distributed.py``, ``test_compile.py``).
+ours. Questions for several GPUs and about ``torch.compile`` are left out (``tests/training/test_distributed.py``, ``test_compile.py``).
 """
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ import torch
 from _two_processes import both
 from test_distributed import batch, shard, tuned
 
-from peft_nvfp4 import enable_cuda_graphs, frozen_bytes, graph_status, ops
-from peft_nvfp4.kernels import weight_cache
-from peft_nvfp4.numerics.formats import WEIGHT, QuantizedMatrix
+from peft_nvfp4 import enable_cuda_graphs, frozen_bytes, graph_status
 from peft_nvfp4.training.distributed.hooks import plain_parameters
 
 
@@ -43,28 +41,6 @@ def test_nf4_layer_with_a_plain_parameter():
     assert all(torch.equal(t, snapshot[name]) for name, t in layer.packed_tensors().items())
     layer.requantize_(torch.zeros(layer.out_features, layer.in_features))
     assert not layer.dequantize().any()
-
-
-def test_weight_cache_tells_storages_apart():
-    """Two weights, one after the other, at one address and in one version."""
-    first, second = (ops.quantize_weight(torch.randn(16, 32), WEIGHT) for _ in range(2))
-    memory = [bytearray(t.contiguous().view(torch.uint8).numpy().tobytes()) for t in first[:3]]
-
-    def there() -> QuantizedMatrix:
-        codes, scales, gscale = (torch.frombuffer(m, dtype=torch.uint8) for m in memory)
-        return QuantizedMatrix(codes.view(16, -1), scales.view(16, -1), gscale.view(torch.float32), 32)
-
-    weight_cache.limit(1 << 20)
-    try:
-        now = there()
-        assert torch.equal(weight_cache.dequantize(now, torch.bfloat16), ops.dequantize(first, torch.bfloat16))
-        for m, t in zip(memory, second[:3]):
-            m[:] = t.contiguous().view(torch.uint8).numpy().tobytes()
-        later = there()  # the storages of ``now`` live on
-        assert later.codes.data_ptr() == now.codes.data_ptr() and not weight_cache.holds(later)
-        assert torch.equal(weight_cache.dequantize(later, torch.bfloat16), ops.dequantize(second, torch.bfloat16))
-    finally:
-        weight_cache.limit(0)
 
 
 def test_importing_the_package_is_enough():

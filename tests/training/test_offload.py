@@ -13,7 +13,7 @@ from _two_processes import both
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, frozen_bytes, kernels
+from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, frozen_bytes
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.nn.frozen_linear import FrozenLinear
 from peft_nvfp4.training.offload.enable import (
@@ -399,16 +399,6 @@ def test_replicas_are_refused():
     layer = tuned("nvfp4 cached", "cpu").get_base_model().model.layers[0]
     with pytest.raises(RuntimeError, match="one process per GPU"):
         layer._replicate_for_data_parallel()(torch.zeros(1, 2, 64))
-
-
-def test_copies_of_weights_are_refused():
-    model = tuned("nvfp4 cached", "cpu")
-    kernels.cache_weights(1 << 20)
-    try:
-        with pytest.raises(RuntimeError, match="cache_weights"):
-            model(input_ids=batch())
-    finally:
-        kernels.cache_weights(0)
 
 
 # ---------------------------------------------------------------------------------------------- several processes and devices

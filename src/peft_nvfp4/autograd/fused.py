@@ -22,7 +22,7 @@ class RMSNormQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gamma, centre, eps: float, plus_one: bool, terms: int):
-        out = fused.rmsnorm_quantize(x, None, gamma, centre, eps, plus_one, terms)
+        out = fused.rmsnorm_quantize(x, gamma, centre, eps, plus_one, terms)
         flat = [t for part in out.parts for t in part[:3]]
         ctx.save_for_backward(gamma, centre, out.rstd, *flat)
         ctx.plus_one = plus_one
@@ -35,7 +35,7 @@ class RMSNormQuantize(torch.autograd.Function):
     def backward(ctx, dy, *unused):
         gamma, centre, rstd, *flat = ctx.saved_tensors
         parts = as_parts(flat, gamma.shape[0])
-        return fused.rmsnorm_backward(dy, parts, centre, gamma, rstd, None, ctx.plus_one), None, None, None, None, None
+        return fused.rmsnorm_backward(dy, parts, centre, gamma, rstd, ctx.plus_one), None, None, None, None, None
 
 
 def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
@@ -62,5 +62,5 @@ class GatedQuantize(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh, *unused):
         gate, up = as_parts(ctx.saved_tensors, ctx.k)
-        grads = fused.silu_mul_backward(dh, gate, up, ctx.act, False)
+        grads = fused.silu_mul_backward(dh, gate, up, ctx.act)
         return grads.dgate, grads.dup, None, None, None, None

@@ -5,7 +5,7 @@
 
 transformers reads GGUF and does not write it. The ``gguf`` package (of llama.cpp) knows names of tensors and metadata and writes
 the file; what remains are the facts of an architecture and of a tokenizer, which llama.cpp's own converter has for hundreds of
-models. Written here are only those whose file can be checked by reading it back with transformers (tests/test_gguf.py): Llama,
+models. Written here are only those whose file can be checked by reading it back with transformers (tests/checkpoints/test_gguf.py): Llama,
 Mistral, Qwen 2 and Qwen 3 with the default rotary embedding, and byte-level BPE tokenizers that split text in a known way.
 Everything else is refused: ``convert_hf_to_gguf.py`` of llama.cpp converts the folder that ``save_pretrained`` writes.
 

@@ -88,7 +88,7 @@ class Layout:
 def reciprocal(g: Tensor) -> Tensor:
     """FP32 numbers whose FP32 reciprocals are ``g``, where there are such. (Not every number is a reciprocal: where the
     significand is above sqrt(2), reciprocals are sparser than numbers.) The rounded 1 / g is one wherever there is one:
-    tests/test_mutants.py goes through all significands."""
+    tests/project/test_mutants.py goes through all significands."""
     return 1.0 / g
 
 

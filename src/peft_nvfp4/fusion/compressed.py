@@ -41,7 +41,7 @@ class CompressedNorm(torch.autograd.Function):
     def backward(ctx, dy, *unused):
         gamma, rstd, *codes = ctx.saved_tensors
         parts = [QuantizedMatrix(*codes, gamma.shape[0])]
-        return fused.rmsnorm_backward(dy, parts, None, gamma, rstd, None, ctx.plus_one), None, None, None, None
+        return fused.rmsnorm_backward(dy, parts, None, gamma, rstd, ctx.plus_one), None, None, None, None
 
 
 class CompressedRMSNorm(NVFP4RMSNorm):
@@ -76,7 +76,7 @@ class CompressedGate(torch.autograd.Function):
     def backward(ctx, dh, *unused):
         saved = ctx.saved_tensors
         gate, up = QuantizedMatrix(*saved[:3], ctx.k), QuantizedMatrix(*saved[3:], ctx.k)
-        grads = fused.silu_mul_backward(dh, gate, up, ctx.act, False)
+        grads = fused.silu_mul_backward(dh, gate, up, ctx.act)
         return grads.dgate, grads.dup, None
 
 

@@ -4,7 +4,7 @@
 imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
 The two products of a training step have several (:mod:`tiers`): the best one that works is found out on the device, at the first
 call. :func:`status` says per operator what runs and, where it is not the best there is, why. All compute the same bits (of a
-matrix product, up to the order of its sum). :func:`cache_weights` keeps BF16 copies of weights for products that are emulated.
+matrix product, up to the order of its sum).
 
 The environment variable ``PEFT_NVFP4_KERNELS``, read by :func:`load`, forces a choice: ``cutlass``, ``scaled_mm`` or
 ``emulated`` that tier of the two products (the first product on a GPU raises if it does not work there), ``reference`` plain
@@ -26,10 +26,8 @@ import torch
 
 from .. import ops
 from ..ops import fused
-from . import tiers, weight_cache
+from . import tiers
 
-cache_weights = weight_cache.limit
-"""``kernels.cache_weights(bytes)``: keep BF16 copies of weights, see :mod:`~peft_nvfp4.kernels.weight_cache`."""
 VARIABLE = "PEFT_NVFP4_KERNELS"
 CAPABILITY = (8, 0)
 """Oldest GPU the kernels are written for (BF16 and FP16 pair arithmetic)."""
@@ -72,7 +70,6 @@ KERNELS = {
     "gated_values": _fused("mlp", "gated_values", whole_row=False),
     "dropout": _fused("random", "dropout", whole_row=False),
     "rotary_embedding": _fused("rope", "rotary_embedding", whole_row=False),
-    "dropout_mask": Kernel("random", "dropout_mask", ops._check_dropout_mask, ops._dropout_mask),
     "matmul": Kernel(
         "matmul", "matmul", ops._check_matmul, ops._matmul, note="few rows; many: dequantise, then the BF16 GEMM of PyTorch"
     ),
@@ -81,12 +78,7 @@ KERNELS = {
 PRODUCTS = ("fprop", "dgrad")
 """The products of a training step, which have tiers."""
 
-PLAIN = {
-    "pack": "no kernel, not in a training step",
-    "unpack": "no kernel, not in a training step",
-    "swizzle_scales": "no kernel, one copy",
-    "unswizzle_scales": "no kernel, not in a training step",
-}
+PLAIN = {"swizzle_scales": "no kernel, one copy"}
 """Operators that are plain PyTorch everywhere, and why."""
 
 _loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
@@ -190,7 +182,7 @@ def load() -> None:
     """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing.
 
     Raises:
-        ValueError: ``PEFT_NVFP4_KERNELS`` or ``PEFT_NVFP4_WEIGHT_CACHE`` has an unknown value.
+        ValueError: ``PEFT_NVFP4_KERNELS`` has an unknown value.
     """
     global _loaded, _forced
     if _loaded is not None:
@@ -198,8 +190,6 @@ def load() -> None:
     asked = os.environ.get(VARIABLE, "").strip().lower()
     if asked not in ("", "auto", *tiers.NAMES):
         raise ValueError(f"{VARIABLE}={asked!r}: choose 'auto' (or unset it) or one of {', '.join(map(repr, tiers.NAMES))}")
-    if os.environ.get(weight_cache.VARIABLE):
-        cache_weights(weight_cache.parse(os.environ[weight_cache.VARIABLE]))
     _forced = "" if asked == "auto" else asked
     if asked == "reference":
         _loaded = f"{VARIABLE}=reference"

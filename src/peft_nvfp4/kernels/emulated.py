@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .. import ops
 from ..numerics.formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
-from ..numerics.reference import full_precision_sums, without_significand
+from ..numerics.reference import without_significand
 from ..ops import linear
+from .bf16_matmul import full_precision_sums
 from .triton import matmul, operands
 from .triton.tables import MAX_BLOCKS
 

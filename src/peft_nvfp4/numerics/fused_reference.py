@@ -1,7 +1,7 @@
 """The fused producers in plain PyTorch: what the kernels in :mod:`peft_nvfp4.kernels` must reproduce bit for bit.
 
-A *producer* makes the input of frozen linears and quantises it on the way: an RMSNorm (with the residual addition before it)
-or the product ``act(gate) * up`` of a gated MLP. Quantisation itself is :mod:`peft_nvfp4.numerics.reference`; this file adds what lies
+A *producer* makes the input of frozen linears and quantises it on the way: an RMSNorm or
+the product ``act(gate) * up`` of a gated MLP. Quantisation itself is :mod:`peft_nvfp4.numerics.reference`; this file adds what lies
 around it and settles, once, the order of every floating-point operation:
 
 * All arithmetic is FP32, each operation rounded on its own (no fused multiply-add). Results that leave in BF16 are rounded
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .formats import ACTIVATION, BLOCK, GRADIENT, QuantizedMatrix, padded_k
+from .formats import ACTIVATION, BLOCK, QuantizedMatrix, padded_k
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -99,7 +99,6 @@ class NormOutput(NamedTuple):
     parts: list[QuantizedMatrix]  # one or two terms of y - centre, each (M, d)
     y: Tensor  # (M, d), D(y~) in x's dtype: the sum of the terms and the centre, rounded once
     rstd: Tensor  # (M,) float32
-    residual: Tensor | None  # (M, d) x + residual in x's dtype, where a residual was given
 
 
 def norm_weight(gamma: Tensor, plus_one: bool) -> Tensor:
@@ -119,15 +118,11 @@ def rmsnorm(x: Tensor, gamma: Tensor, eps: float, plus_one: bool) -> tuple[Tenso
     return (norm_weight(gamma, plus_one) * normed).to(x.dtype), rstd
 
 
-def rmsnorm_quantize(
-    x: Tensor, residual: Tensor | None, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int
-) -> NormOutput:
-    """RMSNorm of x (+ residual), quantised: x, residual (M, d), gamma (d,), centre (d,) float32."""
-    if residual is not None:
-        residual = x = x + residual
+def rmsnorm_quantize(x: Tensor, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
+    """RMSNorm of x, quantised: x (M, d), gamma (d,), centre (d,) float32."""
     y, rstd = rmsnorm(x, gamma, eps, plus_one)
     parts = quantize_terms(y, centre, terms)
-    return NormOutput(parts, dequantize_terms(parts, centre, x.dtype), rstd, residual)
+    return NormOutput(parts, dequantize_terms(parts, centre, x.dtype), rstd)
 
 
 def rmsnorm_backward(
@@ -136,15 +131,13 @@ def rmsnorm_backward(
     centre: Tensor | None,
     gamma: Tensor,
     rstd: Tensor,
-    residual_grad: Tensor | None,
     plus_one: bool,
 ) -> Tensor:
     """Gradient of the norm's input from the codes of its output.
 
     With x^ = x * rstd and y = w * x^ (w the weight): dx = rstd * (w * dy - x^ * mean(w * dy * x^)). Only y is kept, as
     D = D(y~), so x^ = D / w, and w cancels in the mean: c = mean(dy * D), dx = rstd * (w * dy - (D / w) * c). The correction
-    is about 1/sqrt(d) of dx, so the 4-bit error in it hardly matters. ``residual_grad`` (M, d), the gradient that arrives
-    around the norm, is added before the one rounding.
+    is about 1/sqrt(d) of dx, so the 4-bit error in it hardly matters.
     """
     w = norm_weight(gamma, plus_one)
     usable = (w.abs() >= GAMMA_RANGE[0]) & (w.abs() <= GAMMA_RANGE[1])
@@ -152,8 +145,7 @@ def rmsnorm_backward(
     d = dequantize_terms(parts, centre, torch.float32)
     g = dy.float()
     c = row_sum(g * d) * (1.0 / dy.shape[1])
-    dx = rstd[:, None] * (w * g - (d * inverse) * c[:, None])
-    return (dx if residual_grad is None else dx + residual_grad.float()).to(dy.dtype)
+    return (rstd[:, None] * (w * g - (d * inverse) * c[:, None])).to(dy.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- act(gate) * up
@@ -215,25 +207,19 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str,
 class GatedGrads(NamedTuple):
     dgate: Tensor  # (M, f) in dh's dtype
     dup: Tensor
-    quantized: list[QuantizedMatrix]  # of dgate and dup, where asked for
 
 
-def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str, quantize: bool) -> GatedGrads:
+def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str) -> GatedGrads:
     """Gradients of gate and up from their codes.
 
     With a = act(g) = g * s, s = sigma(k(g)): da/dg = s + g * s * (1 - s) * k'(g) = s * (1 + g * (1 - s) * k'(g)), so
     dup = dh * a and dgate = dh * u * da/dg.
-
-    Args:
-        quantize: also return both gradients in NVFP4 (rows, to nearest): they are the dy of the gate and up projections.
     """
     g, u, d = reference.dequantize(gate), reference.dequantize(up), dh.float()
     sigma, slope = _gate(g, act)
     a = g * sigma
     dgate = ((d * u) * (sigma * ((g * (1.0 - sigma)) * slope + 1.0))).to(dh.dtype)
-    dup = (d * a).to(dh.dtype)
-    quantized = [reference.quantize(t, GRADIENT) for t in (dgate, dup)] if quantize else []
-    return GatedGrads(dgate, dup, quantized)
+    return GatedGrads(dgate, (d * a).to(dh.dtype))
 
 
 def gated_values(

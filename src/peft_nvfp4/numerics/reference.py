@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -242,9 +240,9 @@ def matmul(
 ) -> Tensor:
     """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + bias`` in ``dtype``: exact products, FP32 accumulation, one rounding.
 
-    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between devices. GPUs get
-    BF16 operands, which hold every dequantised value exactly, also for FP32 results: faster, and out of reach of the TF32 switch.
-    On a CPU the two terms are added in FP32 first, which is exact but for residuals below 2**-17 of their block.
+    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between implementations. The two
+    terms are added in FP32 first, which is exact but for residuals below 2**-17 of their block. (A GPU whose TF32 switch is on
+    rounds that sum to 11 bits; the kernels multiply BF16 operands, which the switch does not reach.)
 
     A global scale of w that is no power of two has a significand with more bits than BF16 holds. It stays out of the operand and
     multiplies the FP32 sum, as in the epilogue of an FP4 kernel.
@@ -254,13 +252,12 @@ def matmul(
         factor: significand of w's global scale (1,), if the caller knows it. A CPU looks; a GPU would wait, and believes the
             caller.
     """
-    if w.codes.is_cuda:
-        return matmul_cuda(terms, without_significand(w, factor), bias, dtype, values, factor=factor)
     split = factor != 1.0 or w.gscale.is_cpu and not powers_of_two(w.gscale)
     if split:
         power, significands = split_scale(w.gscale)
         w = w._replace(gscale=power)
-    operand = cpu_operand(dtype) if len(terms) == 1 and bias is None and not split else torch.float32
+    short = w.codes.is_cpu and len(terms) == 1 and bias is None and not split
+    operand = cpu_operand(dtype) if short else torch.float32
     x = values.to(operand) if values is not None else sum(dequantize(t, operand) for t in terms)
     wd = dequantize(w, operand)
     if split:
@@ -268,47 +265,6 @@ def matmul(
         return (y if bias is None else y.add_(bias)).to(dtype)
     # the bias joins before the one rounding: addmm in BF16 would round in between
     return (x @ wd.T if bias is None else torch.addmm(bias.to(operand), x, wd.T)).to(dtype)
-
-
-def matmul_cuda(
-    terms: list[QuantizedMatrix],
-    w: QuantizedMatrix,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    values: Tensor | None,
-    dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor] = dequantize,
-    factor: float = 1.0,
-) -> Tensor:
-    """:func:`matmul` on a GPU without FP4 tensor cores: BF16 products with FP32 results. ``dequantize`` may be a kernel. Where
-    w's global scale is no power of two, it gives D(w) / factor, and ``factor`` multiplies the sum before the bias joins."""
-    wd = dequantize(w, torch.bfloat16).T
-    with full_precision_sums():
-        if len(terms) == 1:
-            x = dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)
-            if bias is None and dtype == torch.bfloat16:
-                return x @ wd if factor == 1.0 else x.new_empty(len(x), wd.shape[1]).addmm_(x, wd, beta=0, alpha=factor)
-            y = torch.mm(x, wd, out_dtype=torch.float32)
-        else:
-            y = torch.mm(dequantize(terms[0], torch.bfloat16), wd, out_dtype=torch.float32)
-            y += torch.mm(dequantize(terms[1], torch.bfloat16), wd, out_dtype=torch.float32)
-    if factor != 1.0:
-        y *= factor
-    return (y if bias is None else y.add_(bias)).to(dtype)
-
-
-@contextmanager
-def full_precision_sums() -> Iterator[None]:
-    """cuBLAS may split K and add the parts in BF16 (seen on an H200 at M=3, K=1000: rounded twice). Not within this context."""
-    backend = torch.backends.cuda.matmul
-    before = backend.allow_bf16_reduced_precision_reduction
-    if not before:
-        yield
-        return
-    backend.allow_bf16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        backend.allow_bf16_reduced_precision_reduction = before
 
 
 # ---------------------------------------------------------------------------------------------- layout of scales

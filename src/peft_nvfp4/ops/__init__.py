@@ -31,9 +31,8 @@ _DIRECT: dict[tuple[str, str], Callable] = {}
 """(operator, device type) -> implementation, for eager code: a call through the dispatcher costs tens of microseconds."""
 
 
-def _define(name: str, schema: str, impl: Callable, fake: Callable, constant: bool = False) -> Callable:
-    """Register one operator with its reference implementation, its fake and a backward that explains itself (or, for a result
-    that is ``constant`` in its inputs' values, one that is zero).
+def _define(name: str, schema: str, impl: Callable, fake: Callable) -> Callable:
+    """Register one operator with its reference implementation, its fake and a backward that explains itself.
 
     Returns a function that calls the implementation straight where nothing would be lost by it (see :func:`_plain`) and the
     operator otherwise.
@@ -43,14 +42,12 @@ def _define(name: str, schema: str, impl: Callable, fake: Callable, constant: bo
     torch.library.register_fake(f"peft_nvfp4::{name}", fake)
 
     def backward(ctx, *grads):
-        if constant:
-            return (None,) * ctx.inputs
         raise RuntimeError(
             f"peft_nvfp4::{name} has no derivative (rounding is flat). Differentiate through a layer "
             "(NVFP4FrozenLinear) or through peft_nvfp4.autograd.frozen_linear.fake_quantize, which is straight-through."
         )
 
-    torch.library.register_autograd(f"peft_nvfp4::{name}", backward, setup_context=_count_inputs)
+    torch.library.register_autograd(f"peft_nvfp4::{name}", backward)
     op = getattr(torch.ops.peft_nvfp4, name)
 
     def call(first: Tensor | Sequence[Tensor], *rest):
@@ -61,10 +58,6 @@ def _define(name: str, schema: str, impl: Callable, fake: Callable, constant: bo
 
     call.op = op
     return call
-
-
-def _count_inputs(ctx, inputs, output) -> None:
-    ctx.inputs = len(inputs)
 
 
 def _plain(tensor: Tensor) -> bool:
@@ -347,29 +340,6 @@ def matmul(
 # ---------------------------------------------------------------------------------------------- layouts
 
 
-def _check_bytes(op: str, name: str, t: Tensor, ndim: int) -> None:
-    _check(t.dtype == torch.uint8, lambda: f"{op}: {name} must be uint8, got {t.dtype}")
-    _check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
-
-
-def _check_pack(codes: Tensor) -> None:
-    _check_bytes("pack", "codes", codes, 2)
-    _check(codes.shape[1] % 2 == 0, lambda: f"pack: the number of codes a row must be even, got {codes.shape[1]}")
-
-
-def _swizzled_size(rows: int, cols: int) -> int:
-    return -(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS * (-(-cols // SWIZZLE_COLS) * SWIZZLE_COLS)
-
-
-def _check_unswizzle(swizzled: Tensor, rows: int, cols: int) -> None:
-    _check_bytes("unswizzle_scales", "swizzled", swizzled, 1)
-    size = _swizzled_size(rows, cols)
-    _check(
-        swizzled.shape[0] == size,
-        lambda: f"unswizzle_scales: ({rows}, {cols}) scales take {size} swizzled bytes, got {swizzled.shape[0]}",
-    )
-
-
 def _checked(check: Callable, body: Callable) -> Callable:
     """body preceded by its argument check, for implementation and fake alike."""
 
@@ -380,53 +350,18 @@ def _checked(check: Callable, body: Callable) -> Callable:
     return run
 
 
-_check_unpack = lambda packed: _check_bytes("unpack", "packed", packed, 2)  # noqa: E731
-_check_swizzle = lambda scales: _check_bytes("swizzle_scales", "scales", scales, 2)  # noqa: E731
-pack = _define(
-    "pack",
-    "(Tensor codes) -> Tensor",
-    _checked(_check_pack, reference.pack),
-    _checked(_check_pack, lambda c: c.new_empty(c.shape[0], c.shape[1] // 2)),
-)
-unpack = _define(
-    "unpack",
-    "(Tensor packed) -> Tensor",
-    _checked(_check_unpack, reference.unpack),
-    _checked(_check_unpack, lambda p: p.new_empty(p.shape[0], p.shape[1] * 2)),
-)
+def _check_swizzle(scales: Tensor) -> None:
+    _check(scales.dtype == torch.uint8, lambda: f"swizzle_scales: scales must be uint8, got {scales.dtype}")
+    _check(scales.ndim == 2, lambda: f"swizzle_scales: scales must have 2 dimension(s), got shape {tuple(scales.shape)}")
+
+
+def _swizzled_size(rows: int, cols: int) -> int:
+    return -(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS * (-(-cols // SWIZZLE_COLS) * SWIZZLE_COLS)
+
+
 swizzle_scales = _define(
     "swizzle_scales",
     "(Tensor scales) -> Tensor",
     _checked(_check_swizzle, reference.swizzle_scales),
     _checked(_check_swizzle, lambda s: s.new_empty(_swizzled_size(*s.shape))),
-)
-unswizzle_scales = _define(
-    "unswizzle_scales",
-    "(Tensor swizzled, int rows, int cols) -> Tensor",
-    _checked(_check_unswizzle, reference.unswizzle_scales),
-    _checked(_check_unswizzle, lambda s, rows, cols: s.new_empty(rows, cols)),
-)
-
-
-# ---------------------------------------------------------------------------------------------- dropout mask
-
-
-def _dropout_mask(like: Tensor, p: float, seed: Tensor) -> Tensor:
-    _check_dropout_mask(like, p, seed)
-    return reference.dropout_mask(tuple(like.shape), p, seed, like.device, like.dtype)
-
-
-def _check_dropout_mask(like: Tensor, p: float, seed: Tensor) -> None:
-    _check(like.dtype in FLOATS, lambda: f"dropout_mask: like must be float32, bfloat16 or float16, got {like.dtype}")
-    _check(0.0 <= p < 1.0, lambda: f"dropout_mask: p must be in [0, 1), got {p}")
-    _check_seed("dropout_mask", seed)
-
-
-def _dropout_mask_fake(like: Tensor, p: float, seed: Tensor) -> Tensor:
-    _check_dropout_mask(like, p, seed)
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
-dropout_mask = _define(
-    "dropout_mask", "(Tensor like, float p, Tensor seed) -> Tensor", _dropout_mask, _dropout_mask_fake, constant=True
 )

@@ -38,14 +38,6 @@ def _check_matrix(op: str, name: str, t: Tensor) -> None:
     _check(t.dtype in FLOATS, lambda: f"{op}: {name} must be float32, bfloat16 or float16, got {t.dtype}")
 
 
-def _check_like(op: str, name: str, t: Tensor | None, like: Tensor) -> None:
-    """An optional matrix of the same shape and dtype."""
-    _check(
-        t is None or (t.shape == like.shape and t.dtype == like.dtype),
-        lambda: f"{op}: {name} must be {tuple(like.shape)} {like.dtype}, got {tuple(t.shape)} {t.dtype}",
-    )
-
-
 def _check_centre(op: str, centre: Tensor | None, k: int) -> None:
     _check(
         centre is None or (tuple(centre.shape) == (k,) and centre.dtype == torch.float32),
@@ -74,10 +66,8 @@ def _empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, T
     )
 
 
-def _stack(parts: Sequence[QuantizedMatrix], like: Tensor) -> tuple[Tensor, ...]:
-    """Terms of matrices of the shape of ``like``, stacked."""
-    if not parts:
-        return _empty_terms(like, 0, *like.shape)
+def _stack(parts: Sequence[QuantizedMatrix]) -> tuple[Tensor, ...]:
+    """(codes, scales, gscale) of the terms of a matrix, each with a leading term axis."""
     return tuple(torch.stack(tensors) for tensors in list(zip(*parts))[:3])
 
 
@@ -103,7 +93,7 @@ _quantize_terms = _operator(
     "quantize_terms",
     "(Tensor x, Tensor? centre, int terms) -> (Tensor, Tensor, Tensor)",
     _check_quantize_terms,
-    lambda x, centre, terms: _stack(fused_reference.quantize_terms(x, centre, terms), x),
+    lambda x, centre, terms: _stack(fused_reference.quantize_terms(x, centre, terms)),
     lambda x, centre, terms: _empty_terms(x, terms, *x.shape),
 )
 
@@ -147,41 +137,36 @@ def _check_norm(op: str, name: str, x: Tensor, gamma: Tensor, centre: Tensor | N
     _check_centre(op, centre, x.shape[1])
 
 
-def _check_rmsnorm_quantize(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int) -> None:
+def _check_rmsnorm_quantize(x, gamma, centre, eps: float, plus_one: bool, terms: int) -> None:
     _check_norm("rmsnorm_quantize", "x", x, gamma, centre)
-    _check_like("rmsnorm_quantize", "residual", residual, x)
     _check_terms("rmsnorm_quantize", terms)
 
 
-def _rmsnorm_quantize_reference(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int):
-    out = fused_reference.rmsnorm_quantize(x, residual, gamma, centre, eps, plus_one, terms)
-    return *_stack(out.parts, x), out.y, out.rstd, x.new_empty(0) if residual is None else out.residual
+def _rmsnorm_quantize_reference(x, gamma, centre, eps: float, plus_one: bool, terms: int):
+    out = fused_reference.rmsnorm_quantize(x, gamma, centre, eps, plus_one, terms)
+    return *_stack(out.parts), out.y, out.rstd
 
 
-def _rmsnorm_quantize_fake(x, residual, gamma, centre, eps: float, plus_one: bool, terms: int):
-    total = x.new_empty(0 if residual is None else x.shape)
-    return *_empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32), total
+def _rmsnorm_quantize_fake(x, gamma, centre, eps: float, plus_one: bool, terms: int):
+    return *_empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 _rmsnorm_quantize = _operator(
     "rmsnorm_quantize",
-    "(Tensor x, Tensor? residual, Tensor gamma, Tensor? centre, float eps, bool plus_one, int terms) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor gamma, Tensor? centre, float eps, bool plus_one, int terms) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _check_rmsnorm_quantize,
     _rmsnorm_quantize_reference,
     _rmsnorm_quantize_fake,
 )
 
 
-def rmsnorm_quantize(
-    x: Tensor, residual: Tensor | None, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int
-) -> NormOutput:
-    """RMSNorm of x (M, d), or of x + residual, quantised in the same pass; see :func:`fused_reference.rmsnorm_quantize`."""
-    *parts, y, rstd, total = _rmsnorm_quantize(x, residual, gamma, centre, eps, plus_one, terms)
-    return NormOutput(_parts(*parts, x.shape[1]), y, rstd, None if residual is None else total)
+def rmsnorm_quantize(x: Tensor, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
+    """RMSNorm of x (M, d), quantised in the same pass; see :func:`fused_reference.rmsnorm_quantize`."""
+    *parts, y, rstd = _rmsnorm_quantize(x, gamma, centre, eps, plus_one, terms)
+    return NormOutput(_parts(*parts, x.shape[1]), y, rstd)
 
 
-def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, residual_grad, plus_one: bool) -> None:
+def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, plus_one: bool) -> None:
     op, m = "rmsnorm_backward", dy.shape[0]
     _check_norm(op, "dy", dy, gamma, centre)
     _check_parts(op, codes, scales, gscale, m, dy.shape[1], per_row=True)
@@ -189,13 +174,12 @@ def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, resi
         tuple(rstd.shape) == (m,) and rstd.dtype == torch.float32,
         lambda: f"{op}: rstd must be ({m},) float32, got {tuple(rstd.shape)} {rstd.dtype}",
     )
-    _check_like(op, "residual_grad", residual_grad, dy)
 
 
 _rmsnorm_backward = _operator(
     "rmsnorm_backward",
     "(Tensor dy, Tensor[] codes, Tensor[] scales, Tensor[] gscale, Tensor? centre, Tensor gamma, Tensor rstd, "
-    "Tensor? residual_grad, bool plus_one) -> Tensor",
+    "bool plus_one) -> Tensor",
     _check_rmsnorm_backward,
     lambda dy, codes, scales, gscale, *rest: fused_reference.rmsnorm_backward(
         dy, _parts(codes, scales, gscale, dy.shape[1]), *rest
@@ -210,11 +194,10 @@ def rmsnorm_backward(
     centre: Tensor | None,
     gamma: Tensor,
     rstd: Tensor,
-    residual_grad: Tensor | None,
     plus_one: bool,
 ) -> Tensor:
     """dx (M, d) from the kept terms of y and the statistic; see :func:`fused_reference.rmsnorm_backward`."""
-    return _rmsnorm_backward(dy, *_split(parts), centre, gamma, rstd, residual_grad, plus_one)
+    return _rmsnorm_backward(dy, *_split(parts), centre, gamma, rstd, plus_one)
 
 
 # ---------------------------------------------------------------------------------------------- act(gate) * up
@@ -228,13 +211,16 @@ def _check_gated(op: str, name: str, x: Tensor, centre: Tensor | None, act: str)
 
 def _check_silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool) -> None:
     _check_gated("silu_mul_quantize", "gate", gate, centre, act)
-    _check_like("silu_mul_quantize", "up", up, gate)
+    _check(
+        up.shape == gate.shape and up.dtype == gate.dtype,
+        lambda: f"silu_mul_quantize: up must be {tuple(gate.shape)} {gate.dtype}, got {tuple(up.shape)} {up.dtype}",
+    )
     _check_terms("silu_mul_quantize", terms)
 
 
 def _silu_mul_quantize_reference(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
     out = fused_reference.silu_mul_quantize(gate, up, centre, act, terms, keep_h)
-    return *_stack(out.parts, gate), out.h, *out.gate[:3], *out.up[:3]
+    return *_stack(out.parts), out.h, *out.gate[:3], *out.up[:3]
 
 
 def _silu_mul_quantize_fake(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
@@ -259,37 +245,31 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str,
     return GatedOutput(_parts(*out[:3], k), out[3], QuantizedMatrix(*out[4:7], k), QuantizedMatrix(*out[7:10], k))
 
 
-def _check_silu_mul_backward(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool) -> None:
+def _check_silu_mul_backward(dh, gc, gs, gg, uc, us, ug, act: str) -> None:
     op = "silu_mul_backward"
     _check_gated(op, "dh", dh, None, act)
     _check_parts(f"{op} (gate)", [gc], [gs], [gg], *dh.shape, per_row=True)
     _check_parts(f"{op} (up)", [uc], [us], [ug], *dh.shape, per_row=True)
 
 
-def _silu_mul_backward_reference(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool):
+def _silu_mul_backward_reference(dh, gc, gs, gg, uc, us, ug, act: str):
     k = dh.shape[1]
-    out = fused_reference.silu_mul_backward(dh, QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k), act, quantize)
-    return out.dgate, out.dup, *_stack(out.quantized, dh)
-
-
-def _silu_mul_backward_fake(dh, gc, gs, gg, uc, us, ug, act: str, quantize: bool):
-    return dh.new_empty(dh.shape), dh.new_empty(dh.shape), *_empty_terms(dh, 2 if quantize else 0, *dh.shape)
+    return tuple(fused_reference.silu_mul_backward(dh, QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k), act))
 
 
 _silu_mul_backward = _operator(
     "silu_mul_backward",
     "(Tensor dh, Tensor gate_codes, Tensor gate_scales, Tensor gate_gscale, Tensor up_codes, Tensor up_scales, "
-    "Tensor up_gscale, str act, bool quantize) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor up_gscale, str act) -> (Tensor, Tensor)",
     _check_silu_mul_backward,
     _silu_mul_backward_reference,
-    _silu_mul_backward_fake,
+    lambda dh, *rest: (dh.new_empty(dh.shape), dh.new_empty(dh.shape)),
 )
 
 
-def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str, quantize: bool) -> GatedGrads:
+def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str) -> GatedGrads:
     """Gradients of gate and up (M, f) from their NVFP4 copies; see :func:`fused_reference.silu_mul_backward`."""
-    out = _silu_mul_backward(dh, *gate[:3], *up[:3], act, quantize)
-    return GatedGrads(out[0], out[1], _parts(*out[2:5], dh.shape[1]))
+    return GatedGrads(*_silu_mul_backward(dh, *gate[:3], *up[:3], act))
 
 
 def _check_gated_values(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype) -> None:

@@ -63,9 +63,9 @@ def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
         "quantize_terms": (x, None, 2),
         "dequantize": (*q, dtype),
         "transpose_requantize": (*w, "four_over_six"),
-        "rmsnorm_quantize": (finite, None, gamma, None, 1e-6, False, 2),
+        "rmsnorm_quantize": (finite, gamma, None, 1e-6, False, 2),
         "silu_mul_quantize": (finite, finite.flip(0), None, "silu", 1, True),
-        "dropout_mask": (x, 0.3, seed),
+        "dropout": (x, 0.3, seed),
         "swizzle_scales": (q.scales,),
     }
 
@@ -86,7 +86,7 @@ def _to_cpu(arguments: Sequence) -> list:
     return [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
 
 
-EXACT_ON_ANY_DEVICE = ("quantize", "dequantize", "transpose_requantize", "dropout_mask", "swizzle_scales")
+EXACT_ON_ANY_DEVICE = ("quantize", "dequantize", "transpose_requantize", "dropout", "swizzle_scales")
 """Compared with the CPU; norms and activations, which use functions a GPU rounds otherwise, with the reference on the same
 GPU."""
 

@@ -24,7 +24,6 @@ NEWEST = {"peft": "0.23"}
 """The first version that is not."""
 VARIABLES = (
     kernels.VARIABLE,
-    "PEFT_NVFP4_WEIGHT_CACHE",
     "PEFT_NVFP4_EXTENSION",
     "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",

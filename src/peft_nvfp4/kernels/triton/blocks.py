@@ -10,7 +10,7 @@ from triton.language.extra import libdevice
 from triton.language.target_info import cuda_capability_geq
 
 from ...numerics import formats
-from .codes import CONVERT, EXACT, PAIR, TWO23, convert_pairs, decode_e2m1, pack_nibbles, round_e2m1
+from .codes import EXACT, PAIR, TWO23, decode_e2m1, pack_nibbles, round_e2m1
 from .pairs import (
     amax_pairs,
     both,
@@ -131,13 +131,9 @@ def round_blocks(x, s, g, finite, NB: tl.constexpr, MODE: tl.constexpr, BOUNDED:
         lo, hi = x
         sg, ok = sg[:, None], ok[:, None]
         r = libdevice.fast_dividef(1.0, sg)  # one approximate instruction: see triton_codes; Inf where s is 0
-        if MODE == CONVERT:
-            byte = convert_pairs(lo, hi, sg, r, ok)
-            return byte.to(tl.uint8), (decode_e2m1(byte), decode_e2m1(byte >> 4))
-        else:
-            lo_n, lo_grid = round_e2m1(lo, sg, r, ok, MODE)
-            hi_n, hi_grid = round_e2m1(hi, sg, r, ok, MODE)
-            return pack_nibbles(lo_n, hi_n, MODE), (lo_grid, hi_grid)
+        lo_n, lo_grid = round_e2m1(lo, sg, r, ok, MODE)
+        hi_n, hi_grid = round_e2m1(hi, sg, r, ok, MODE)
+        return pack_nibbles(lo_n, hi_n, MODE), (lo_grid, hi_grid)
 
 
 @triton.jit

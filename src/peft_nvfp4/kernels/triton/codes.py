@@ -12,7 +12,6 @@ that way, and the code stands in the low bits. What must be exact is the compari
   instructions. It needs values that *are* BF16: BF16 inputs, and what a first term left of them (x - D(x) fits 8 bits: either
   D(x) = 0, or D(x) is within a factor 2 of x).
 * ``MODE == PAIR``: FAST in inline PTX on pairs as they lie in memory: :mod:`triton_pairs`. Not for odd K.
-* ``MODE == CONVERT`` (SM100 and later): EXACT's quotient through the FP4 conversion instruction. Not run yet.
 
 No result depends on the last bits of r, on the order of lanes, or on contraction (compile with ``enable_fp_fusion=False``).
 """
@@ -25,7 +24,6 @@ from . import tables
 EXACT = tl.constexpr(tables.EXACT)
 FAST = tl.constexpr(tables.FAST)
 PAIR = tl.constexpr(tables.PAIR)
-CONVERT = tl.constexpr(tables.CONVERT)
 
 TWO23: tl.constexpr = tl.constexpr(8388608.0)
 
@@ -86,17 +84,3 @@ def pack_nibbles(lo, hi, MODE: tl.constexpr):
         return byte.to(tl.int16, bitcast=True).to(tl.uint8)
     else:
         return (lo | (hi << 4)).to(tl.uint8)
-
-
-@triton.jit
-def convert_pairs(lo, hi, sg, r, ok):
-    """Bytes (int32) of two FP32 tensors by the SM100+ instruction: to nearest even, saturating; lo goes to the low nibble."""
-    lo_q = tl.minimum(tl.maximum(lo * r, -16.0), 16.0)  # far beyond the grid x r may overflow, and Inf - Inf is NaN
-    hi_q = tl.minimum(tl.maximum(hi * r, -16.0), 16.0)
-    lo = tl.fma(tl.fma(lo_q, sg * -1.0, lo), r, lo_q)
-    hi = tl.fma(tl.fma(hi_q, sg * -1.0, hi), r, hi_q)
-    byte = tl.inline_asm_elementwise(
-        "{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, $2, $1; cvt.u32.u8 $0, t; }", "=r,f,f", [lo, hi],
-        dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-    return tl.where(ok, byte, 0)

@@ -1,6 +1,6 @@
 """The matrix product on GPUs without FP4 tensor cores: ``matmul``, y (M, N) = sum_t D(x_t) @ D(w).T + bias.
 
-With many rows, dequantising the weight once and calling the BF16 GEMM of PyTorch is best (:func:`emulated`). With few, as in
+With many rows, dequantising the weight once and calling the BF16 GEMM of PyTorch is best (:mod:`bf16_matmul`). With few, as in
 generation, the product is a matter of reading the weight: 0.56 bytes a value as codes, but 0.56 + 2 + 2 through a BF16 copy. So
 up to ``ROWS`` rows the codes are decoded inside the product, by one of two kernels. Both use exact products and accumulate in
 FP32; the order of the sum depends on nothing but the shapes (no atomics).
@@ -32,11 +32,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ... import ops
-from ...numerics import reference
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import QuantizedMatrix
-from .. import weight_cache
+from .. import bf16_matmul
 from .launch import launch
 from .products import lora_down_kernel, matmul_sum_kernel, matmul_tile_kernel, matmul_vector_kernel
 from .tables import EXACT_MATH
@@ -197,31 +195,6 @@ def linear(
     return y
 
 
-def emulated(
-    terms: Sequence[QuantizedMatrix],
-    w: QuantizedMatrix,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    values: Tensor | None,
-    factor: float = 1.0,
-) -> Tensor:
-    """The product with many rows: dequantise (or find the weight in :mod:`weight_cache`), then PyTorch's BF16 GEMM."""
-
-    def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-        return weight_cache.dequantize(w, dtype, factor) if q is w else ops.dequantize(q, dtype)
-
-    return reference.matmul_cuda(list(terms), w, bias, dtype, values, dequantize, factor)
-
-
-def _in_registers(terms: Sequence[QuantizedMatrix], w: QuantizedMatrix, factor: float = 1.0) -> bool:
-    """Whether to decode w inside the product. A BF16 copy, if there is one, is as fast from some 16 rows on, and its GEMM is
-    less work for the host."""
-    m = terms[0].codes.shape[0]
-    if m == 0 or m > ROWS or w.codes.numel() == 0:
-        return False
-    return m <= VECTOR_ROWS or not weight_cache.holds(w, factor=factor)
-
-
 def product(
     terms: Sequence[QuantizedMatrix],
     w: QuantizedMatrix,
@@ -234,9 +207,9 @@ def product(
     factor: float = 1.0,
 ) -> Tensor:
     """:func:`few_rows`, whatever the number of rows (an adapter is then added to the rounded product)."""
-    if _in_registers(terms, w, factor):
+    if 0 < terms[0].codes.shape[0] <= ROWS and w.codes.numel():
         return few_rows(terms, w, bias, dtype, values, hidden, up, scaling, factor)
-    y = emulated(terms, w, bias, dtype, values, factor)
+    y = bf16_matmul.matmul(terms, w, bias, dtype, values, factor)
     return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
 
 

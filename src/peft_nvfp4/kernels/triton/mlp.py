@@ -2,7 +2,7 @@
 
 Formulas and rounding: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads gate and up once and writes
 D(h~), the terms of h~ and the NVFP4 copies of gate and up; the backward reads dh and those copies (3.1 bytes a value instead of
-6) and writes both gradients, if wanted also in NVFP4. ``gated_values`` makes D(h~) anew from those copies.
+6) and writes both gradients. ``gated_values`` makes D(h~) anew from those copies.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _load_gate_up(
     return lo_g, hi_g, lo_u, hi_u
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def gated_backward_kernel(
     dh_ptr,  # (M, K)
     gate_codes_ptr,  # (M, KP / 2) uint8
@@ -146,14 +146,9 @@ def gated_backward_kernel(
     up_gscale_ptr,
     dgate_ptr,  # (M, K)
     dup_ptr,
-    codes_ptr,  # (2, M, KP / 2) uint8: dgate, dup; where QUANTIZE
-    scales_ptr,
-    gscale_ptr,
-    M,
     dh_stride,
     K: tl.constexpr,
     NB: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     GELU: tl.constexpr,
     MODE: tl.constexpr,
 ):
@@ -172,11 +167,6 @@ def gated_backward_kernel(
     hi = (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
     dgate = rounded(lo, hi, dtype, MODE)
     store_values(dgate_ptr + row * K, dgate, blk, K, NB, MODE)
-    if QUANTIZE:
-        dup_amax, dgate_amax = amax_values(dup, NB, MODE), amax_values(dgate, NB, MODE)
-        dup_max, dgate_max = two_row_max(finite_part(dup_amax), finite_part(dgate_amax))
-        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row + M, dup, dup_amax, dup_max, blk, K, NB, MODE)
-        quantize_store(codes_ptr, scales_ptr, gscale_ptr, row, dgate, dgate_amax, dgate_max, blk, K, NB, MODE)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -241,22 +231,20 @@ def silu_mul_backward(
     up_scales: Tensor,
     up_gscale: Tensor,
     act: str,
-    quantize: bool,
-) -> tuple[Tensor, ...]:
-    """(dgate, dup, their codes, scales and gscale stacked); see fused_ops for the shapes."""
+) -> tuple[Tensor, Tensor]:
+    """(dgate, dup); see fused_ops for the shapes."""
     m, k = dh.shape
     dh = rows_contiguous(dh)
     kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]
     dgate, dup = dh.new_empty(m, k), dh.new_empty(m, k)
-    quantized = empty_terms(dh, 2 if quantize else 0, m, k)
     if m:
         nb, mode = row_blocks(k), mode_for(dh.dtype, k, dh)
         gated_backward_kernel[(m,)](
-            dh, *kept, dgate, dup, *quantized, m, dh.stride(0),
-            K=k, NB=nb, QUANTIZE=quantize, GELU=act == "gelu_tanh", MODE=mode,
-            **launch(nb, "mlp_backward_quantised" if quantize else "mlp_backward", mode),
+            dh, *kept, dgate, dup, dh.stride(0),
+            K=k, NB=nb, GELU=act == "gelu_tanh", MODE=mode,
+            **launch(nb, "mlp_backward", mode),
         )  # fmt: skip
-    return dgate, dup, *quantized
+    return dgate, dup
 
 
 def gated_values(

@@ -1,7 +1,7 @@
 """RMSNorm and its quantisation in one pass, and the norm's backward from the codes, in Triton.
 
-Formulas, rounding and the order of sums: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads x (and the
-residual) once and writes the codes, D(y~), the statistic and the new residual; the backward reads dy and the codes and writes dx.
+Formulas, rounding and the order of sums: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads x once and
+writes the codes, D(y~) and the statistic; the backward reads dy and the codes and writes dx.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pairs import multiply
 from .quantize import empty_terms, rows_contiguous
 from .rows import BLOCK, INF, load_row, padded_k, reciprocal, row_max, row_sum
 from .tables import launch, mode_for, row_blocks
-from .values import load_values, rounded, rounded_sum, store_values, to_floats
+from .values import load_values, rounded, store_values, to_floats
 
 
 def _shifted_bits(x: float) -> int:
@@ -60,7 +60,6 @@ def _rstd(d):
 @triton.jit(do_not_specialize=["M"])
 def norm_kernel(
     x_ptr,  # (M, K)
-    residual_ptr,  # (M, K), where HAS_RESIDUAL
     gamma_ptr,  # (K,)
     centre_ptr,  # (K,) float32, where HAS_CENTRE
     codes_ptr,  # (T, M, KP / 2) uint8
@@ -68,16 +67,13 @@ def norm_kernel(
     gscale_ptr,  # (T, M) float32
     y_ptr,  # (M, K)
     rstd_ptr,  # (M,) float32
-    sum_ptr,  # (M, K) x + residual, where HAS_RESIDUAL
     M,
     x_stride,
-    residual_stride,
     eps,
     inverse_k,
     K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     MODE: tl.constexpr,
@@ -89,9 +85,6 @@ def norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
     x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
-    if HAS_RESIDUAL:
-        x = rounded_sum(x, load_values(residual_ptr + row * residual_stride, blk, K, NB, MODE), dtype, MODE)
-        store_values(sum_ptr + row * K, x, blk, K, NB, MODE)
     lo, hi = to_floats(x, MODE)
     variance = row_sum(lo * lo, hi * hi, NB) * inverse_k
     rstd = _rstd(tl.sqrt_rn(variance + eps))
@@ -133,15 +126,12 @@ def norm_backward_kernel(
     centre_ptr,  # (K,) float32, where HAS_CENTRE
     gamma_ptr,  # (K,)
     rstd_ptr,  # (M,) float32
-    residual_grad_ptr,  # (M, K), where HAS_RESIDUAL
     dx_ptr,  # (M, K)
     dy_stride,
-    residual_stride,
     inverse_k,
     K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     MODE: tl.constexpr,
@@ -167,9 +157,6 @@ def norm_backward_kernel(
     SHORT: tl.constexpr = WEIGHT_MODE == PAIR and not PLUS_ONE
     lo = rstd * (lo_w * lo - (lo_d * _inverse(lo_w, SHORT)) * c)
     hi = rstd * (hi_w * hi - (hi_d * _inverse(hi_w, SHORT)) * c)
-    if HAS_RESIDUAL:
-        lo_r, hi_r = to_floats(load_values(residual_grad_ptr + row * residual_stride, blk, K, NB, MODE), MODE)
-        lo, hi = lo + lo_r, hi + hi_r
     store_values(dx_ptr + row * K, rounded(lo, hi, dtype, MODE), blk, K, NB, MODE)
 
 
@@ -177,28 +164,25 @@ def norm_backward_kernel(
 
 
 def rmsnorm_quantize(
-    x: Tensor, residual: Tensor | None, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int
+    x: Tensor, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int
 ) -> tuple[Tensor, ...]:
-    """(codes, scales, gscale, y, rstd, x + residual); see fused_ops for the shapes."""
+    """(codes, scales, gscale, y, rstd); see fused_ops for the shapes."""
     m, k = x.shape
     x = rows_contiguous(x)
     codes, scales, gscale = empty_terms(x, terms, m, k)
     y = x.new_empty(m, k)
     rstd = x.new_empty(m, dtype=torch.float32)
-    total = x.new_empty((m, k) if residual is not None else (0,))
     if m:
         nb = row_blocks(k)
-        residual = x if residual is None else rows_contiguous(residual)
-        gamma, mode = gamma.contiguous(), mode_for(x.dtype, k, x, residual)
+        gamma, mode = gamma.contiguous(), mode_for(x.dtype, k, x)
         norm_kernel[(m,)](
-            x, residual, gamma, x if centre is None else centre, codes, scales, gscale, y, rstd, total,
-            m, x.stride(0), residual.stride(0), eps, 1.0 / k,
-            K=k, NB=nb, TERMS=terms, HAS_RESIDUAL=total.numel() > 0, HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
+            x, gamma, x if centre is None else centre, codes, scales, gscale, y, rstd, m, x.stride(0), eps, 1.0 / k,
+            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
             MODE=mode, TERMS_MODE=mode if centre is None else EXACT.value,
             WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), PADDED=padded(k) - k >= BLOCK_SIZE,
             **launch(nb, "norm", mode),
         )  # fmt: skip
-    return codes, scales, gscale, y, rstd, total
+    return codes, scales, gscale, y, rstd
 
 
 def rmsnorm_backward(
@@ -209,7 +193,6 @@ def rmsnorm_backward(
     centre: Tensor | None,
     gamma: Tensor,
     rstd: Tensor,
-    residual_grad: Tensor | None,
     plus_one: bool,
 ) -> Tensor:
     """dx (M, K) in dy's dtype."""
@@ -219,13 +202,11 @@ def rmsnorm_backward(
     codes, scales, gscale = ([t.contiguous() for t in tensors] for tensors in (codes, scales, gscale))
     if m:
         nb, last = row_blocks(k), len(codes) - 1
-        around = dy if residual_grad is None else rows_contiguous(residual_grad)
-        gamma, mode = gamma.contiguous(), mode_for(dy.dtype, k, dy, around)
+        gamma, mode = gamma.contiguous(), mode_for(dy.dtype, k, dy)
         norm_backward_kernel[(m,)](
             dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], dy if centre is None else centre,
-            gamma, rstd.contiguous(), around, dx, dy.stride(0), around.stride(0), 1.0 / k,
-            K=k, NB=nb, TERMS=len(codes), HAS_RESIDUAL=residual_grad is not None, HAS_CENTRE=centre is not None,
-            PLUS_ONE=plus_one, MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]),
-            **launch(nb, "norm_backward" if residual_grad is None else "norm_backward_residual", mode),
+            gamma, rstd.contiguous(), dx, dy.stride(0), 1.0 / k,
+            K=k, NB=nb, TERMS=len(codes), HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
+            MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), **launch(nb, "norm_backward", mode),
         )  # fmt: skip
     return dx

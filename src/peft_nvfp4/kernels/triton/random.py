@@ -192,18 +192,17 @@ def round_stochastically(
 @triton.jit(do_not_specialize=["threshold", "key0", "key1"])
 def dropout_kernel(
     x_ptr, out_ptr, n, keep_value, threshold, seed_ptr, key0, key1,
-    CHUNK: tl.constexpr, HAS_X: tl.constexpr, SEED_ON_DEVICE: tl.constexpr,
+    CHUNK: tl.constexpr, SEED_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """out = x * mask (or mask): 0 where the element's random number is below the threshold, else keep_value."""
+    """out = x * mask; mask: 0 where the element's random number is below the threshold, else keep_value."""
     counter = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     k0, k1 = load_key(seed_ptr, key0, key1, SEED_ON_DEVICE)
     r0, r1, r2, r3 = philox(counter.to(tl.uint32), k0, k1)
     random = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [CHUNK * 4])
     at = tl.program_id(0).to(tl.int64) * (CHUNK * 4) + tl.arange(0, CHUNK * 4)
     mask = tl.where(random >= threshold.to(tl.uint32), keep_value, 0.0)
-    if HAS_X:
-        mask = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32) * mask
-    tl.store(out_ptr + at, mask.to(out_ptr.dtype.element_ty), mask=at < n)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x * mask).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -224,30 +223,21 @@ def seed_arguments(seed: Tensor, like: Tensor) -> tuple[Tensor, int, int, bool]:
 
 
 @lru_cache(maxsize=64)
-def _keep_value(p: float, dtype: torch.dtype) -> float:
-    """1 / (1 - p) as the reference holds it: rounded to the mask's dtype, or to FP32 where x is multiplied by it."""
-    return (torch.ones((), dtype=torch.float32) / (1.0 - p)).to(dtype).item()
+def _keep_value(p: float) -> float:
+    """1 / (1 - p) as the reference holds it: rounded to FP32."""
+    return (torch.ones((), dtype=torch.float32) / (1.0 - p)).item()
 
 
-def _launch(x: Tensor, p: float, seed: Tensor, has_x: bool) -> Tensor:
-    x = x.contiguous() if has_x else x
+def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    """Dropout of x in one pass."""
+    x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     n = out.numel()
     if n:
         grid = (triton.cdiv(n, 4 * RANDOM_CHUNK),)
         pointer, key0, key1, on_device = seed_arguments(seed, out)
         dropout_kernel[grid](
-            x, out, n, _keep_value(p, torch.float32 if has_x else x.dtype), _signed(int(p * 2**32)), pointer, key0, key1,
-            CHUNK=RANDOM_CHUNK, HAS_X=has_x, SEED_ON_DEVICE=on_device, num_warps=4, **EXACT_MATH,
+            x, out, n, _keep_value(p), _signed(int(p * 2**32)), pointer, key0, key1,
+            CHUNK=RANDOM_CHUNK, SEED_ON_DEVICE=on_device, num_warps=4, **EXACT_MATH,
         )  # fmt: skip
     return out
-
-
-def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    """Dropout of x in one pass."""
-    return _launch(x, p, seed, True)
-
-
-def dropout_mask(like: Tensor, p: float, seed: Tensor) -> Tensor:
-    """0 with probability p, else 1 / (1 - p)."""
-    return _launch(like, p, seed, False)

@@ -13,8 +13,7 @@ import triton
 from ...numerics.formats import BLOCK, padded_k
 
 BLOCKS_PER_THREAD = {"terms": 2, "quantize": 1, "norm": 2, "norm_backward": 1, "mlp": 2, "mlp_backward": 1}
-BLOCKS_PER_THREAD |= {"norm_backward_residual": 2, "mlp_backward_quantised": 2}
-REGISTERS = {"mlp": 80, "mlp_backward": 64, "norm_backward_residual": 80, "mlp_backward_quantised": 80}
+REGISTERS = {"mlp": 80, "mlp_backward": 64}
 """Caps per thread under PAIR: room for two or three programs of 8,192 values on a multiprocessor, at a few spilled words."""
 MAX_BLOCKS = 2048
 """Rows wider than 16 * 2048 = 32,768 do not fit in one program."""
@@ -32,21 +31,16 @@ RANDOM_CHUNK = 1024
 PACKED_FP16 = True
 """Round BF16 values in inline PTX on pairs of FP16 numbers (PAIR) rather than leaving the pairing to the compiler (FAST). The CPU
 interpreter cannot run inline PTX."""
-E2M1_INSTRUCTION = False
-"""Use the FP4 conversion instruction of SM100 and later. Off: it should give the same bits and has not been run."""
-
 EXACT_MATH = {"enable_fp_fusion": False}
 """Every launch: contraction of a * b + c would change bits."""
 
-EXACT, FAST, PAIR, CONVERT = range(4)
+EXACT, FAST, PAIR = range(3)
 """Rounding modes, explained in triton_codes."""
 
 
 def mode_for(dtype: torch.dtype, k: int = 0, *rows: torch.Tensor) -> int:
-    """Rounding mode for values of ``dtype``, and for their terms unless a centre was subtracted (then EXACT): all but EXACT and
-    CONVERT need BF16's 8 bits. PAIR also needs the ``rows`` of width ``k`` to be rows of pairs."""
-    if E2M1_INSTRUCTION and torch.cuda.get_device_capability()[0] >= 10:
-        return CONVERT
+    """Rounding mode for values of ``dtype``, and for their terms unless a centre was subtracted (then EXACT): all but EXACT need
+    BF16's 8 bits. PAIR also needs the ``rows`` of width ``k`` to be rows of pairs."""
     if dtype != torch.bfloat16:
         return EXACT
     pairs = k % 2 == 0 and all((x.shape[0] == 1 or x.stride(0) % 2 == 0) and x.data_ptr() % 4 == 0 for x in rows)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .codes import PAIR
-from .pairs import load_pairs, multiply_add, pack, store_pairs, unpack
+from .pairs import load_pairs, pack, store_pairs, unpack
 from .rows import load_row, store_row
 
 
@@ -50,13 +50,3 @@ def rounded(lo, hi, dtype: tl.constexpr, MODE: tl.constexpr):
         return pack(lo, hi)
     else:
         return lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def rounded_sum(a, b, dtype: tl.constexpr, MODE: tl.constexpr):
-    """a + b, rounded to ``dtype``. Of two BF16 values, FP32 in between would change nothing: where it rounds, a + b is far from a
-    midpoint between BF16 values."""
-    if MODE == PAIR:
-        return multiply_add(a, tl.full(a.shape, 0x3F803F80, tl.int32), b)
-    else:
-        return (a[0] + b[0]).to(dtype).to(tl.float32), (a[1] + b[1]).to(dtype).to(tl.float32)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...kernels import weight_cache
 from ...nn.frozen_linear import frozen
 from .host_memory import HostBuffer
 
@@ -229,10 +228,6 @@ class Offload:
         """Raises RuntimeError for what would compute with another layer's bytes."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("CUDA graphs cannot record layers with offload='cpu': the copies are no part of a recording")
-        if weight_cache._limit:
-            raise RuntimeError(
-                f"offload='cpu' and BF16 copies of weights ({weight_cache.VARIABLE}) exclude each other: kernels.cache_weights(0)"
-            )
 
     def use(self, layer: OffloadedLayer, direction: int) -> None:
         """Point a layer's parameters into its buffer, and fetch its neighbour."""
