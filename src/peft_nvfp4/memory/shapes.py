@@ -109,6 +109,16 @@ class ModelShape:
         return [p for p in self.projections if p.site == site]
 
     @property
+    def gate_and_up(self) -> list[Projection]:
+        """The first linears of the MLP, or those of all experts."""
+        return self.reads("experts" if self.mixture else "mlp")
+
+    @property
+    def experts(self) -> list[Projection]:
+        """Empty without a mixture."""
+        return [p for p in self.projections if p.of_experts]
+
+    @property
     def parameters(self) -> int:
         """Of the whole model."""
         layer = sum(p.elements + p.outputs * p.bias for p in self.projections) + self.norms * self.hidden
