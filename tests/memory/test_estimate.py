@@ -3,7 +3,6 @@ models, and its limits."""
 
 import csv
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,8 @@ from peft_nvfp4.memory import (
     usable,
     weights,
 )
+from peft_nvfp4.memory.common import codes
+from peft_nvfp4.quantization.sites import ACCURACY
 
 # of benchmarks/bench_train.py
 BENCH = Settings(accuracy="balanced", batch=4, sequence=1024, rank=16, loss="full", positions=33)
@@ -36,19 +37,28 @@ PAPER = replace(BENCH, accuracy="paper")
 STOCK = replace(BENCH, adapter_bytes=2)
 LIGER = replace(STOCK, loss="liger")
 GRAPHS = replace(PAPER, cuda_graphs=True)
-MEASURED = {  # benchmarks/results/train_h200.json and _largest.json, Llama-3.2-1B: peak_allocated
+SMALL = {"memory": "small"}
+MEASURED = {  # benchmarks/results/train_h200.json, _once.json and _largest.json, Llama-3.2-1B: peak_allocated
     "bf16": (replace(STOCK, backend="bf16"), 9_411_268_096),
     "bf16-liger": (replace(LIGER, backend="bf16-liger"), 7_731_895_808),
     "qlora": (replace(STOCK, backend="nf4"), 7_967_330_816),
     "qlora-liger": (replace(LIGER, backend="nf4-liger"), 6_287_957_504),
+    "paper": (GRAPHS, 3_901_184_512),
+}
+MEASURED_WITH_CODES = {  # the same, before the codes of attention's output were made anew from what attention keeps
     "paper": (GRAPHS, 3_978_927_616),
-    "recompute": (replace(GRAPHS, recompute_mlp=True), 3_693_828_608),
-    "transient": (replace(GRAPHS, recompute_mlp=True, weight_layouts="transient"), 3_147_545_088),
+    "small": (replace(GRAPHS, **SMALL), 3_147_545_088),
     "balanced": (replace(GRAPHS, accuracy="balanced"), 4_132_100_608),
     "high": (replace(GRAPHS, accuracy="high"), 4_508_637_696),
-    "ckpt": (replace(PAPER, recompute_mlp=True, weight_layouts="transient", checkpointing=True), 1_917_002_240),
+    "ckpt": (replace(PAPER, **SMALL, checkpointing=True), 1_917_002_240),
     "largest": (replace(PAPER, batch=28), 16_541_258_752),
 }
+
+
+def codes_of_attention(shape, settings):
+    """Bytes of the codes of attention's output, of all layers that keep anything."""
+    terms = ACCURACY[settings.accuracy]["interior"]
+    return settings.tokens * codes(shape.q, terms) * (1 if settings.checkpointing else shape.layers)
 
 
 @pytest.mark.parametrize("case", MEASURED)
@@ -58,37 +68,62 @@ def test_measured_peaks(case):
     assert abs(estimate("llama-1b", settings).peak / measured - 1) < 0.02
 
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import measure_peaks  # noqa: E402
+@pytest.mark.parametrize("case", MEASURED_WITH_CODES)
+def test_measured_peaks_with_the_codes_of_attention(case):
+    settings, measured = MEASURED_WITH_CODES[case]
+    expected = estimate("llama-1b", settings).peak + codes_of_attention(model_shape("llama-1b"), settings)
+    assert abs(expected / measured - 1) < 0.02
 
-PEAKS = BENCHMARKS / "results" / "peaks_h200.csv"
+
+class OneLayout(Settings):
+    """One of the two savings of ``memory="small"``, as it was measured."""
+
+    recompute_mlp = False
+
+
+BALANCED = Settings(accuracy="balanced")
+PEAKS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "peaks_h200.csv"
+CASES_OF_PEAKS = {
+    "bf16-ours": Settings(backend="bf16"),
+    "qlora-ours": Settings(backend="nf4"),
+    "bf16-liger": Settings(backend="bf16-liger", adapter_bytes=2, loss="liger"),
+    "nvfp4": BALANCED,
+    "nvfp4-ckpt": replace(BALANCED, checkpointing=True),
+    "nvfp4-transient": OneLayout(accuracy="balanced", memory="small"),
+}
 
 
 def test_peaks_of_three_shapes():
     """Llama 1B, 3B and 8B, six cases, three sizes. Other backends within 2 %: each formula that was missing cost as much of some
-    row. The rows of nvfp4 were measured before backward stopped making zero gradients for codes, up to 4.4 % of a peak."""
+    row. The rows of nvfp4 were measured with the codes of attention's output, and before backward stopped making zero gradients
+    for codes, up to 4.4 % of a peak."""
     rows = list(csv.DictReader(PEAKS.read_text().splitlines()))
     assert len(rows) >= 54
     off = {}
     for row in rows:
-        settings = measure_peaks.CASES[row["case"]]
+        settings = CASES_OF_PEAKS[row["case"]]
         settings = replace(settings, loss="liger" if settings.loss == "liger" else "full", positions=33)
         settings = replace(settings, batch=int(row["batch"]), sequence=int(row["seq"]))
-        ratio = estimate(f"llama-{row['shape']}", settings).peak / int(row["peak_allocated"])
-        off[row["shape"], row["case"], row["batch"]] = ratio - 1
+        shape = model_shape(f"llama-{row['shape']}")
+        expected = estimate(shape, settings).peak
+        if "nvfp4" in row["case"]:
+            expected += codes_of_attention(shape, settings)
+        off[row["shape"], row["case"], row["batch"]] = expected / int(row["peak_allocated"]) - 1
     for key, ratio in off.items():
         assert (-0.045 if "nvfp4" in key[1] else -0.02) < ratio < 0.02, (key, ratio)
+
+
+ONCE = 1_156
+"""Bytes of one term's codes of attention's output, with which these were measured (but for the second: 23,292 - 22,136)."""
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (PAPER, 27_904),
-        (replace(PAPER, recompute_mlp=True), 23_292),
-        (replace(PAPER, recompute_mlp=True, recompute_attention=True), 22_136),
-        (BENCH, 30_216),
-        (replace(BENCH, accuracy="high"), 35_984),
+        (PAPER, 27_904 - ONCE),
+        (replace(PAPER, memory="small"), 22_136),
+        (BENCH, 30_216 - ONCE),
+        (replace(BENCH, accuracy="high"), 35_984 - 2 * ONCE),
         (replace(STOCK, backend="bf16"), 100_712),
         (replace(STOCK, backend="nf4"), 100_712),
         (replace(LIGER, backend="bf16-liger"), 76_136),
@@ -121,10 +156,11 @@ def test_peaks_of_the_paper(settings, gigabytes):
 
 @pytest.mark.parametrize(
     ("settings", "batch"),
-    [(PAPERS_BF16, 10), (replace(PAPERS_BF16, backend="nf4-liger"), 12), (PAPERS_PACT, 26)],
+    [(PAPERS_BF16, 10), (replace(PAPERS_BF16, backend="nf4-liger"), 12), (PAPERS_PACT, 26 * 27_904 / (27_904 - ONCE))],
 )
 def test_largest_batches_of_the_paper(settings, batch):
-    """Table 5, Llama-1B at 1024 tokens on a 16 GB card."""
+    """Table 5, Llama-1B at 1024 tokens on a 16 GB card. PACT's 26 rows are with the codes of attention's output: 27,904 bytes per
+    token and layer, so as many more without as those bytes are fewer."""
     assert abs(largest_batch("llama-1b", settings, card("RTX 5080").memory) - batch) <= 1
 
 
@@ -185,13 +221,11 @@ CASES = {
     "balanced": {"accuracy": "balanced"},
     "paper": {"accuracy": "paper"},
     "high": {"accuracy": "high"},
-    "recompute": {"recompute_mlp": True},
-    "attention once": {"recompute_attention": True},
-    "unfused": {"fused": False},
+    "small": {"memory": "small"},
     "attention only": {"target_modules": ["q_proj", "v_proj"]},
     "bf16": {"backend": "bf16"},
     "bf16, MLP only": {"backend": "bf16", "target_modules": ["up_proj"]},
-    "bf16 compressed": {"backend": "bf16", "activations": "nvfp4"},
+    "bf16 small": {"backend": "bf16", "memory": "small"},
 }
 
 
@@ -220,13 +254,13 @@ def test_what_autograd_keeps_of_stock_peft():
 
 
 @pytest.mark.parametrize("backend", ["nvfp4", "bf16", "nf4"])
-@pytest.mark.parametrize("layouts", ["cached", "transient"])
-def test_static_bytes_are_those_of_a_real_model(backend, layouts):
+@pytest.mark.parametrize("memory", ["fast", "small"])
+def test_static_bytes_are_those_of_a_real_model(backend, memory):
     if backend == "nf4":
         pytest.importorskip("bitsandbytes")
     base = llama(2, tie_word_embeddings=False)
     shape = model_shape(base.config)
-    fields = {"backend": backend, "weight_layouts": layouts}
+    fields = {"backend": backend, "memory": memory}
     model = get_peft_model(base, NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **fields))
     from peft_nvfp4 import frozen_bytes
 
@@ -251,12 +285,12 @@ def test_memory_grows_with_what_it_should():
     base = estimate("llama-3b", BENCH).peak
     for more in ({"batch": 8}, {"sequence": 2048}, {"rank": 64}, {"padded": True}, {"accuracy": "high"}, {"adapter_bytes": 8}):
         assert estimate("llama-3b", replace(BENCH, **more)).peak > base, more
-    for less in ({"checkpointing": True}, {"weight_layouts": "transient"}, {"recompute_mlp": True}, {"optimizer": "paged_adamw"}):
+    for less in ({"checkpointing": True}, {"memory": "small"}, {"memory": "smallest"}, {"optimizer": "paged_adamw"}):
         assert estimate("llama-3b", replace(BENCH, **less)).peak < base, less
 
 
 def test_categories_add_up_to_the_peak():
-    for settings, _ in MEASURED.values():
+    for settings, _ in (*MEASURED.values(), *MEASURED_WITH_CODES.values()):
         found = estimate("llama-1b", settings)
         assert found.peak == sum(found.categories().values()) == sum(found.groups().values())
         assert found.peak == found.as_dict()["moments"][found.at] == max(found.as_dict()["moments"].values())
@@ -289,17 +323,31 @@ def test_fit_gives_up_what_costs_least_first():
     with pytest.raises(ValueError, match="one row of 1024 tokens takes .* GiB"):
         fit("llama-8b", BENCH, 4 << 30, 4)
     other = fit("llama-3b", replace(BENCH, backend="nf4"), 8 << 30, 4)
-    assert set(other.changed) <= {"decoder layers are checkpointed"}  # the others are of nvfp4
+    assert other.changed and other.settings.memory != "fast"
+    baseline = fit("llama-3b", replace(BENCH, backend="nf4-liger"), 8 << 30, 4)
+    assert set(baseline.changed) <= {"decoder layers are checkpointed"}  # stock modules keep no codes
 
 
-def test_what_costs_no_time_is_given_up_alone_where_it_is_enough():
-    least = estimate("llama-1b", replace(BENCH, batch=2, recompute_attention=True)).peak  # 2048 tokens, which keep a GPU busy
+@pytest.mark.parametrize(
+    ("given_up", "words"),
+    [
+        ({"memory": "small"}, ("memory='small'",)),
+        ({"memory": "small", "checkpointing": True}, ("memory='small'", "decoder layers are checkpointed")),
+        ({"memory": "smallest", "checkpointing": True}, ("memory='smallest'", "decoder layers are checkpointed")),
+    ],
+)
+def test_no_more_is_given_up_than_is_needed(given_up, words):
+    least = estimate("llama-1b", replace(BENCH, batch=2, **given_up)).peak  # 2048 tokens, which keep a GPU busy
     memory = next(n << 20 for n in range(1 << 10, 1 << 14, 4) if usable(n << 20) >= least)
     plan = fit("llama-1b", BENCH, memory, 2)
-    assert plan.settings.recompute_attention and not (plan.settings.recompute_mlp or plan.settings.checkpointing)
-    assert plan.changed == ("attention's output is kept once",) and plan.settings.batch == 2
-    unfused = fit("llama-1b", replace(BENCH, fused=False), 6 << 30, 8)
-    assert not (unfused.settings.recompute_attention or unfused.settings.recompute_mlp)  # fused modules do that
+    assert plan.changed == words and plan.settings.batch == 2
+    assert plan.settings == replace(BENCH, batch=2, **given_up)
+
+
+def test_what_excludes_offload_is_not_combined_with_it():
+    for settings in (replace(BENCH, cuda_graphs=True), replace(BENCH, cards=2, strategy="fsdp2")):
+        with pytest.raises(ValueError, match="everything given up that can be"):
+            fit("llama-8b", settings, 3 << 30, 1)
 
 
 def test_fit_of_batches_that_do_not_divide():
@@ -354,7 +402,7 @@ def test_a_name_that_is_nothing(tmp_path):
     [
         {"backend": "int8"},
         {"accuracy": "best"},
-        {"weight_layouts": "both"},
+        {"memory": "none"},
         {"optimizer": "lion"},
         {"loss": "none"},
         {"batch": 0},

@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from peft_nvfp4 import NVFP4LoraConfig, frozen_bytes
 from peft_nvfp4.fusion import rope
-from peft_nvfp4.memory import Settings, activations, estimate, fit, mixtures, model_shape, sharding, weights
+from peft_nvfp4.memory import Settings, activations, estimate, mixtures, model_shape, sharding, weights
 from peft_nvfp4.memory.common import MERGED, ROUNDING
 from peft_nvfp4.training.callbacks import settings_of
 from peft_nvfp4.training.offload.enable import _owner
@@ -117,17 +117,15 @@ CASES = {
     "balanced": {"accuracy": "balanced"},
     "paper": {"accuracy": "paper"},
     "high": {"accuracy": "high"},
-    "attention once": {"recompute_attention": True},
-    "unfused": {"fused": False},
+    "small": {"memory": "small"},
     "attention only": ATTENTION,
     "gate and up": ONLY_FIRST,
     "down": ONLY_DOWN,
     "nf4": {"backend": "nf4"},
-    "nf4 compressed": {"backend": "nf4", "activations": "nvfp4"},
-    "nf4 compressed, unfused": {"backend": "nf4", "activations": "nvfp4", "fused": False},
+    "nf4 small": {"backend": "nf4", "memory": "small"},
     "nf4, attention only": {"backend": "nf4", **ATTENTION},
     "bf16": {"backend": "bf16"},
-    "bf16 compressed, down": {"backend": "bf16", "activations": "nvfp4", **ONLY_DOWN},
+    "bf16 small, down": {"backend": "bf16", "memory": "small", **ONLY_DOWN},
     "bf16, attention only": {"backend": "bf16", **ATTENTION},
     "dense experts": {"skip_modules": ["experts"]},
 }
@@ -171,9 +169,8 @@ def test_what_is_kept_does_not_depend_on_the_routing(backend, as_on_a_gpu):
 TENSORS = (
     ("nvfp4", {}),
     ("nvfp4", {"accuracy": "high"}),
-    ("nvfp4", {"fused": False}),
     ("nf4", {}),
-    ("nf4", {"activations": "nvfp4"}),
+    ("nf4", {"memory": "small"}),
 )
 
 
@@ -201,8 +198,8 @@ def test_tensors_that_the_allocator_rounds_up(backend, fields, as_on_a_gpu):
 @pytest.mark.filterwarnings("ignore:.*stay dense")
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"weight_layouts": "transient"}, {"backend": "nf4"}, {"backend": "bf16"}, {"skip_modules": ["experts"]}, ONLY_DOWN],
-    ids=["cached", "transient", "nf4", "bf16", "dense experts", "down"],
+    [{}, {"memory": "small"}, {"backend": "nf4"}, {"backend": "bf16"}, {"skip_modules": ["experts"]}, ONLY_DOWN],
+    ids=["fast", "small", "nf4", "bf16", "dense experts", "down"],
 )
 def test_static_bytes_are_those_of_a_real_model(fields, make):
     if fields.get("backend") == "nf4":
@@ -265,9 +262,9 @@ def test_bytes_on_the_host_are_those_of_a_model(backend):
         pytest.importorskip("bitsandbytes")
     base = mixtral(5)
     shape = model_shape(base.config)
-    model = get_peft_model(base, NVFP4LoraConfig(backend=backend, offload="cpu", target_modules="all-linear"))
+    model = get_peft_model(base, NVFP4LoraConfig(backend=backend, memory="smallest", target_modules="all-linear"))
     settings = settings_of(model, sequence=16)
-    found, without = estimate(shape, settings), estimate(shape, replace(settings, offload=None))
+    found, without = estimate(shape, settings), estimate(shape, replace(settings, memory="small"))
     assert found.offloaded == sum(p.nbytes for layer in _owner(model).layers for p in layer.parameters())
     here, there = (sum(e.static[name] for name in WEIGHTS) for e in (found, without))
     assert there - here == found.offloaded * 3 // 5
@@ -276,12 +273,12 @@ def test_bytes_on_the_host_are_those_of_a_model(backend):
 # ---------------------------------------------------------------------------------------------- several GPUs
 
 
-def sharded(rank: int, layouts: str) -> tuple[int, int]:
+def sharded(rank: int, memory: str) -> tuple[int, int]:
     """Bytes of this process's shares, and of one layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, _ = adapted(mixtral(dtype=torch.float32), weight_layouts=layouts)
+    model, _ = adapted(mixtral(dtype=torch.float32), memory=memory)
     base = model.get_base_model()
     layer_bytes = sum(p.numel() * p.element_size() for p in base.model.layers[0].parameters())
     mesh = init_device_mesh("cpu", (2,))
@@ -291,11 +288,11 @@ def sharded(rank: int, layouts: str) -> tuple[int, int]:
     return sum(p.to_local().numel() * p.element_size() for p in model.parameters()), layer_bytes
 
 
-@pytest.mark.parametrize("layouts", ["cached", "transient"])
-def test_shares_are_those_of_fsdp2(layouts):
-    (shares, layer_bytes), _ = both(sharded, layouts)
+@pytest.mark.parametrize("memory", ["fast", "small"])
+def test_shares_are_those_of_fsdp2(memory):
+    (shares, layer_bytes), _ = both(sharded, memory)
     shape = replace(model_shape(mixtral().config), dtype_bytes=4)
-    settings = Settings(rank=4, weight_layouts=layouts, cards=2, strategy="fsdp2")
+    settings = Settings(rank=4, memory=memory, cards=2, strategy="fsdp2")
     alone = weights.static(shape, settings)
     assert shares == sum(n for name, n in estimate(shape, settings).static.items() if name != "optimizer")
     # the last norm is the root's, the estimate spreads it over two layers
@@ -327,7 +324,7 @@ MIXTRAL = {  # Mixtral-8x7B's
 @pytest.mark.parametrize("config, billions", [(LARGE, 30.5), (MIXTRAL, 46.7)])
 def test_published_sizes(config, billions):
     assert model_shape(config).parameters / 1e9 == pytest.approx(billions, abs=0.05)
-    packed = estimate(config, Settings(weight_layouts="transient", checkpointing=True)).static[WEIGHTS[0]]
+    packed = estimate(config, Settings(memory="small", checkpointing=True)).static[WEIGHTS[0]]
     assert packed == pytest.approx(billions * 1e9 * 4.5 / 8, rel=0.03)  # embedding and head are not packed
 
 
@@ -335,9 +332,9 @@ def test_published_sizes(config, billions):
 def test_memory_grows_with_what_it_should(config):
     base = Settings(batch=4, accuracy="balanced")
     peak = estimate(config, base).peak
-    for more in ({"batch": 8}, {"rank": 64}, {"padded": True}, {"accuracy": "high"}, {"fused": False}, {"backend": "bf16"}):
+    for more in ({"batch": 8}, {"rank": 64}, {"padded": True}, {"accuracy": "high"}, {"backend": "bf16"}):
         assert estimate(config, replace(base, **more)).peak > peak, more
-    for less in ({"checkpointing": True}, {"weight_layouts": "transient"}, {"targets": ("q_proj",)}, {"accuracy": "paper"}):
+    for less in ({"checkpointing": True}, {"memory": "small"}, {"targets": ("q_proj",)}, {"accuracy": "paper"}):
         assert estimate(config, replace(base, **less)).peak < peak, less
 
 
@@ -365,12 +362,11 @@ def test_adapters_on_dense_experts_keep_the_experts_again():
 
 def test_what_does_not_concern_experts():
     settings = Settings(batch=2)
-    for change in ({"recompute_mlp": True}, {"cuda_graphs": True}):
-        assert estimate(LARGE, replace(settings, **change)).peak == estimate(LARGE, settings).peak
-    assert any("recompute_mlp" in note for note in estimate(LARGE, replace(settings, recompute_mlp=True)).notes)
+    assert estimate(LARGE, replace(settings, cuda_graphs=True)).peak == estimate(LARGE, settings).peak
+    fast, small = (estimate(LARGE, replace(settings, memory=memory)) for memory in ("fast", "small"))
+    assert small.saved_per_token_and_layer == fast.saved_per_token_and_layer and small.peak < fast.peak
+    assert any("memory='small' recomputes nothing of experts" in note for note in small.notes)
     assert estimate(MIXTRAL, Settings(backend="bf16", cuda_graphs=True)).peak > estimate(MIXTRAL, Settings(backend="bf16")).peak
-    plan = fit(LARGE, settings, 48 << 30, 8)
-    assert plan.changed and not any("inner activation" in text for text in plan.changed) and not plan.settings.recompute_mlp
 
 
 def test_the_text_of_a_multimodal_mixture():

@@ -13,7 +13,7 @@ LARGE = {  # Llama 3.1 70B's config.json, what matters of it
     **{"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256},
     **{"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False},
 }
-ALONE = Settings(batch=1, sequence=2048, weight_layouts="transient", checkpointing=True)
+ALONE = Settings(batch=1, sequence=2048, memory="small", checkpointing=True)
 FOUR = replace(ALONE, cards=4, strategy="fsdp2")
 WEIGHTS = ("frozen linears, forward layout", "frozen linears, backward layout")
 
@@ -40,8 +40,8 @@ def test_two_layers_are_gathered_in_the_layouts_that_are_kept():
     n = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672
     adapters = 4 * 16 * (2 * 2 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672))
     layer = n * 9 // 16 + 7 * 4 + 2 * 2 * 8192 + adapters  # + global scales, norms
-    for layouts, more in (("transient", 0), ("cached", n * 9 // 16 + 7 * 4)):
-        found = estimate(LARGE, replace(FOUR, weight_layouts=layouts))
+    for memory, more in (("small", 0), ("fast", n * 9 // 16 + 7 * 4)):
+        found = estimate(LARGE, replace(FOUR, memory=memory))
         # the last norm, of 2 * 8192 bytes, is spread over the layers: less than 1 KiB each
         assert found.moments["layer"][sharding.LAYER] == pytest.approx(2 * (layer + more), abs=1024)
         assert found.moments["final norm"][sharding.LAYER] == pytest.approx(layer + more, abs=512)
@@ -74,7 +74,7 @@ def test_70b_fits_on_cards_that_are_many_enough():
     batches = [largest_batch(LARGE, replace(FOUR, cards=n), memory) for n in (1, 2, 4, 8)]
     assert batches[0] == batches[1] == 0 < batches[2] < batches[3]
     assert estimate(LARGE, replace(FOUR, batch=batches[2])).peak <= room(FOUR, memory) < usable(memory)
-    plan = fit(LARGE, replace(FOUR, checkpointing=False, weight_layouts="cached"), memory, 8)
+    plan = fit(LARGE, replace(FOUR, checkpointing=False, memory="fast"), memory, 8)
     assert plan.settings.cards == 4 and plan.estimate.peak <= room(FOUR, memory)
     with pytest.raises(ValueError, match="one row of 2048 tokens takes"):
         fit(LARGE, replace(FOUR, cards=2), memory, 8)
@@ -95,7 +95,7 @@ def test_wrong_settings(wrong):
 # ---------------------------------------------------------------------------------------------- against FSDP2 itself
 
 
-def sharded(rank: int, backend: str, layouts: str) -> tuple[int, int, int]:
+def sharded(rank: int, backend: str, memory: str) -> tuple[int, int, int]:
     """Bytes of this process's shares, and of what a step gathers for one layer."""
     from peft import get_peft_model
     from torch.distributed.device_mesh import init_device_mesh
@@ -104,7 +104,7 @@ def sharded(rank: int, backend: str, layouts: str) -> tuple[int, int, int]:
     from peft_nvfp4 import NVFP4LoraConfig
     from peft_nvfp4.training.distributed import count_bytes
 
-    config = NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend, weight_layouts=layouts)
+    config = NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend, memory=memory)
     model = get_peft_model(tiny_llama(tie_word_embeddings=False, intermediate_size=192), config)
     mesh = init_device_mesh("cpu", (2,))
     base = model.get_base_model()
@@ -118,11 +118,11 @@ def sharded(rank: int, backend: str, layouts: str) -> tuple[int, int, int]:
     return shares, count.payload["all_gather"], layer_bytes
 
 
-@pytest.mark.parametrize("layouts", ["cached", "transient"])
-def test_shares_and_gathered_bytes_are_those_of_fsdp2(layouts):
-    (shares, gathered, layer_bytes), other = both(sharded, "nvfp4", layouts)
+@pytest.mark.parametrize("memory", ["fast", "small"])
+def test_shares_and_gathered_bytes_are_those_of_fsdp2(memory):
+    (shares, gathered, layer_bytes), other = both(sharded, "nvfp4", memory)
     shape = replace(model_shape(tiny_llama(tie_word_embeddings=False, intermediate_size=192).config), dtype_bytes=4)
-    settings = Settings(rank=4, weight_layouts=layouts, cards=2, strategy="fsdp2")
+    settings = Settings(rank=4, memory=memory, cards=2, strategy="fsdp2")
     alone = weights.static(shape, settings)
     expected = {name: n for name, n in estimate(shape, settings).static.items() if name != "optimizer"}
     # all rows are even in number; global scales of 4 bytes are cut in two as well

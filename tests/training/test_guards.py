@@ -215,10 +215,9 @@ def test_cheaper_settings_are_the_estimators():
 
     expected = {
         "batch 2 (and 2 times the accumulation)": {"batch": 2},
-        "recompute_attention=True": {"recompute_attention": True},
-        "recompute_mlp=True": {"recompute_mlp": True},
-        "weight_layouts='transient'": {"weight_layouts": "transient"},
+        "memory='small'": {"memory": "small"},
         "checkpointing": {"checkpointing": True},
+        "memory='smallest'": {"memory": "smallest"},
     }
     for words, change in expected.items():
         assert changes[words] == estimate("llama-1b", replace(SETTINGS, **change)).peak < now
@@ -227,9 +226,9 @@ def test_cheaper_settings_are_the_estimators():
 
 
 def test_what_does_not_apply_is_not_advised():
-    words = [w for w, _ in cheaper("llama-1b", Settings(backend="bf16", batch=1))]
+    words = [w for w, _ in cheaper("llama-1b", Settings(backend="bf16-liger", batch=1))]
     assert words == ["checkpointing"]
-    done = Settings(batch=1, weight_layouts="transient", recompute_attention=True, recompute_mlp=True, checkpointing=True)
+    done = Settings(batch=1, memory="smallest", checkpointing=True)
     assert not cheaper("llama-1b", done) and "none of the estimated settings" in explain("llama-1b", done)
 
 
@@ -237,9 +236,9 @@ def test_the_message_has_figures():
     text = explain("llama-1b", SETTINGS, 6 * 2**30)
     peak = estimate("llama-1b", SETTINGS).peak / 2**30
     assert f"estimated to take {peak:.2f} GiB" in text and "the GPU has 6.00 GiB" in text and "4 x 1024 tokens" in text
-    assert "checkpointing: " in text and "offload='cpu'" in text
+    assert "checkpointing: " in text and "memory='smallest': " in text
     text = explain({"model_type": "mamba"}, SETTINGS)
-    assert "does not know this model" in text and "offload='cpu'" in text
+    assert "does not know this model" in text and "memory='smallest'" in text
 
 
 def test_trainer_explains_itself(tmp_path, monkeypatch):
@@ -348,10 +347,12 @@ def test_the_command_passes_over_half_a_checkpoint(tmp_path):
 
 
 def test_the_command_repeats_itself_and_offloads(tmp_path):
+    small = ["--memory", "small"]
+    runs = {"a": [*small, "--deterministic"], "b": [*small, "--deterministic"], "c": ["--memory", "smallest"]}
     found = []
-    for name, options in {"a": ["--deterministic"], "b": ["--deterministic"], "c": ["--offload", "cpu"]}.items():
+    for name, options in runs.items():
         result = command(tmp_path, "--output", str(tmp_path / name), "--dropout", "0.1", *options)
         assert result.exit_code == 0, result.output
         found.append((tmp_path / name / "adapter_model.safetensors").read_bytes())
     assert found[0] == found[1] == found[2] and not torch.are_deterministic_algorithms_enabled()
-    assert json.loads((tmp_path / "c" / "nvfp4_adapter.json").read_text())["offload"] == "cpu"
+    assert json.loads((tmp_path / "c" / "nvfp4_adapter.json").read_text())["memory"] == "smallest"

@@ -5,7 +5,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from .common import command, console, quiet_libraries, write_json
+from ..quantization.options import Options
+from .common import base_option, command, console, quiet_libraries, write_json
 from .train import pairs
 
 
@@ -15,7 +16,7 @@ def calibrate(
     dataset: Annotated[str, typer.Argument(help="Texts: .txt, .jsonl, ..., or movies.")],
     output: Annotated[str, typer.Option("--output", "-o", help="Folder; the same command goes on where it was stopped.")],
     method: Annotated[str, typer.Option(help="gptq or nearest.")] = "gptq",
-    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
+    accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
     budget: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(help="Choose terms by measured errors, for this share of forward work."),

@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..quantization.options import help_of
+
 DEBUG = {"on": bool(os.environ.get("PEFT_NVFP4_DEBUG"))}
 """Set by ``--debug``: errors with their tracebacks."""
 
@@ -60,6 +62,11 @@ def command(function: Callable) -> Callable:
             raise typer.Exit(1) from None
 
     return run
+
+
+def base_option(name: str, *flags: str, **settings: Any) -> Any:
+    """Flag of a command for a field of :class:`~peft_nvfp4.quantization.options.Options`, with its help."""
+    return typer.Option(*flags, help=help_of(name), **settings)
 
 
 def size(count: int) -> str:

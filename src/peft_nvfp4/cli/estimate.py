@@ -8,10 +8,9 @@ from rich.table import Table
 
 from ..memory import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, room
 from ..memory import draw as drawing
-from .common import command, console, write_json
+from .common import base_option, command, console, write_json
 
 GIB, MIB = 2**30, 2**20
-KEPT = "Kept for backward"  # a panel: its columns have room for the longest name
 
 
 def _settings(options: dict, card_name: str | None) -> tuple[Settings, int | None]:
@@ -62,16 +61,10 @@ def estimate_command(
     seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
     rank: Annotated[int, typer.Option("--rank", "-r", help="Of the adapters.")] = 16,
     targets: Annotated[str, typer.Option(help="all-linear, or names with commas between.")] = "all-linear",
-    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
-    layouts: Annotated[str, typer.Option(help="Backward layouts of weights: cached or transient.")] = "cached",
-    activations: Annotated[str, typer.Option(help="By nf4 and bf16: bf16 or nvfp4.", rich_help_panel=KEPT)] = "bf16",
-    recompute_mlp: Annotated[bool, typer.Option(help="Not the MLP's inner activation.", rich_help_panel=KEPT)] = False,
-    recompute_attention: Annotated[
-        bool, typer.Option("--recompute-attention", help="Attention's output once.", rich_help_panel=KEPT)
-    ] = False,
-    checkpointing: Annotated[bool, typer.Option(help="Only the inputs of decoder layers.", rich_help_panel=KEPT)] = False,
+    accuracy: Annotated[str, base_option("accuracy")] = Settings.accuracy,
+    memory: Annotated[str, base_option("memory")] = Settings.memory,
+    checkpointing: Annotated[bool, typer.Option(help="Keep only the inputs of decoder layers for backward.")] = False,
     cuda_graphs: Annotated[bool, typer.Option(help="Steps are replayed.")] = False,
-    fused: Annotated[bool, typer.Option(help="Norms and MLPs that emit NVFP4.")] = True,
     optimizer: Annotated[str, typer.Option(help="As transformers names it: paged_adamw_8bit, ...")] = "adamw_torch_fused",
     loss: Annotated[str, typer.Option(help="supervised (in chunks), full (all logits at once) or liger.")] = "supervised",
     positions: Annotated[Optional[int], typer.Option(help="Supervised positions of a row (all).")] = None,  # noqa: UP045
@@ -79,7 +72,6 @@ def estimate_command(
     card_name: Annotated[Optional[str], typer.Option("--card", help='A GPU: "RTX 5080".')] = None,  # noqa: UP045
     gpus: Annotated[int, typer.Option(help="Each with --batch rows at a time.")] = 1,
     strategy: Annotated[str, typer.Option(help="Of several GPUs: ddp or fsdp2.")] = "ddp",
-    offload: Annotated[Optional[str], typer.Option(help="cpu: frozen weights are in the host's memory.")] = None,  # noqa: UP045
     max_memory: Annotated[Optional[str], typer.Option(help="GPU memory: 16GiB.")] = None,  # noqa: UP045
     png: Annotated[Optional[Path], typer.Option(help="Draw it for several lengths.")] = None,  # noqa: UP045
     json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045
@@ -91,32 +83,30 @@ def estimate_command(
     names = targets if targets == "all-linear" else tuple(name.strip() for name in targets.split(","))
     options = {
         **{"backend": backend, "batch": batch, "sequence": seq, "rank": rank, "targets": names, "accuracy": accuracy},
-        **{"weight_layouts": layouts, "activations": activations, "recompute_mlp": recompute_mlp},
-        **{"recompute_attention": recompute_attention, "fused": fused},
-        **{"checkpointing": checkpointing, "cuda_graphs": cuda_graphs, "optimizer": optimizer, "loss": loss},
-        **{"positions": positions, "padded": padded, "cards": gpus, "strategy": strategy, "offload": offload},
+        **{"memory": memory, "checkpointing": checkpointing, "cuda_graphs": cuda_graphs, "optimizer": optimizer, "loss": loss},
+        **{"positions": positions, "padded": padded, "cards": gpus, "strategy": strategy},
     }
-    settings, memory = _settings(options, card_name)
-    memory = parse_bytes(max_memory) if max_memory is not None else memory
+    settings, available = _settings(options, card_name)
+    available = parse_bytes(max_memory) if max_memory is not None else available
     shape = model_shape(model)
     found = estimate(shape, settings)
     report, lines = found.as_dict(), _words(found)
-    if memory is not None:
-        largest = largest_batch(shape, settings, memory)
-        limit = room(settings, memory)
-        report |= {"memory_bytes": memory, "usable_bytes": limit, "fits": found.peak <= limit}
+    if available is not None:
+        largest = largest_batch(shape, settings, available)
+        limit = room(settings, available)
+        report |= {"memory_bytes": available, "usable_bytes": limit, "fits": found.peak <= limit}
         report["largest_batch"] = largest
         lines.append(
-            f"{memory / GIB:.2f} GiB of GPU memory hold {limit / GIB:.2f} GiB of tensors (CUDA and the allocator take "
+            f"{available / GIB:.2f} GiB of GPU memory hold {limit / GIB:.2f} GiB of tensors (CUDA and the allocator take "
             f"the rest): {'it fits' if report['fits'] else 'it does not fit'}. Largest batch at this length: {largest}."
         )
         if not report["fits"]:
-            lines.append(_advice(shape, settings, memory, report))
+            lines.append(_advice(shape, settings, available, report))
     if png is not None:
         several = drawing.over_lengths(found)
         title = f"{shape.name or 'model'}, {backend}, batch {batch}, LoRA r={rank}"
         title += f", {gpus} GPUs ({strategy})" if gpus > 1 else ""
-        limit = None if memory is None else room(settings, memory)
+        limit = None if available is None else room(settings, available)
         drawing.png(several, [f"{e.settings.sequence} tokens" for e in several], png, title, limit)
         lines.append(f"Drawn: {png}")
     write_json(report, json_file)

@@ -6,21 +6,21 @@ from typing import Annotated, Optional
 import typer
 from rich.table import Table
 
-from .common import command, console, quiet_libraries, write_json
+from ..quantization.options import Options
+from .common import base_option, command, console, quiet_libraries, write_json
 
 
 @command
 def profile(
     model: Annotated[str, typer.Argument(help="Folder with a config.json, Hub id, smollm2, llama-1b, llama-3b or llama-8b.")],
-    backend: Annotated[str, typer.Option(help="nvfp4, nf4 or bf16.")] = "nvfp4",
+    backend: Annotated[str, base_option("backend")] = Options.backend,
     batch: Annotated[int, typer.Option(help="Rows at a time.")] = 4,
     seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
     supervised: Annotated[int, typer.Option(help="Labels at the end of each row.")] = 32,
     rank: Annotated[int, typer.Option("--rank", "-r", help="Of the adapters.")] = 16,
-    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
-    layouts: Annotated[str, typer.Option(help="cached or transient.")] = "cached",
+    accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
+    memory: Annotated[str, base_option("memory")] = Options.memory,
     cuda_graphs: Annotated[bool, typer.Option(help="Replay recorded steps.")] = False,
-    recompute_mlp: Annotated[bool, typer.Option(help="Keep less of the MLP.")] = False,
     checkpointing: Annotated[bool, typer.Option(help="Checkpoint decoder layers.")] = False,
     layers: Annotated[Optional[int], typer.Option(help="Fewer layers than the model has.")] = None,  # noqa: UP045
     dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
@@ -33,10 +33,10 @@ def profile(
     with quiet_libraries(), out.status("Profiling"):
         from ._run import profiling
 
-        settings = {"r": rank, "lora_alpha": 2 * rank, "accuracy": accuracy, "weight_layouts": layouts}
-        settings |= {"cuda_graphs": cuda_graphs, "recompute_mlp": recompute_mlp}
+        settings = {"r": rank, "lora_alpha": 2 * rank, "accuracy": accuracy, "memory": memory}
         sizes = {"batch": batch, "seq": seq, "supervised": supervised, "layers": layers, "dtype": dtype}
-        result = profiling.profile(model, backend=backend, checkpointing=checkpointing, trace=trace, **sizes, **settings)
+        how = {"cuda_graphs": cuda_graphs, "checkpointing": checkpointing, "trace": trace}
+        result = profiling.profile(model, backend=backend, **how, **sizes, **settings)
         if png is not None:
             profiling.png(result, png)
     write_json(result, json_file)

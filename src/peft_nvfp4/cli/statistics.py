@@ -7,7 +7,8 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from .common import command, console, quiet_libraries, write_json
+from ..quantization.options import Options
+from .common import base_option, command, console, quiet_libraries, write_json
 from .train import pairs
 
 
@@ -16,10 +17,9 @@ def statistics(
     dataset: Annotated[str, typer.Argument(help="A data file as for train, or movies.")],
     model: Annotated[Optional[str], typer.Option("--model", "-m", help="Folder, Hub id, or smollm2.")] = None,  # noqa: UP045
     adapter: Annotated[Optional[str], typer.Option(help="A trained adapter: its base and settings.")] = None,  # noqa: UP045
-    backend: Annotated[str, typer.Option(help="nvfp4, nf4 or bf16.")] = "nvfp4",
-    accuracy: Annotated[str, typer.Option(help="high, balanced or paper.")] = "high",
-    gradients: Annotated[str, typer.Option(help="nvfp4, nvfp4_sr or bf16.")] = "nvfp4",
-    calibration: Annotated[Optional[str], typer.Option(help="Folder of a calibration.")] = None,  # noqa: UP045
+    backend: Annotated[str, base_option("backend")] = Options.backend,
+    accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
+    calibration: Annotated[Optional[str], base_option("calibration")] = None,  # noqa: UP045
     limit: Annotated[int, typer.Option(help="Rows of the data.")] = 8,
     batch: Annotated[int, typer.Option(help="Rows at a time.")] = 2,
     max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
@@ -43,7 +43,7 @@ def statistics(
         if by not in tools.PERCENT:
             raise ValueError(f"--by must be one of {', '.join(tools.PERCENT)}, got {by!r}")
         sizes = {"limit": limit, "batch": batch, "max_length": max_length, "rows": tokens, "layers": layers, "dtype": dtype}
-        own = {"backend": backend, "accuracy": accuracy, "gradients": gradients, "calibration": calibration}
+        own = {"backend": backend, "accuracy": accuracy, "calibration": calibration}
         own = own if adapter is None else {}
         found = tools.measure(model, dataset, adapter=adapter, columns=pairs(columns), **sizes, **own)
         if png is not None:

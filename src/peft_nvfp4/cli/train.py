@@ -8,14 +8,13 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ._run.options import gathered
-from .common import UserError, command, console, quiet_libraries, write_json
+from .common import UserError, base_option, command, console, quiet_libraries, write_json
 
 Text = Optional[str]  # noqa: UP045
 Number = Optional[int]  # noqa: UP045
 Real = Optional[float]  # noqa: UP045
 Flag = Optional[bool]  # noqa: UP045
 Option = typer.Option
-KEPT = "Kept for backward"  # a panel: its columns have room for the longest name
 APART = {"config", "resume", "json_file", "columns"}
 """Options that are no option of :class:`~peft_nvfp4.cli._run.options.TrainOptions` under their own name, as they are."""
 
@@ -39,17 +38,11 @@ def train(
     output: Annotated[Text, Option("--output", "-o", help="Folder for checkpoints and the adapter.")] = None,
     config: Annotated[Optional[Path], Option("--config", "-c", help="YAML file with these options.")] = None,  # noqa: UP045
     resume: Annotated[bool, Option("--resume", help="Go on from the output's last checkpoint.")] = False,
-    backend: Annotated[Text, Option(help="nvfp4, nf4 or bf16.")] = None,
-    accuracy: Annotated[Text, Option(help="high, balanced or paper.")] = None,
-    weight_layouts: Annotated[Text, Option("--layouts", help="cached or transient.")] = None,
-    activations: Annotated[Text, Option(help="By nf4 and bf16: bf16 or nvfp4.", rich_help_panel=KEPT)] = None,
-    recompute_mlp: Annotated[Flag, Option(help="Less of the MLP.", rich_help_panel=KEPT)] = None,
-    recompute_attention: Annotated[  # without the name of its opposite, which would not fit in a line: false is for the file
-        Flag, Option("--recompute-attention", help="Attention's output once.", rich_help_panel=KEPT)
-    ] = None,
+    backend: Annotated[Text, base_option("backend")] = None,
+    accuracy: Annotated[Text, base_option("accuracy")] = None,
+    memory: Annotated[Text, base_option("memory")] = None,
+    calibration: Annotated[Text, base_option("calibration")] = None,
     cuda_graphs: Annotated[Flag, Option(help="Replay recorded steps.")] = None,
-    calibration: Annotated[Text, Option(help="Folder of peft-nvfp4 calibrate.")] = None,
-    offload: Annotated[Text, Option(help="cpu: frozen weights stay in the host's memory.")] = None,
     rank: Annotated[Number, Option("--rank", "-r", help="Of the adapter (16).")] = None,
     alpha: Annotated[Number, Option(help="LoRA alpha (32).")] = None,
     dropout: Annotated[Real, Option(help="LoRA dropout (0).")] = None,
@@ -69,9 +62,9 @@ def train(
     scheduler: Annotated[Text, Option(help="linear, cosine, constant, ...")] = None,
     warmup: Annotated[Real, Option(help="Share of the steps (0.05).")] = None,
     optimizer: Annotated[Text, Option(help="adamw_torch_fused, paged_adamw_8bit, ...")] = None,
-    checkpointing: Annotated[Flag, Option(help="Only the inputs of decoder layers.", rich_help_panel=KEPT)] = None,
+    checkpointing: Annotated[Flag, Option(help="Keep only the inputs of decoder layers for backward.")] = None,
     deterministic: Annotated[Flag, Option(help="Two runs are equal bit for bit; slower attention.")] = None,
-    max_memory: Annotated[Text, Option(help="16GiB: batch, accumulation, layouts and what is kept are chosen to fit.")] = None,
+    max_memory: Annotated[Text, Option(help="16GiB: batch, accumulation, memory, checkpointing are chosen to fit.")] = None,
     save_every: Annotated[Number, Option(help="Steps between checkpoints (a tenth).")] = None,
     log_every: Annotated[Number, Option(help="Steps between lines of the log.")] = None,
     seed: Annotated[Number, Option(help="Of data order, adapter and dropout (0).")] = None,

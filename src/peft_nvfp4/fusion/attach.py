@@ -55,18 +55,14 @@ class Report:
         return "\n".join(lines)
 
 
-def attach(
-    model: nn.Module,
-    run: Callable[[], object] | None = None,
-    recompute_mlp: bool = False,
-    recompute_attention: bool = False,
-) -> Report:
+def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_mlp: bool = False) -> Report:
     """Replace norms and gated MLPs of ``model`` by fused ones, in place. What was attached before is detached first.
 
     Args:
         run: calls the model on a small input; by default on two tokens, ``model(input_ids=...)``. Needed for a model that takes
             something else, and for towers (of images, of sound) that such a call does not reach.
-        recompute_mlp, recompute_attention: (linears in nvfp4) see :class:`~peft_nvfp4.NVFP4LoraConfig`.
+        recompute_mlp: (linears in nvfp4) do not keep the codes of the input of an MLP's last linear for its adapter's gradient,
+            but recompute it in backward from the kept codes of gate and up. That one gradient is taken at twice-rounded values.
     """
     report = Report()
     detach(model)
@@ -92,9 +88,6 @@ def attach(
         (report.skipped if reason else report.fused)[name.replace(".base_layer", "")] = reason or "experts' gated MLPs"
     for site in sites:
         _attach_site([linears[name] for name in site], site, report)
-    for linear in linears.values():
-        if isinstance(base := base_of(linear), NVFP4FrozenLinear):
-            base.recompute_attention = recompute_attention
     reached = {name for site in sites for name in site}
     if reached and (missed := [name for name in linears if name not in reached]):
         report.skipped["(linears)"] = f"the run does not reach {len(missed)} of them ({missed[0]}, ...); {OTHER_RUN}"
@@ -117,7 +110,7 @@ def detach(model: nn.Module) -> nn.Module:
         if isinstance(module, NVFP4RMSNorm | FusedGatedMLP):
             _replace(model, name, module.original)
         elif isinstance(module, NVFP4FrozenLinear):
-            module.site, module.recompute_attention = None, False
+            module.site = None
         elif isinstance(module, FrozenExperts):
             module.unfuse()
         detach_rope(module)

@@ -35,10 +35,10 @@ from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_modules
 from ..quantization.sites import ACCURACY, input_terms
 from ..training import distributed
-from ..training.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs
+from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..transformers import published
-from ..transformers.config import PactConfig, pact_config
+from ..transformers.config import pact_config
 from ._registered import ORIGINALS
 from .config import NVFP4LoraConfig
 from .experts import ParamWrapper
@@ -97,7 +97,7 @@ def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig,
             _check_same_base(frozen, peft_config)
         elif _has_targets(peft_config, model):  # without any, PEFT will raise: leave the model as it is
             source = source_fingerprint(model)
-            _freeze(peft_config, model)
+            freeze_base(peft_config, model)
     if isinstance(peft_config, LoraConfig) and frozen_modules(model):
         remember(peft_config, model, source)
     original(self, peft_config, model)  # layer_replication: clones share the packed weights
@@ -108,43 +108,52 @@ def _save_config(original: Callable, self: LoraConfig, save_directory: str, **kw
     write(self, save_directory)
 
 
-def _freeze(config: NVFP4LoraConfig, model: nn.Module) -> None:
+def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
+    """Freeze a dense model in place as ``get_peft_model`` does before it adds an adapter with this config."""
+    options = config.options
     saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
     residuals = ResidualInit(config) if residual_init(config) else None
     with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
-        if config.calibration is not None:
+        if options.calibration is not None:
             from ..calibration.run import apply_calibration  # not at the top: only those who calibrate need it
 
             finish = None if residuals is None else residuals.later(model)
-            apply_calibration(model, config.calibration, weight_layouts=config.weight_layouts, gradients=config.gradients)
+            apply_calibration(model, options.calibration, weight_layouts=options.frozen.weight_layouts)
             if finish is not None:
                 finish()
         freeze_model(
             model,
-            config.backend,
-            accuracy=config.accuracy,
-            weight_layouts=config.weight_layouts,
-            gradients=config.gradients,
-            activations=config.activations,
-            skip_modules=[*(config.skip_modules or ()), *saved],
+            options.backend,
+            accuracy=options.accuracy,
+            weight_layouts=options.frozen.weight_layouts,
+            activations=options.frozen.activations,
+            skip_modules=[*options.skip_modules, *saved],
             on_frozen=residuals,
         )
 
 
 def _check_same_base(frozen: list[tuple[str, FrozenLinear | FrozenExperts]], config: NVFP4LoraConfig) -> None:
-    """A further adapter must ask for the base that is there: changing it would change what the others were trained on."""
+    """A further adapter must ask for the function that the base computes: changing it would change what the others were trained
+    on. How backward computes is the base's, whatever the config says."""
     if config.calibration is not None and not any(getattr(layer, "calibrated", False) for _, layer in frozen):
         raise ValueError("a calibration replaces dense weights, and this base is frozen: load it without quantization_config")
+    more = False
     for name, layer, options in _matrices(frozen):
-        terms = options.terms if getattr(layer, "calibrated", False) else input_terms(name, config.accuracy)
-        wanted = FrozenOptions(config.weight_layouts, config.gradients, terms, config.activations)
-        differs = options != wanted if layer.backend == "nvfp4" else options.activations != wanted.activations
-        if layer.backend != config.backend or differs:
+        wanted = config.options.frozen_at(name)
+        terms = layer.backend == "nvfp4" and not getattr(layer, "calibrated", False) and options.terms != wanted.terms
+        if layer.backend != config.backend or terms:
             raise ValueError(
-                f"the base is frozen already: {name} is {layer.backend!r} with {options}, this config asks for "
-                f"{config.backend!r} with {wanted}{_presets(frozen, config.accuracy)}. Give the same settings, use a plain "
-                "LoraConfig (which takes the base as it is), or reload the base model."
+                f"the base is frozen already: {name} is {layer.backend!r} with terms={options.terms}, this config asks for "
+                f"{config.backend!r} with terms={wanted.terms}{_presets(frozen, config.accuracy)}. Give the same settings, use a "
+                "plain LoraConfig (which takes the base as it is), or reload the base model."
             )
+        more |= config.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
+    if more:
+        warnings.warn(
+            f"the base is frozen already, and keeps more than memory={config.memory!r} asks for. Freeze it with the same word "
+            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'",
+            stacklevel=6,
+        )
 
 
 def _matrices(
@@ -243,9 +252,10 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
         result = original(self, model, adapter_name, *args, **kwargs)
         settings = config if isinstance(config, NVFP4LoraConfig) else pact_config(model)
-        if settings is not None:
-            _attach(self, model, settings)
-        if getattr(config, "offload", None) or offloaded(model):
+        if settings is not None and _keeps_codes(model) and not attached(model):  # once for all adapters of a model
+            with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
+                self.nvfp4_report = attach(model, recompute_mlp=settings.options.recompute_mlp)
+        if settings is not None and settings.options.offload or offloaded(model):
             enable_offload(model)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
@@ -265,17 +275,9 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     )
 
 
-def _attach(tuner: BaseTuner, model: nn.Module, config: NVFP4LoraConfig | PactConfig) -> None:
-    """Fuse what the config wants fused, once for all adapters of a model."""
-    if not config.fused and attached(model):
-        warnings.warn(
-            "the model is fused already, so fused=False has no effect; peft_nvfp4.detach(model) undoes it", stacklevel=6
-        )
-    if config.fused and "nvfp4" in (config.backend, config.activations) and not attached(model):
-        with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
-            tuner.nvfp4_report = attach(model, recompute_mlp=config.recompute_mlp, recompute_attention=config.recompute_attention)
-    if config.cuda_graphs:
-        enable_cuda_graphs(model)
+def _keeps_codes(model: nn.Module) -> bool:
+    """Whether linears keep NVFP4 codes for backward, which fused modules make for them."""
+    return any("nvfp4" in (layer.backend, layer.options.activations) for _, layer in frozen_layers(model))
 
 
 def _is_foreign_layer(module: nn.Module) -> bool:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def check_merge_aware(config: LoraConfig) -> None:
-    """Raise on settings with which the merged weight would not be the trained function.
+    """Raise on settings of LoRA with which the merged weight would not be the trained function.
 
     Raises:
         ValueError: naming the setting and the way out.
@@ -55,10 +55,8 @@ def check_merge_aware(config: LoraConfig) -> None:
     if config.init_lora_weights == "mica":
         variants.append("init_lora_weights='mica'")
     refused = {
-        f"backend={config.backend!r}": config.backend != "nvfp4" and "it trains the rounding of an NVFP4 merge",
         f"lora_dropout={config.lora_dropout}": config.lora_dropout and "a merged weight sees one input, without a mask for B A",
         "lora_bias=True": config.lora_bias and "its sum with the layer's bias is rounded differently when merged",
-        "cuda_graphs=True": config.cuda_graphs and "it makes the merged weights anew in every pass",
         ", ".join(variants): variants and "such a variant is more than s * B A on the weight",
     }
     for setting, reason in refused.items():

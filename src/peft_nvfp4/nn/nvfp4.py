@@ -78,12 +78,9 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     Attributes:
         site: those linears, where a run of the model has shown which they are (:func:`peft_nvfp4.attach`): computed together.
-        recompute_attention: where the input is the output of attention, which keeps it in any case, its codes are made anew in
-            backward instead of kept beside it.
     """
 
     site: Site | None = None
-    recompute_attention = False
     _significand: float | None = None
 
     def __init__(
@@ -327,7 +324,8 @@ def product(
         for layer, branches in members
     )
     source = shared.source
-    again = first.recompute_attention and source is None and not shared.exact and kept_by_attention(x2)
+    # attention keeps its output in any case: backward quantises that again, to the same codes, instead of keeping them too
+    again = source is None and not shared.exact and kept_by_attention(x2)
     spec = SiteSpec(first.in_features, first.options.terms, specs, None if source is None else source.act, again)
     frozen, sources = [], []
     for layer, branches in members:  # seeds in the order of the layers: together or one by one, the numbers are the same

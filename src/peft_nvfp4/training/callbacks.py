@@ -29,8 +29,9 @@ from transformers import TrainerCallback, set_seed
 
 from ..fusion.probe import modes_kept
 from ..memory import Settings, estimate, model_shape
-from ..memory.run import SACRIFICES
+from ..memory.run import SACRIFICES, sacrificed
 from ..memory.settings import OPTIMIZERS
+from .cuda_graphs import records_steps
 from .distributed.resume import last_checkpoint
 
 # ---------------------------------------------------------------------------------------------- losses
@@ -191,10 +192,6 @@ class OutOfMemory(RuntimeError):
     """A GPU's memory was not enough; the message says what would take less."""
 
 
-OWN = {"checkpointing": "checkpointing"}
-"""Of :data:`peft_nvfp4.memory.run.SACRIFICES`: what a user writes, where that is no field of the config."""
-
-
 def cheaper(model: Any, settings: Settings) -> list[tuple[str, int]]:
     """(what to change, estimated peak then) for every change that takes less, then for all of them together.
 
@@ -206,11 +203,7 @@ def cheaper(model: Any, settings: Settings) -> list[tuple[str, int]]:
     if settings.batch > 1:
         half = settings.batch // 2
         changes.append((f"batch {half} (and {-(-settings.batch // half)} times the accumulation)", {"batch": half}))
-    for _, change in SACRIFICES:
-        name, value = next(iter(change.items()))
-        if name != "checkpointing" and (settings.backend != "nvfp4" or name.startswith("recompute") and not settings.fused):
-            continue
-        changes.append((OWN.get(name, f"{name}={value!r}"), change))
+    changes += _savings(settings)
     found = [(words, estimate(shape, replace(settings, **change)).peak) for words, change in changes]
     found = [(words, peak) for words, peak in found if peak < now]
     if len(found) > 1:
@@ -219,36 +212,38 @@ def cheaper(model: Any, settings: Settings) -> list[tuple[str, int]]:
     return found
 
 
+def _savings(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
+    """(in words, fields of the settings) of what can still be given up."""
+    possible = [change for change in SACRIFICES if sacrificed(settings, change) != settings]
+    return [("checkpointing" if "checkpointing" in change else f"memory={change['memory']!r}", change) for change in possible]
+
+
 def explain(model: Any, settings: Settings, memory: int | None = None) -> str:
     """The message of :class:`OutOfMemory` for a step with these settings."""
     asked = f"{settings.batch} x {settings.sequence} tokens with backend {settings.backend}"
     there = "" if memory is None else f", and the GPU has {memory / 2**30:.2f} GiB for this process"
-    more = "" if settings.offload else "; offload='cpu' keeps frozen weights in the host's memory"
     try:
         now, changes = estimate(model, settings).peak, cheaper(model, settings)
     except ValueError as error:
         return (
             f"the GPU's memory is not enough for {asked}{there}. The estimator does not know this model ({error}); what takes "
-            "less: a smaller batch, recompute_attention=True, recompute_mlp=True, weight_layouts='transient', "
-            f"checkpointing{more}"
+            f"less: {', '.join(['a smaller batch', *(words for words, _ in _savings(settings))])}"
         )
     lines = "; ".join(f"{words}: {peak / 2**30:.2f} GiB" for words, peak in changes)
     return (
         f"the GPU's memory is not enough for {asked}{there}. A step is estimated to take {now / 2**30:.2f} GiB. What would take "
-        f"less: {lines or 'none of the estimated settings'}{more}"
+        f"less: {lines or 'none of the estimated settings'}"
     )
 
 
 def settings_of(model: nn.Module, **known: Any) -> Settings:
     """The estimator's settings for a PEFT model with this package's config; ``known`` wins."""
     config = next(iter(getattr(model, "peft_config", {}).values()), None)
-    words = "backend accuracy weight_layouts gradients activations fused recompute_mlp recompute_attention cuda_graphs offload"
-    found = {name: getattr(config, name) for name in words.split() if hasattr(config, name)}
+    options = getattr(config, "options", None)
+    found = {"backend": "bf16"} if options is None else dict(vars(options))
     if config is not None and config.target_modules:
         found |= {"targets": "all-linear", "rank": config.r}
-    if "backend" not in found:
-        found["backend"] = "bf16"
-    return Settings(**{**found, **known})
+    return Settings(**{**found, "cuda_graphs": records_steps(model), **known})
 
 
 @contextmanager

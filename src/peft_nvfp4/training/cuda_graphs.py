@@ -42,6 +42,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from .graph_recording import CudaRecording, SeedTape, Unsupported, substituted
+from .offload.layers import ATTRIBUTE
 
 MAX_GRAPHS = 8
 """Combinations of input shapes that are recorded; further ones run without."""
@@ -334,12 +335,22 @@ def enable_cuda_graphs(model: nn.Module) -> None:
     :func:`graph_status` says so.
 
     Raises:
-        ValueError: no decoder was found.
+        ValueError: no decoder was found, or its layers cannot be recorded: their weights are on the host, or adapters are trained
+            with ``merge_aware=True``.
     """
     decoder = _decoder(model)
+    if any(ATTRIBUTE in vars(m) for m in decoder.modules()):
+        raise ValueError("CUDA graphs and offload exclude each other: disable_offload(model) first")
+    if any(getattr(m, "merge_aware_adapters", None) for m in decoder.modules()):
+        raise ValueError("CUDA graphs do not go with merge_aware=True, which makes the merged weights anew in every pass")
     if not isinstance(decoder.__dict__.get("forward"), GraphedForward):
         decoder.forward = GraphedForward(decoder)
         decoder._replicate_for_data_parallel = functools.partial(_replica, decoder)
+
+
+def records_steps(model: nn.Module) -> bool:
+    """Whether :func:`enable_cuda_graphs` was called on the model, or on one inside of it."""
+    return any(isinstance(vars(m).get("forward"), GraphedForward) for m in model.modules())
 
 
 def _replica(decoder: nn.Module) -> nn.Module:

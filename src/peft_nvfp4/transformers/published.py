@@ -103,7 +103,7 @@ def place(quantizer: PactQuantizer, model: nn.Module) -> dict[str, load.PackedLi
     for name, group in planned.items():
         planned[name] = tuple(sibling for sibling in group if sibling in planned)
     config = quantizer.quantization_config
-    config.skip_modules = [*(config.skip_modules or ()), *dense] or None
+    config.skip_modules = (*config.skip_modules, *dense)
     placed = {}
     tied = {key for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for key in pair}
     for name, parts in found.items():

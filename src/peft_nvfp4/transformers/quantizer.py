@@ -17,6 +17,7 @@ An error inside a conversion would only be logged by transformers, so errors are
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..ops import shared_gscale
 from ..quantization import freeze, plan
 from ..quantization.freeze import dequantize_model, frozen_layers, frozen_modules
-from ..quantization.sites import input_terms
 from . import checkpoint, mixtures, published
 from .config import METHOD, PactConfig
 from .mapped import release
@@ -84,7 +84,7 @@ class PactQuantizer(HfQuantizer):
         if "disk" in devices or "cpu" in devices and len(devices) > 1:
             raise ValueError(
                 f"device_map puts parts of the model on {' and '.join(sorted(devices & {'cpu', 'disk'}))}: a frozen NVFP4 layer "
-                "is not offloaded. Spread the model over GPUs, choose weight_layouts='transient' (half the memory), or load it "
+                "is not offloaded. Spread the model over GPUs, choose memory='small' (half of their bytes), or load it "
                 "on the CPU alone (device_map='cpu')."
             )
 
@@ -99,8 +99,7 @@ class PactQuantizer(HfQuantizer):
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         """Bytes an element of this (placeholder or packed) parameter will take."""
-        config = self.quantization_config
-        layouts = 2 if config.weight_layouts == "cached" and config.gradients != "bf16" else 1
+        layouts = 2 if self.quantization_config.options.frozen.weight_layouts == "cached" else 1
         name, _, leaf = param_name.rpartition(".")
         if name not in self.planned and name not in self.mixtures or leaf == "bias":
             return param.element_size()
@@ -109,7 +108,7 @@ class PactQuantizer(HfQuantizer):
     # -- before loading
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **kwargs: Any) -> nn.Module:
-        skip = tuple(self.quantization_config.skip_modules or ())
+        skip = self.quantization_config.skip_modules
         plan.check_names(model, skip)
         names = self._untied(model, plan.plan(model, "nvfp4", skip, loaded=False))
         self.mixtures = plan.plan_experts(model, "nvfp4", skip, loaded=False)
@@ -146,10 +145,9 @@ class PactQuantizer(HfQuantizer):
         return [name for name in names if f"{name}.weight" not in tied]
 
     def _options(self, name: str) -> FrozenOptions:
-        config = self.quantization_config
+        options = self.quantization_config.options.frozen_at(name)
         joined = name.rpartition(".")[0].rpartition(".")[0] in self._opened  # its backward layout is made later
-        layouts = "transient" if joined else config.weight_layouts
-        return FrozenOptions(layouts, config.gradients, input_terms(name, config.accuracy))
+        return replace(options, weight_layouts="transient") if joined else options
 
     def _put(self, model: nn.Module, name: str, layer: NVFP4FrozenLinear) -> None:
         layer.shares_input = len(self.planned[name]) > 1
@@ -260,7 +258,7 @@ class PactQuantizer(HfQuantizer):
         for _, layer in frozen_layers(model):
             for p in layer.parameters():
                 p.requires_grad_(False)  # transformers lets every floating one it sets be trained: a bias
-        freeze._warn_dense_share(model, tuple(self.quantization_config.skip_modules or ()))
+        freeze._warn_dense_share(model, self.quantization_config.skip_modules)
         mark_as_4bit(model)
         model._weight_conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if self._kept(c)]
         release(self._files)

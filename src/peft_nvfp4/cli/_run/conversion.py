@@ -150,25 +150,14 @@ def export(name: str, output: str, layout: str, layers: int | None = None) -> tu
 def inspect(adapter: str, name: str | None, probe: bool, dtype: str, layers: int | None) -> Any:
     """Check an adapter against a base model, frozen as the adapter's side-car says."""
     from ...lora.config import NVFP4LoraConfig
+    from ...lora.hooks import freeze_base
     from ...lora.inspection import inspect_adapter
     from ...quantization.freeze import frozen_modules
 
     device = models.default_device()
     base = name or models.base_of_adapter(adapter)
     config, layers = NVFP4LoraConfig.from_pretrained(adapter), layers or models.trained_layers(adapter)
-    model, _ = models.load(base, models.choose_dtype(dtype, device), device, layers, config.own_fields())
+    model, _ = models.load(base, models.choose_dtype(dtype, device), device, layers, config.options)
     if not frozen_modules(model):
-        _freeze(model, config)
+        freeze_base(config, model)
     return inspect_adapter(model.to(device), adapter, probe=probe)
-
-
-def _freeze(model: nn.Module, config: Any) -> None:
-    """As adding an adapter with this config would."""
-    from ...calibration.run import apply_calibration
-    from ...quantization.freeze import freeze_model
-
-    if config.calibration is not None:
-        apply_calibration(model, config.calibration, weight_layouts=config.weight_layouts, gradients=config.gradients)
-    own = ("accuracy", "weight_layouts", "gradients", "activations")
-    skip = [*(config.skip_modules or ()), *(config.modules_to_save or ())]
-    freeze_model(model, config.backend, skip_modules=skip, **{name: getattr(config, name) for name in own})

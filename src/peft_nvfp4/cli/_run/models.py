@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...quantization.options import Options
+
 BUILTIN = "smollm2"
 """SmolLM2-135M-Instruct as :mod:`peft_nvfp4.data` gets it."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,16 +54,16 @@ def _absent(name: str) -> str:
     )
 
 
-def _packed(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _packed(name: str, options: Options) -> dict[str, Any]:
     """The argument of ``from_pretrained`` for a model that is packed already, by this package or another tool; else empty."""
     from ...checkpoints.settings import published_method
-    from ...transformers.config import LOADING, METHOD, PactConfig
+    from ...transformers.config import METHOD, PactConfig
 
     found = getattr(config_of(name), "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     if found is None or method != METHOD and published_method(found) is None:
         return {}
-    return {"quantization_config": PactConfig(**{k: v for k, v in settings.items() if k in LOADING})}
+    return {"quantization_config": PactConfig(accuracy=options.accuracy, memory=options.memory)}
 
 
 def load(
@@ -69,7 +71,7 @@ def load(
     dtype: torch.dtype | str,
     device: torch.device,
     layers: int | None = None,
-    lora: dict[str, Any] | None = None,
+    options: Options | None = None,
     **kwargs: Any,
 ) -> tuple[nn.Module, Any]:
     """(model, tokenizer). The model is on ``device`` if its dense weights leave room there, on the CPU otherwise: what packs it
@@ -77,7 +79,7 @@ def load(
 
     Args:
         layers: keep only the first ones, for a quick look at the mechanics.
-        lora: fields of the ``NVFP4LoraConfig`` to come, for a model that is packed already.
+        options: of the ``NVFP4LoraConfig`` to come, for a model that is packed already.
         kwargs: of ``from_pretrained``.
 
     Raises:
@@ -90,7 +92,7 @@ def load(
 
         model, tokenizer = data.load_smollm2(dtype, layers)
     else:
-        kwargs = _packed(name, lora or {}) | kwargs
+        kwargs = _packed(name, options or Options()) | kwargs
         try:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -162,7 +164,7 @@ def load_with_adapter(
 
     config = NVFP4LoraConfig.from_pretrained(str(adapter))
     layers = layers or trained_layers(adapter)
-    base, tokenizer = load(name or base_of_adapter(adapter), dtype, device, layers, config.own_fields())
+    base, tokenizer = load(name or base_of_adapter(adapter), dtype, device, layers, config.options)
     return PeftModel.from_pretrained(base, str(adapter), config=config).to(device), tokenizer
 
 

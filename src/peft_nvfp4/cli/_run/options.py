@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ...quantization.options import NAMES, check_known, option
+
 FILE = "train.yaml"
 """In the output folder: the options of the run, read by ``--resume``."""
 
@@ -21,8 +23,8 @@ class TrainOptions:
         format, columns, template, split, limit: of the data.
         eval_dataset, eval_rows: scored during training: other data, or so many rows kept back.
         max_length: tokens of a row at most.
-        backend, accuracy, weight_layouts, gradients, activations, recompute_mlp, recompute_attention, cuda_graphs, calibration,
-            offload: of ``NVFP4LoraConfig``. With ``offload="cpu"`` the model is loaded on the CPU.
+        backend, accuracy, memory, calibration: of ``NVFP4LoraConfig``. With ``memory="smallest"`` the model is loaded on the CPU.
+        cuda_graphs: training steps are recorded (:func:`peft_nvfp4.enable_cuda_graphs`).
         rank, alpha, dropout, targets: of the adapter; ``targets`` is ``all-linear`` or names with commas between.
         steps, epochs: how long; steps counts if it is given.
         batch, accumulation: rows at a time, and times a step.
@@ -47,16 +49,11 @@ class TrainOptions:
     eval_dataset: str | None = None
     eval_rows: int = 0
     max_length: int = 1024
-    backend: str = "nvfp4"
-    accuracy: str = "high"
-    weight_layouts: str = "cached"
-    gradients: str = "nvfp4"
-    activations: str = "bf16"
-    recompute_mlp: bool = False
-    recompute_attention: bool = False
+    backend: str = option("backend")
+    accuracy: str = option("accuracy")
+    memory: str = option("memory")
+    calibration: str | None = option("calibration")
     cuda_graphs: bool = False
-    calibration: str | None = None
-    offload: str | None = None
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.0
@@ -84,9 +81,6 @@ class TrainOptions:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.lora, dict) and "recompute_attention" in self.lora:  # where it was before it was an option
-            self.lora = dict(self.lora)
-            self.recompute_attention = self.lora.pop("recompute_attention")
         hints = typing.get_type_hints(type(self))
         for f in fields(self):
             setattr(self, f.name, _checked(f.name, getattr(self, f.name), hints[f.name]))
@@ -105,10 +99,8 @@ class TrainOptions:
     def lora_settings(self) -> dict[str, Any]:
         """Fields of ``NVFP4LoraConfig``."""
         targets = self.targets if self.targets == "all-linear" else [t.strip() for t in self.targets.split(",") if t.strip()]
-        own = ("backend", "accuracy", "weight_layouts", "gradients", "activations", "recompute_mlp", "cuda_graphs")
-        own = (*own, "recompute_attention", "calibration", "offload")
         return {
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in NAMES if hasattr(self, name)},
             **{"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": targets},
             **{"task_type": "CAUSAL_LM", **self.lora},
         }
@@ -154,15 +146,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no 'name: value' lines")
-    known = [f.name for f in fields(TrainOptions)]
-    if unknown := [str(key) for key in content if key not in known]:
-        raise ValueError(f"{path}: unknown options {', '.join(unknown)}; known: {', '.join(known)}")
-    # where files had it before it was an option
-    if isinstance(lora := content.get("lora"), dict) and "recompute_attention" in lora:
-        if "recompute_attention" in content:
-            raise ValueError(f"{path}: recompute_attention is there twice, as an option and under lora:")
-        content["recompute_attention"] = lora["recompute_attention"]
-        content["lora"] = {name: value for name, value in lora.items() if name != "recompute_attention"}
+    try:
+        check_known(map(str, content), (f.name for f in fields(TrainOptions)), "options")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return content
 
 

@@ -220,6 +220,7 @@ def profile(
     supervised: int | None = 32,
     layers: int | None = None,
     dtype: str = "auto",
+    cuda_graphs: bool = False,
     checkpointing: bool = False,
     trace: str | Path | None = None,
     **lora: Any,
@@ -228,6 +229,7 @@ def profile(
     from peft import get_peft_model
 
     from ...fusion.loss_attach import attach_loss
+    from ...training.cuda_graphs import enable_cuda_graphs
     from . import models
 
     device = models.default_device()
@@ -235,6 +237,8 @@ def profile(
     torch.manual_seed(0)
     model = get_peft_model(random_model(name, models.choose_dtype(dtype, device), device, layers), config)
     attach_loss(model)
+    if cuda_graphs:
+        enable_cuda_graphs(model)
     if checkpointing:
         model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     step = training_step(model.train(), batch, seq, supervised, device)
@@ -245,6 +249,7 @@ def profile(
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     settings = {"model": name, "backend": backend, "batch": batch, "seq": seq, "layers": layers, "device": where, **lora}
+    settings |= {"cuda_graphs": cuda_graphs}
     return {**settings, "peak_bytes": peak, **result}
 
 

@@ -45,7 +45,7 @@ def measure(
         config, layers = NVFP4LoraConfig.from_pretrained(adapter), layers or models.trained_layers(adapter)
     data = texts.read(dataset, columns=columns, limit=limit)
     name = name or models.base_of_adapter(adapter)
-    base, tokenizer = models.load(name, models.choose_dtype(dtype, device), device, layers, config.own_fields())
+    base, tokenizer = models.load(name, models.choose_dtype(dtype, device), device, layers, config.options)
     encoded = texts.encode(data, tokenizer, max_length).rows[:limit]
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
     if adapter is None:

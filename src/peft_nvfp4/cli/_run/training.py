@@ -103,8 +103,8 @@ def _prepare(options: TrainOptions) -> Job:
     config = models.frozen_config(options.lora_settings())  # raises before anything large is loaded
     models.config_of(options.model)
     torch.manual_seed(options.seed)
-    home = device if config.offload is None else torch.device(config.offload)
-    base, tokenizer = models.load(options.model, dtype, home, options.layers, config.own_fields())
+    home = torch.device("cpu") if config.options.offload else device
+    base, tokenizer = models.load(options.model, dtype, home, options.layers, config.options)
     encoded = texts.encode(rows, tokenizer, options.max_length)
     said = [f"{len(encoded.rows)} rows ({rows.format}), the longest of {encoded.longest} tokens"]
     if encoded.cut:
@@ -122,8 +122,11 @@ def _prepare(options: TrainOptions) -> Job:
     from peft import get_peft_model
 
     from ...fusion.loss_attach import attach_loss
+    from ...training.cuda_graphs import enable_cuda_graphs
 
     model = get_peft_model(base, config).to(device)
+    if options.cuda_graphs:
+        enable_cuda_graphs(model)
     if report := getattr(model.base_model, "nvfp4_report", None):
         said.append(str(report))
     said.append(str(attach_loss(model)))
@@ -153,8 +156,7 @@ def _planned(options: TrainOptions, config: Any, longest: int) -> tuple[Plan, Tr
     s = plan.settings
     chosen = replace(
         options,
-        **{"batch": s.batch, "accumulation": s.accumulation, "weight_layouts": s.weight_layouts},
-        **{"recompute_attention": s.recompute_attention, "recompute_mlp": s.recompute_mlp, "checkpointing": s.checkpointing},
+        **{"batch": s.batch, "accumulation": s.accumulation, "memory": s.memory, "checkpointing": s.checkpointing},
     )
     return plan, chosen
 
@@ -166,13 +168,9 @@ def estimated(options: TrainOptions, longest: int) -> Settings:
     return Settings(
         **{"batch": options.batch, "accumulation": options.accumulation},
         **{"backend": options.backend, "sequence": sequence, "rank": options.rank, "accuracy": options.accuracy},
-        **{"weight_layouts": options.weight_layouts, "gradients": options.gradients, "activations": options.activations},
-        **{"recompute_mlp": options.recompute_mlp, "cuda_graphs": options.cuda_graphs, "checkpointing": options.checkpointing},
-        offload=options.offload,
+        **{"memory": options.memory, "cuda_graphs": options.cuda_graphs, "checkpointing": options.checkpointing},
         targets=targets if isinstance(targets, str) else tuple(targets),
         optimizer=options.optimizer if options.optimizer in OPTIMIZERS else "adamw_torch_fused",
-        fused=options.lora.get("fused", True),
-        recompute_attention=options.recompute_attention,
         skip_modules=tuple(options.lora.get("skip_modules") or ()),
         padded=True,
         **_card(),

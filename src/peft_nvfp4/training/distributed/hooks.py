@@ -113,7 +113,7 @@ def _init_group(original: Callable, self: Any, params: list, modules: tuple[nn.M
     for module in modules:
         if offloaded(module):
             raise ValueError(
-                "offload='cpu' and FSDP exclude each other: FSDP2 moves weights by itself. Use fully_shard without offload, or "
+                "offload and FSDP exclude each other: FSDP2 moves weights by itself. Use fully_shard without offload, or "
                 "offload with DDP"
             )
         if _is_too_small(module):

@@ -1,7 +1,7 @@
 """Frozen weights in the host's memory: models whose packed weights do not fit on the GPU.
 
 >>> model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")                   # on the CPU
->>> model = get_peft_model(model, NVFP4LoraConfig(..., offload="cpu"))
+>>> model = get_peft_model(model, NVFP4LoraConfig(..., memory="smallest"))
 >>> Trainer(model=model, ...).train()              # moves everything else to the GPU
 >>> print(offload_status(model))
 
@@ -35,6 +35,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..cuda_graphs import records_steps
 from .layers import ATTRIBUTE, ON_DEVICE, Offload, OffloadStatus, computing, packed_modules, packed_parameters
 
 __all__ = ["OffloadStatus", "computing", "disable_offload", "enable_offload", "find_layers", "offload_status", "offloaded"]
@@ -51,8 +52,8 @@ def enable_offload(model: nn.Module) -> None:
     layers = find_layers(model)
     if not layers:
         raise ValueError(
-            f"offload='cpu' moves the frozen linears of decoder layers, and {type(model).__name__} has no list of layers with "
-            "frozen linears in it"
+            f"offload (memory='smallest') moves the frozen linears of decoder layers, and {type(model).__name__} has no list of "
+            "layers with frozen linears in it"
         )
     if (owner := _owner(model)) is not None:
         return _move_the_rest(owner)
@@ -121,21 +122,19 @@ def _move_the_rest(owner: Offload) -> None:
 
 
 def _refuse(model: nn.Module, layers: list[nn.Module]) -> None:
-    from ..cuda_graphs import GraphedForward  # not at the top: graphs need nothing of this
-
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(places) > 1 or any(hasattr(m, "_hf_hook") for m in model.modules()):
         raise ValueError(
-            "offload='cpu' and device_map exclude each other: accelerate's hooks move inputs and weights by themselves. Load the "
-            "model without device_map, on the CPU"
+            "offload (memory='smallest') and device_map exclude each other: accelerate's hooks move inputs and weights by "
+            "themselves. Load the model without device_map, on the CPU"
         )
     if any(hasattr(p, "device_mesh") for layer in layers for p in layer.parameters()):
-        raise ValueError("offload='cpu' and FSDP exclude each other: sharded weights are gathered from the other processes")
-    if any(isinstance(vars(m).get("forward"), GraphedForward) for m in model.modules()):
-        raise ValueError("offload='cpu' and CUDA graphs exclude each other: disable_cuda_graphs(model) first")
+        raise ValueError("offload (memory='smallest') and FSDP exclude each other: sharded weights come from other processes")
+    if records_steps(model):
+        raise ValueError("offload (memory='smallest') and CUDA graphs exclude each other: disable_cuda_graphs(model) first")
     seen: set[int] = set()
     for layer in layers:
         ids = {id(p) for p in _packed(layer)}
         if seen & ids:
-            raise ValueError("offload='cpu' needs a weight to belong to one layer; here layers share them (layer_replication)")
+            raise ValueError("offload (memory='smallest') needs weights of one layer each; layer_replication shares them")
         seen |= ids

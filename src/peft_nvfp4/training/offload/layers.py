@@ -158,13 +158,13 @@ class OffloadedLayer:
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            raise RuntimeError("offload='cpu' and torch.compile exclude each other: peft_nvfp4.training.offload.enable.disable_offload(model)")
+            raise RuntimeError("offload and torch.compile exclude each other: disable_offload(model) first")
         if module is not self.module:
-            raise RuntimeError("offload='cpu' does not work in nn.DataParallel: start one process per GPU (torchrun) instead")
+            raise RuntimeError("offload does not work in nn.DataParallel: start one process per GPU (torchrun) instead")
         self.owner.check()
         if self.index == 0 and torch.is_grad_enabled() and not in_backward() and _cache_has_gradients(kwargs):
             raise RuntimeError(
-                "offload='cpu' cannot send gradients through a cache of keys and values into an earlier forward: nothing tells "
+                "offload cannot send gradients through a cache of keys and values into an earlier forward: nothing tells "
                 "when its layers are needed. Fill the cache under torch.no_grad(), or run the whole sequence at once"
             )
         self.owner.use(self, -1 if in_backward() else 1)
@@ -227,7 +227,7 @@ class Offload:
     def check(self) -> None:
         """Raises RuntimeError for what would compute with another layer's bytes."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("CUDA graphs cannot record layers with offload='cpu': the copies are no part of a recording")
+            raise RuntimeError("CUDA graphs cannot record layers with offload: the copies are no part of a recording")
 
     def use(self, layer: OffloadedLayer, direction: int) -> None:
         """Point a layer's parameters into its buffer, and fetch its neighbour."""
