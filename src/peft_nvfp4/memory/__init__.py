@@ -4,8 +4,8 @@
 >>> print(estimate("llama-1b", Settings(batch=4, sequence=1024)))
 >>> largest_batch("path/to/model", Settings(), card("RTX 5080").memory)
 
-Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.memory.shapes` (the model), ``settings`` (how it is trained, and
-on what GPU), ``kept`` (weights, and what a layer keeps for backward), ``moments`` (where the peak is), ``run`` (the answers),
+Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.memory.shapes` (the model), ``settings`` (how it is trained,
+and on what GPU), ``kept`` (weights, and what a layer keeps for backward), ``moments`` (where the peak is), ``run`` (the answers),
 ``draw``.
 """
 

@@ -17,9 +17,9 @@ goes to: nothing is padded. So what is kept does not depend on the routing. Per 
     =====================  ==============================================================================================
 
 How much the allocator adds by rounding each of an expert's tensors up to 512 bytes is taken to be 511, of every expert that can
-have a row. Experts that stay dense (``bf16``, or skipped) are transformers' ``grouped_mm``, and adapters on them PEFT's own, which
-adds B A to the weights of all experts in each forward: autograd keeps the sums, as large as the experts, in every layer. (PEFT
-before 0.21 computes B A of all experts in FP32 first, which is not counted.)
+have a row. Experts that stay dense (``bf16``, or skipped) are transformers' ``grouped_mm``, and adapters on them PEFT's own: it
+adds B A to the weights of all experts in each forward, and autograd keeps the sums, as large as the experts, in every layer.
+(PEFT before 0.21 computes B A of all experts in FP32 first, which is not counted.)
 
 The router keeps its probabilities, the chosen indices (8 bytes each) and what it divides. The norm before it has a reader that is
 no frozen linear, and stays transformers' own.
@@ -149,9 +149,9 @@ def layer(shape: ModelShape, settings: Settings) -> dict[str, int]:
 
 
 def _attention(shape: ModelShape, settings: Settings) -> dict[str, int]:
-    """The norms, what feeds o_proj, and what flash attention keeps: q, k, v, its output, and the log-sum-exp of every head. With a
-    mask, k and v are repeated. Norms that feed frozen linears are swapped and keep codes; transformers' keep their input in FP32
-    (Liger: as it is) and 1/rms, and what adapters read of their outputs."""
+    """The norms, what feeds o_proj, and what flash attention keeps: q, k, v, its output, and the log-sum-exp of every head. With
+    a mask, k and v are repeated. Norms that feed frozen linears are swapped and keep codes; transformers' keep their input in
+    FP32 (Liger: as it is) and 1/rms, and what adapters read of their outputs."""
     b, d = shape.dtype_bytes, shape.hidden
     kept = b * (2 * shape.q + 2 * (shape.q if settings.padded else shape.kv)) + FP32 * shape.heads
     if shape.head_norms:  # not fused: FP32 copies of q and k, and their statistics
@@ -186,11 +186,12 @@ def _mlp(shape: ModelShape, settings: Settings) -> dict[str, int]:
     kept = {
         GATE_UP: rows * (2 * codes(f) if fused else (2 if settings.liger else 3) * b * f),
         INNER: rows * (inner if mixture or not settings.recompute_mlp else 0),
-        HIDDEN: b * sum(settings.rank_of(p) * (rows * packed if mixture and p.of_experts else p.is_linear) for p in shape.projections),
+        HIDDEN: b * sum(settings.rank_of(p) for p in shape.projections if p.is_linear),
     }
     if mixture:
         row = codes(d, settings.terms("norm")) if compressed else b * d
         kept |= {ROWS: rows * row * is_read(shape, settings, "experts"), OUTPUTS: rows * b * d}
+        kept[HIDDEN] += b * rows * packed * sum(map(settings.rank_of, shape.experts))
     return kept
 
 
@@ -199,7 +200,7 @@ def _router(shape: ModelShape, settings: Settings) -> dict[str, int]:
     k = mixture.chosen
     weights = k * (FP32 if mixture.wide_weights else b)  # which multiply the experts' outputs
     divided = FP32 * (k + 1) if mixture.normalised else 0  # the chosen probabilities and their sum
-    order = k * INT64 * (1 if settings.packs_experts(shape) else 3)  # places of the rows; in grouped_mm, the way back and the tokens
+    order = INT64 * k * (1 if settings.packs_experts(shape) else 3)  # of the rows; in grouped_mm, the way back and the tokens
     read = b * shape.hidden * is_read(shape, settings, "router")
     return {ROUTER: FP32 * mixture.experts + k * INT64 + divided + weights + order + read}
 

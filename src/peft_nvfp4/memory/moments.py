@@ -67,7 +67,7 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     end = layers | {FINAL_NORM: kept.final_norm(shape, settings) * tokens}
     running = _mlp_forward(shape, settings)
     product, backward = _product_backward(shape, settings), _layer_backward(shape, settings)
-    found = {
+    named = {
         "forward": added(layers, {k: max(n, 0) for k, n in running.items()} if settings.checkpointing else running),
         "loss": end | _loss(shape, settings),
         "final norm": end | {ACTIVATION_GRADIENTS: _norm_backward(shape, settings) * tokens},
@@ -77,7 +77,7 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
         "first layer": added(first, backward) | gradients,
         "optimizer": {COPIES: 0} | gradients,
     }
-    return {name: always | parts for name, parts in found.items() if parts is not None}
+    return {name: always | parts for name, parts in named.items() if parts is not None}
 
 
 def _workspaces(settings: Settings) -> int:
@@ -157,8 +157,8 @@ def _mlp_forward(shape: ModelShape, settings: Settings) -> Moment:
 
 
 def _product_backward(shape: ModelShape, settings: Settings) -> Moment | None:
-    """The gradient of the gated product comes in, those of gate and up go out, and the stream's is there. None where autograd does
-    that in smaller pieces."""
+    """The gradient of the gated product comes in, those of gate and up go out, and the stream's is there. None where autograd
+    does that in smaller pieces."""
     if shape.mixture:
         return _sum_backward(shape, settings)
     if not settings.compressed:
@@ -169,8 +169,8 @@ def _product_backward(shape: ModelShape, settings: Settings) -> Moment | None:
 
 
 def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:
-    """While the gradients of gate and up go through their linears: these, that of the stream above, and dx. (In stock modules, the
-    adapter's share of a gradient and the frozen weight's.)"""
+    """While the gradients of gate and up go through their linears: these, that of the stream above, and dx. (In stock modules,
+    the adapter's share of a gradient and the frozen weight's.)"""
     if shape.mixture:
         return _experts_backward(shape, settings)
     freed = kept.layer(shape, settings)[INNER] * settings.tokens if settings.compressed else 0
@@ -182,20 +182,19 @@ def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:
 
 
 def _sizes(shape: ModelShape, settings: Settings) -> tuple[int, int, int, int]:
-    """Bytes of the residual stream, of the experts' outputs (all rows), of these times the routing weights, and of a matrix of one
-    expert's inner width."""
+    """Bytes of the residual stream, of the experts' outputs (all rows), of these times the routing weights, and of a matrix of
+    one expert's inner width."""
     mixture, stream = shape.mixture, settings.tokens * shape.hidden * shape.dtype_bytes
     weighted = FP32 * settings.tokens * shape.hidden if mixture.wide_weights else stream
     return stream, mixture.chosen * stream, mixture.chosen * weighted, settings.tokens * shape.intermediate * shape.dtype_bytes
 
 
 def _experts_forward(shape: ModelShape, settings: Settings) -> Moment:
-    """One expert in flight while outputs gather, or, later, the outputs weighted and summed. The residual stream, the norm's output
-    and the embeddings are there too."""
+    """One expert in flight while outputs gather, or, later, the outputs weighted and summed. The residual stream, the norm's
+    output and the embeddings are there too."""
     stream, outputs, weighted, inner = _sizes(shape, settings)
     summed = weighted + weighted // shape.mixture.chosen
-    kept_rows = kept.is_read(shape, settings, "experts") and not settings.compressed
-    rows = 0 if kept_rows else outputs
+    rows = 0 if kept.is_read(shape, settings, "experts") and not settings.compressed else outputs  # else they are kept
     if not settings.packs_experts(shape):
         return {STREAM: 3 * stream, IN_FLIGHT: rows + max(weighted + summed, shape.mixture.chosen * inner)}
     ups = sum(p.count * settings.rank_of(p) * p.outputs for p in shape.experts) * settings.adapter_bytes
@@ -225,11 +224,11 @@ def _experts_backward(shape: ModelShape, settings: Settings) -> Moment:
     stream, outputs, _, inner = _sizes(shape, settings)
     if not settings.packs_experts(shape):
         between = shape.mixture.chosen * inner
+        trained = max((p.elements for p in shape.experts if settings.is_target(p)), default=0)
         return {
             OUTPUTS: -outputs,
             ACTIVATION_GRADIENTS: max(4 * between, 2 * between + outputs) + 2 * stream,
-            "gradients of experts' weights": shape.dtype_bytes
-            * max((p.elements for p in shape.experts if settings.is_target(p)), default=0),
+            "gradients of experts' weights": shape.dtype_bytes * trained,
         }
     return {
         OUTPUTS: -outputs,

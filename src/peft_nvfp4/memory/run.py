@@ -16,7 +16,7 @@ FSDP2; that is not counted. What NCCL allocates lies outside of PyTorch's alloca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..quantization.options import MEMORY
 from . import kept
 from .kept import BACKWARD, DENSE, EMBEDDING, FORWARD, KINDS, PER_LAYER
 from .moments import COPIES, FINAL_NORM, GRADIENTS, LOGITS, RECORDING, Moment, moments
-from .settings import CONTEXT, FRAGMENTATION, NCCL, Settings, usable
+from .settings import NCCL, Settings, usable
 from .shapes import ModelShape, model_shape
 
 GB = 10**9
@@ -234,31 +234,16 @@ def _gathered(name: str, parts: Moment, shape: ModelShape, settings: Settings, s
 # ---------------------------------------------------------------------------------------------- what fits
 
 
-def room(settings: Settings, memory: int, context: int = CONTEXT, fragmentation: float = FRAGMENTATION) -> int:
+def room(settings: Settings, memory: int) -> int:
     """Bytes of tensors that fit into so much memory of a GPU: :func:`~.settings.usable`, less NCCL's if there are several."""
-    return usable(memory, context + (NCCL if settings.cards > 1 else 0), fragmentation)
+    return usable(memory - (NCCL if settings.cards > 1 else 0))
 
 
-def largest_batch(
-    model: Any, settings: Settings, memory: int, context: int = CONTEXT, fragmentation: float = FRAGMENTATION
-) -> int:
-    """Rows of the largest micro-batch (of each of several GPUs) whose step fits into so many bytes of a GPU; 0: one is too many.
-
-    Args:
-        context, fragmentation: see :func:`~peft_nvfp4.memory.settings.usable`.
-    """
-    shape, limit = model_shape(model), room(settings, memory, context, fragmentation)
-    return _bisect(lambda batch: estimate(shape, replace(settings, batch=batch)).peak <= limit)
-
-
-def _bisect(fits: Callable[[int], bool]) -> int:
-    good, bad = 0, 1
-    while bad <= LARGEST and fits(bad):
-        good, bad = bad, bad * 2
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+def largest_batch(model: Any, settings: Settings, memory: int) -> int:
+    """Rows of the largest micro-batch (of each of several GPUs) whose step fits into so many bytes of a GPU; 0 if one is too
+    many."""
+    shape, limit = model_shape(model), room(settings, memory)
+    return bisect_right(range(1, LARGEST + 1), limit, key=lambda batch: estimate(shape, replace(settings, batch=batch)).peak)
 
 
 @dataclass(frozen=True)
@@ -303,14 +288,7 @@ def sacrificed(settings: Settings, change: dict[str, Any]) -> Settings:
     return replace(settings, **change)
 
 
-def fit(
-    model: Any,
-    settings: Settings,
-    memory: int,
-    wanted: int,
-    context: int = CONTEXT,
-    fragmentation: float = FRAGMENTATION,
-) -> Plan:
+def fit(model: Any, settings: Settings, memory: int, wanted: int) -> Plan:
     """Settings whose step over ``wanted`` rows fits into so many bytes of a GPU: micro-batches first (accumulation costs next to
     nothing as long as the GPU stays busy), then what costs time.
 
@@ -320,15 +298,15 @@ def fit(
     shape, best = model_shape(model), None
     enough = min(wanted, -(-BUSY_TOKENS // settings.sequence))
     for candidate in _candidates(settings):
-        micro = largest_batch(shape, replace(candidate, accumulation=1), memory, context, fragmentation)
+        micro = largest_batch(shape, replace(candidate, accumulation=1), memory)
         if micro < wanted:  # several micro-batches: gradients are there during forward
-            micro = largest_batch(shape, replace(candidate, accumulation=2), memory, context, fragmentation)
+            micro = largest_batch(shape, replace(candidate, accumulation=2), memory)
         if micro and (best is None or micro > best[0]):
             best = micro, candidate
         if micro >= enough:
             break
     if best is None:
-        least, limit = estimate(shape, replace(candidate, batch=1)).peak, room(settings, memory, context)
+        least, limit = estimate(shape, replace(candidate, batch=1)).peak, room(settings, memory)
         raise ValueError(
             f"one row of {settings.sequence} tokens takes {least / 2**30:.2f} GiB with backend {settings.backend} and everything "
             f"given up that can be, and {memory / 2**30:.2f} GiB of GPU memory leave {limit / 2**30:.2f} GiB: "

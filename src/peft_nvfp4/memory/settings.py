@@ -263,6 +263,6 @@ def card(name: str) -> Card:
     return found[0]
 
 
-def usable(memory: int, context: int = CONTEXT, fragmentation: float = FRAGMENTATION) -> int:
+def usable(memory: int) -> int:
     """Bytes of tensors that fit into so much memory of a GPU."""
-    return max(0, int((memory - context) * (1 - fragmentation)))
+    return max(0, int((memory - CONTEXT) * (1 - FRAGMENTATION)))

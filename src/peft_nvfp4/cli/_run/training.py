@@ -23,8 +23,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ...memory import Plan, Settings, fit, model_shape, parse_bytes
-from ...memory.cards import CONTEXT
-from ...memory.settings import OPTIMIZERS
+from ...memory.settings import CONTEXT, OPTIMIZERS
 from ...training.callbacks import OutOfMemory, StopOnNonFinite, deterministic, explain, memory_there
 from ...training.distributed.resume import last_checkpoint
 from . import models, texts
