@@ -178,14 +178,6 @@ class BackwardPass:
 
     def _backward(self, index: int, batch: int) -> Tensor:
         hidden = self.inputs(index, batch).to(self.device).requires_grad_()
-        layer = self.stack.layers[index]
-        flags = {p: p.requires_grad for p in layer.parameters()}
-        try:
-            for p in flags:
-                p.requires_grad_(False)
-            with torch.enable_grad():
-                output = self.stack.run(index, batch, hidden)
-                return torch.autograd.grad(output, hidden, self.grads[batch].to(self.device, output.dtype))[0]
-        finally:
-            for p, flag in flags.items():
-                p.requires_grad_(flag)
+        with torch.enable_grad():
+            output = self.stack.run(index, batch, hidden)
+            return torch.autograd.grad(output, hidden, self.grads[batch].to(self.device, output.dtype))[0]

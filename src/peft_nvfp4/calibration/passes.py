@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from .data import Batch, token_mask
 from .layer import Reached, SiteInput, choose_terms, freeze_site, run_dense, site_errors, solve_backward, survey_layer
 from .moments import BackwardPass, Moments, last_gradient
 from .store import Store, install, stored_tensors
-from .structure import capture, sites
+from .structure import capture, on_device, sites
 
 
 class Hidden:
@@ -119,16 +118,6 @@ class Run:
         order = range(len(self.stack.layers))
         return tqdm(list(order[::-1] if backwards else order), desc=f"{what} {self.name}", unit="layer", disable=not progress)
 
-    @contextmanager
-    def _on_device(self, index: int) -> Iterator[nn.Module]:
-        """Within the context a layer is on the device; then where it was."""
-        layer = self.stack.layers[index]
-        home = next(layer.parameters()).device
-        try:
-            yield layer.to(self.device)
-        finally:
-            layer.to(home)
-
     # -- terms
 
     def _choose_terms(self, progress: bool) -> None:
@@ -138,7 +127,7 @@ class Run:
         if stored is None:
             surveys, hidden = [], [self.hidden[i].to(self.device) for i in range(min(2, len(self.hidden)))]
             for index in self._bar("Surveying", progress):
-                with self._on_device(index), torch.no_grad():
+                with on_device(self.stack.layers[index], self.device), torch.no_grad():
                     surveys += survey_layer(self.stack, index, self._sites(index, hidden), hidden, f"{self.name}.{index}")
                     hidden = [self.stack.run(index, i, h) for i, h in enumerate(hidden)]
             stored = {"terms": choose_terms(surveys, self.options.budget), "sites": [asdict(s) for s in surveys]}
@@ -156,7 +145,7 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         finished = self.store.finished(name) if self.store else None
-        with self._on_device(index) as layer:
+        with on_device(self.stack.layers[index], self.device) as layer:
             if finished:
                 row = self._load(layer, name, finished)
             else:
@@ -296,7 +285,7 @@ class Run:
         solver = replace(self.options.gptq, asymmetric=False)
         for index in self._bar("Backward layouts of", progress, backwards=True):
             name = f"{self.name}.{index}"
-            with self._on_device(index) as layer:
+            with on_device(self.stack.layers[index], self.device) as layer:
                 row = self.rows[name]
                 entry = self.store.finished(name, "backward") if self.store else None
                 if entry is None:
