@@ -50,13 +50,13 @@ class Store:
         self.manifest = {"format_version": VERSION, "fingerprint": dict(fingerprint), "settings": dict(settings)}
         self.manifest.update({part: {} for part in PARTS})
         if (self.folder / MANIFEST).is_file():
-            found = read_manifest(self.folder)
-            differs = [key for key, value in fingerprint.items() if found["fingerprint"].get(key) != value]
+            stored = read_manifest(self.folder)
+            differs = [key for key, value in fingerprint.items() if stored["fingerprint"].get(key) != value]
             if differs:
                 raise ValueError(
                     f"{self.folder} holds a calibration with other {' and '.join(differs)}; give another output_dir, or delete it"
                 )
-            self.manifest = found
+            self.manifest = stored
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def finished(self, layer: str, part: str = "layers") -> dict | None:
@@ -180,9 +180,10 @@ def _check_linear(layer: nn.Module, n: str, prefix: str, file: Any, path: Path, 
         key = f"{prefix}{leaf}"
         if key not in keys:
             raise ValueError(f"{key} is missing in {path}")
-        found = file.get_slice(key)
-        if found.get_dtype() != "U8" or tuple(found.get_shape()) != shape:
-            raise ValueError(f"{key} in {path} is {found.get_dtype()} {tuple(found.get_shape())}, expected U8 {shape}")
+        header = file.get_slice(key)
+        dtype, stored = header.get_dtype(), tuple(header.get_shape())
+        if dtype != "U8" or stored != shape:
+            raise ValueError(f"{key} in {path} is {dtype} {stored}, expected U8 {shape}")
         if leaf != codes and not _possible(leaf, file.get_tensor(key)):
             raise ValueError(f"{key} in {path} is corrupt: it holds NaN, or values that it cannot have")
 

@@ -267,11 +267,11 @@ SACRIFICES: tuple[dict[str, Any], ...] = ({"memory": "small"}, {"checkpointing":
 
 def _candidates(asked: Settings) -> list[Settings]:
     """The settings, then with more and more given up."""
-    found = [asked]
+    candidates = [asked]
     for change in SACRIFICES:
-        if (changed := sacrificed(found[-1], change)) != found[-1]:
-            found.append(changed)
-    return found
+        if (changed := sacrificed(candidates[-1], change)) != candidates[-1]:
+            candidates.append(changed)
+    return candidates
 
 
 def _given_up(asked: Settings, settings: Settings) -> tuple[str, ...]:
@@ -282,7 +282,7 @@ def _given_up(asked: Settings, settings: Settings) -> tuple[str, ...]:
 def sacrificed(settings: Settings, change: dict[str, Any]) -> Settings:
     """The settings with one of :data:`SACRIFICES`; as they are where it is not to be had, or they give up more already."""
     if memory := change.get("memory"):
-        excluded = memory == "smallest" and (settings.cuda_graphs or settings.cards > 1 and settings.strategy == "fsdp2")
+        excluded = memory == "smallest" and settings.excludes_offload
         if settings.liger or excluded or MEMORY.index(memory) <= MEMORY.index(settings.memory):
             return settings
     return replace(settings, **change)

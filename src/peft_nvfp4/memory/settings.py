@@ -80,7 +80,7 @@ class Settings(Options):
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("loss", self.loss, LOSSES)
         _one_of("strategy", self.strategy, STRATEGIES)
-        if self.offload and (self.cuda_graphs or self.cards > 1 and self.strategy == "fsdp2"):
+        if self.offload and self.excludes_offload:
             raise ValueError("memory='smallest' excludes CUDA graphs and FSDP")
         for name in ("batch", "sequence", "rank", "accumulation", "cards"):
             value = getattr(self, name)
@@ -88,6 +88,11 @@ class Settings(Options):
                 raise ValueError(f"{name} must be a positive whole number, got {value!r}")
         if self.positions is not None and not 0 <= self.positions <= self.sequence:
             raise ValueError(f"positions must lie between 0 and the sequence length {self.sequence}, got {self.positions}")
+
+    @property
+    def excludes_offload(self) -> bool:
+        """Whether weights cannot be on the host, with CUDA graphs or FSDP."""
+        return self.cuda_graphs or self.cards > 1 and self.strategy == "fsdp2"
 
     @property
     def tokens(self) -> int:
@@ -256,11 +261,11 @@ def card(name: str) -> Card:
         ValueError: unknown; the message lists the known ones.
     """
     plain = lambda text: re.sub(r"nvidia|geforce|[\s_-]", "", text.lower())
-    found = [c for key, c in CARDS.items() if plain(key) == plain(name)]
-    found = found or [c for key, c in CARDS.items() if plain(key).startswith(plain(name)) and plain(name)]
-    if len(found) != 1:
+    matches = [c for key, c in CARDS.items() if plain(key) == plain(name)]
+    matches = matches or [c for key, c in CARDS.items() if plain(key).startswith(plain(name)) and plain(name)]
+    if len(matches) != 1:
         raise ValueError(f"unknown card {name!r}; known: {', '.join(CARDS)}. Or give --max-memory, such as 16GiB")
-    return found[0]
+    return matches[0]
 
 
 def usable(memory: int) -> int:

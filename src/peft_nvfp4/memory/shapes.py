@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 SITES = ("attention", "o", "mlp", "down")
@@ -226,9 +229,6 @@ def _downloaded(name: str) -> Path | None:
     """``config.json`` of a model on the Hub, from the local cache or, online, fetched: a kilobyte, never the weights."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, OSError, ValueError):
