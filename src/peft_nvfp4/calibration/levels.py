@@ -21,10 +21,7 @@ from torch import Tensor
 from ..numerics import reference
 from ..numerics.formats import (
     BLOCK,
-    E2M1_MAX,
     E2M1_THRESHOLDS,
-    E4M3_MAX_BITS,
-    MSE_OFFSETS,
     NVFP4Format,
     QuantizedMatrix,
     padded_k,
@@ -76,24 +73,8 @@ class NVFP4Levels:
 
     def _bits(self, w: Tensor, kp: int, alive: Tensor | None, weights: Tensor | None) -> Tensor:
         mag = F.pad(w.abs(), (0, kp - w.shape[1])).view(w.shape[0], kp // BLOCK, BLOCK)
-        g = self.gscale[:, None]
-        if weights is None:
-            return reference._choose_scales(mag, mag.amax(-1), g, self.format)
-        amax = torch.where(alive, mag, 0.0).amax(-1)
-        bits = reference.e4m3_encode(amax / (g * E2M1_MAX))
-        if self.format.rule == "max6":
-            return bits
-        if self.format.rule == "four_over_six":
-            candidates = [reference.e4m3_encode(amax / (g * 4.0))]
-        else:
-            candidates = [(bits.int() + o).clamp(1, E4M3_MAX_BITS).to(torch.uint8) for o in MSE_OFFSETS]
-        mag_g = mag / g[..., None]
-        best = _weighted_error(mag_g, bits, weights)
-        for candidate in candidates:
-            error = _weighted_error(mag_g, candidate, weights)
-            better = (error < best) & (amax > 0)
-            bits, best = torch.where(better, candidate, bits), torch.where(better, error, best)
-        return bits
+        amax = (mag if alive is None else torch.where(alive, mag, 0.0)).amax(-1)
+        return reference.choose_scales(mag, amax, self.gscale[:, None], self.format, weights)
 
     def thresholds(self, factor: Tensor) -> Tensor:
         """(..., 7, N) for factors (..., N): a magnitude reaches level i where it is at least threshold i. Products are exact; a
@@ -111,11 +92,3 @@ class NVFP4Levels:
     def pack(self, codes: Tensor, scales: Scales, k: int) -> QuantizedMatrix:
         codes = F.pad(codes, (0, padded_k(k) - k))
         return QuantizedMatrix(reference.pack(codes), scales.stored, self.gscale.clone(), k)
-
-
-def _weighted_error(mag_g: Tensor, bits: Tensor, weights: Tensor) -> Tensor:
-    """Sum over each block of weights * (mag/g - level * s)**2. mag_g (R, nb, 16), bits (R, nb), weights (nb, 16)."""
-    s = reference.e4m3_decode(bits)
-    index = torch.where((s > 0)[..., None], reference._round_to_grid(mag_g, s), 0)
-    d = mag_g - reference._grid(mag_g.device)[index.int()] * s[..., None]
-    return (d * d * weights).sum(-1)
