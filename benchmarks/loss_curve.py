@@ -1,6 +1,6 @@
 """The same training run on two devices: is the loss curve the same, and are the codes?
 
-SmolLM2-135M on film reviews (:mod:`peft_nvfp4.data`), NVFP4 with ``balanced``. ``run`` trains on this machine's device and
+SmolLM2-135M on film reviews (`examples/smollm2_reviews.py`), NVFP4 with ``balanced``. ``run`` trains on this machine's device and
 writes the losses and, for step 0, the codes of every linear's input (free-running: each layer gets what the layers before it
 computed here). ``compare`` reads several such files. Quantising is discontinuous: an FP32 sum in another order moves a value
 across a rounding threshold now and then, one code changes, and the change spreads; what can be equal is the curve, within the
@@ -23,10 +23,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+from common import smollm2_reviews as data
 from environment import environment
 from peft import get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig, data
+from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 

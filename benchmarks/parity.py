@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 import torch
+from common import smollm2_reviews as data
 from environment import environment
 from peft import get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig, data, ops
+from peft_nvfp4 import NVFP4LoraConfig, ops
 from peft_nvfp4.nn import nvfp4
 from peft_nvfp4.nn.frozen_linear import FrozenLinear
 from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC

@@ -14,7 +14,7 @@ weights that were calibrated for them.
     python benchmarks/perplexity.py --device cuda --budget 200 --out OUT --rotate 0          off the shipped 4-bit grid
 
 ``--rotate`` applies a rotation of the residual stream that leaves the function as it is (:mod:`rotation`), because the packaged
-weights are 4-bit already. The model and the texts come from :func:`peft_nvfp4.data.data_dir` (:mod:`texts` says how).
+weights are 4-bit already. The model and the texts come from `smollm2_reviews.data_dir` (:mod:`texts` says how).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ import rotation
 import texts
 import torch
 import torch.nn.functional as F
+from common import smollm2_reviews as data
 from environment import environment
 from input_specs import ALL, NORMS, SITES, Inputs, added_work, centres_of, exact_inputs, rounded_inputs, set_inputs
 from torch import Tensor, nn
 
-from peft_nvfp4 import data, freeze_model
+from peft_nvfp4 import freeze_model
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
 

@@ -30,11 +30,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from common import smollm2_reviews as data
 from environment import environment
 from peft import PeftModel, get_peft_model
 from torch import nn
 
-from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, data, freeze_model, inspect_adapter, merge
+from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model, inspect_adapter, merge
 
 PROBE_ROWS = 64
 BASES = ("nvfp4", "nf4", "bf16", "stock")

@@ -1,7 +1,7 @@
 """Real texts for calibration and for held-out measurements.
 
 Any ``.txt`` file (a text on every line) or ``.jsonl`` file (``text`` or ``document`` of every line). By default
-two files of the source archive of ``llamafactory==0.9.5`` (Apache-2.0; 1.8 MB), looked for in :func:`peft_nvfp4.data.data_dir`:
+two files of the source archive of ``llamafactory==0.9.5`` (Apache-2.0; 1.8 MB), looked for in `smollm2_reviews.data_dir`:
 ``c4_demo.jsonl``, 300 web pages, and ``wiki_demo.txt``, encyclopedia articles:
 
     pip download --no-deps --no-binary :all: llamafactory==0.9.5
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import smollm2_reviews
 from torch import Tensor
 
 from peft_nvfp4.calibration.data import batches
-from peft_nvfp4.data import data_dir
 
 DEFAULT = ("c4_demo.jsonl", "wiki_demo.txt")
 SHORTEST, LONGEST = 200, 4000
@@ -74,7 +74,7 @@ def default_paths() -> list[Path]:
     Raises:
         FileNotFoundError: they are not there.
     """
-    paths = [data_dir() / name for name in DEFAULT]
+    paths = [smollm2_reviews.data_dir() / name for name in DEFAULT]
     missing = [path for path in paths if not path.is_file()]
     if missing:
         raise FileNotFoundError(f"no texts at {missing[0]}; benchmarks/texts.py says where they come from, or give --text FILE")

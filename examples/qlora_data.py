@@ -1,4 +1,4 @@
-"""Write what the QLoRA scripts read, from the model and the data that `python -m peft_nvfp4.data fetch` got:
+"""Write what the QLoRA scripts read, from the model and the data that `python examples/smollm2_reviews.py fetch` got:
 
 python examples/qlora_data.py FOLDER      # FOLDER/model (SmolLM2-135M-Instruct in BF16) and FOLDER/train.jsonl
 """
@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from peft_nvfp4 import data
+import smollm2_reviews as data
 
 
 def main() -> None:

@@ -14,12 +14,21 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).parent.iterdir() if fol
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import _narrow_cpu  # before PyTorch, which looks at the CPU when it is imported
+
+# isort: split
 import pytest
 import torch
 
 from peft_nvfp4 import BACKENDS
 
 torch.set_num_threads(1)
+pytest_plugins = ["_skips"]
+
+
+def pytest_report_header():
+    narrowed = f", narrowed to {_narrow_cpu.CPU}" if _narrow_cpu.CPU else ""
+    return f"CPU kernels: {torch.backends.cpu.get_cpu_capability()}{narrowed}"
 
 
 LENGTHY = ("test_peak_memory_at_a_billion_weights", "test_the_whole_way_on_the_real_model", "test_one_instance_compiles")

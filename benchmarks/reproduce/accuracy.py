@@ -9,7 +9,7 @@
 A method's learning rate on a task is the one of 3e-4, 7e-4, 1.5e-3 (3e-3 as well if that was best) with the least validation loss
 in a run whose seed is not among those that count. Then five seeds at that rate: all of them are in the table. Task by task, on
 the shipped weights and on the rotated ones, so that a plan that is cut off leaves whole columns of both tables. Data and model:
-``python -m reproduce.sources`` and ``python -m peft_nvfp4.data fetch``. Results: ``results/reproduce/accuracy.json``.
+``python -m reproduce.sources`` and ``python examples/smollm2_reviews.py fetch``. Results: ``results/reproduce/accuracy.json``.
 """
 
 from __future__ import annotations

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import smollm2_reviews as data
 from peft import get_peft_model
 from torch import Tensor, nn
 
-from peft_nvfp4 import NVFP4LoraConfig, data
+from peft_nvfp4 import NVFP4LoraConfig
 
 from .image_tasks import LETTERS, Pictured
 from .methods import TARGETS, Method

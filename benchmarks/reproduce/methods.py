@@ -1,7 +1,7 @@
 """The methods that are compared: a frozen base, and how it computes.
 
 Everything but the base is the same for all: LoRA of one rank on all linears, no dropout, the same rows in the same order, the
-same loss. ``weights`` are the packaged ones (``shipped``; they were 4-bit before, see :mod:`peft_nvfp4.data`) or the same
+same loss. ``weights`` are the packaged ones (``shipped``; they were 4-bit before, see `examples/smollm2_reviews.py`) or the same
 function with a rotated residual stream (``rotated``, :mod:`rotation`), which takes them off that grid.
 
 The paper's TE row, direct quantisation without calibration, has no counterpart here; NVFP4 rounded to nearest (with this
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import smollm2_reviews as data
 from peft import get_peft_model
 from torch import nn
 
-from peft_nvfp4 import NVFP4LoraConfig, data, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.quantization.freeze import dequantize_model
@@ -102,7 +103,7 @@ class Workshop:
     Attributes:
         layers: keep only the first so many (to try things).
         samples, length: of a calibration.
-        shipped: folder of the packaged model, if not :func:`peft_nvfp4.data.model_folder`.
+        shipped: folder of the packaged model, if not `smollm2_reviews.model_folder`.
     """
 
     folder: Path

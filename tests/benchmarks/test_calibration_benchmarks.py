@@ -169,8 +169,15 @@ def test_gradient_cosine_to_the_end(files, tmp_path, monkeypatch):
     rows = json.loads((tmp_path / "gradient_cosine_balanced_cpu.json").read_text())["rows"]
     cosines = {name: row["cosine"] for name, row in rows.items()}
     assert cosines[gradient_cosine.EXACT] == pytest.approx(1)
-    assert 1 > cosines[gradient_cosine.ROUNDED] > cosines[gradient_cosine.DEFAULT]
-    assert cosines[gradient_cosine.SOLVED] > cosines[gradient_cosine.DEFAULT]
+    # Over 24 models like this one, with weights from other seeds: "dy rounded" minus the default, which has the error of W_b on
+    # top, is 0.0055 +- 0.0026 (0.0025 or more); the default minus W_b from the BF16 weight, which misses D(W_f) by the whole
+    # error of the forward layout, 0.0071 +- 0.0041 (0.0002 or more). This model's 0.0042 and 0.0107 are several times the
+    # 0.0008 that the kernels of another CPU make. GPTQ lowers the error for the dy that it has seen, which one model of this
+    # size need not show on others: 0.0023 +- 0.0027 above the default, and below it for 4 of the 24. Three deviations below the
+    # mean is its bound.
+    assert 1 > cosines[gradient_cosine.ROUNDED] > cosines[gradient_cosine.DEFAULT] > cosines[gradient_cosine.DENSE]
+    assert 0 != cosines[gradient_cosine.SOLVED] - cosines[gradient_cosine.DEFAULT] > 0.0023 - 3 * 0.0027
+    assert cosines[gradient_cosine.SOLVED] > cosines[gradient_cosine.DENSE]
     assert len(rows[gradient_cosine.DEFAULT]["layers"]) == 2
 
 

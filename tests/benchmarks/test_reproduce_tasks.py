@@ -17,8 +17,7 @@ from conftest import tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import encoding, prompts, scoring, sources, tasks, training
-
-from peft_nvfp4.data import Source
+from smollm2_reviews import Source
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ def test_words_for_the_matrices(tmp_path):
 
 
 def test_the_real_tokenizer_is_written(tmp_path):
-    from peft_nvfp4.data import model_folder
+    from smollm2_reviews import model_folder
 
     real = AutoTokenizer.from_pretrained(model_folder())
     export_gguf(llama(vocab_size=len(real)), real, tmp_path / "model.gguf")

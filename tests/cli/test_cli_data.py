@@ -1,13 +1,17 @@
-"""What the command line reads and how it scores: data files, token ids and labels, options, metrics."""
+"""What the command line reads and how it scores: data files, what is learned of them, options, metrics."""
 
 import json
 
 import pytest
 import torch
 from _tiny_models import tiny_tokenizer
+from conftest import tiny_llama
 
-from peft_nvfp4.cli._run import metrics, options, texts
-from peft_nvfp4.cli._run.texts import IGNORED
+from peft_nvfp4.cli._run import options
+
+pytest.importorskip("trl", reason="not run: trl is not installed")
+pytest.importorskip("torchmetrics", reason="not run: torchmetrics is not installed")
+from peft_nvfp4.cli._run import evaluation, models, texts, training
 
 CHAT = [
     {"role": "user", "content": "red ?"},
@@ -15,6 +19,12 @@ CHAT = [
     {"role": "user", "content": "blue ?"},
     {"role": "assistant", "content": "bad"},
 ]
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<user> ' + m['content'] + ' ' }}{% else %}{{ '<bot> ' }}"
+    "{% generation %}{{ m['content'] + ' </s> ' }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bot> ' }}{% endif %}"
+)
+"""A chat template that says where the assistant's turns are."""
 
 
 def write(path, rows) -> str:
@@ -29,127 +39,131 @@ def write(path, rows) -> str:
     ("row", "format"),
     [
         ({"messages": CHAT}, "chat"),
+        ({"conversations": [{"from": "user", "value": "red ?"}, {"from": "assistant", "value": "good"}]}, "chat"),
         ({"prompt": "question red", "completion": "answer"}, "prompt"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, "prompt"),
         ({"text": "film", "label": 1}, "classification"),
         ({"text": "the film"}, "text"),
     ],
 )
 def test_formats_are_recognised(tmp_path, row, format):
-    rows = texts.read(write(tmp_path / "d.jsonl", [row]))
-    assert rows.format == format and len(rows.rows) == 1
+    rows = texts.read(write(tmp_path / "d.jsonl", [row, row]), limit=1)
+    assert rows.format == format and len(rows.data) == 1
+    assert rows.conversational is (format == "chat" or not isinstance(row.get("prompt", ""), str))
 
 
 def test_kinds_of_files(tmp_path):
-    row = {"prompt": "a", "completion": "b"}
+    row = {"prompt": "a", "completion": "01"}
     (tmp_path / "d.json").write_text(json.dumps([row]))
-    (tmp_path / "d.csv").write_text("prompt,completion\na,b\n")
-    (tmp_path / "d.tsv").write_text("prompt\tcompletion\na\tb\n")
-    for kind in ("json", "csv", "tsv"):
-        assert texts.read(str(tmp_path / f"d.{kind}")).rows == [row]
-    (tmp_path / "d.txt").write_text("one\nparagraph\n\n\nanother\n")
-    assert [r["text"] for r in texts.read(str(tmp_path / "d.txt")).rows] == ["one\nparagraph", "another"]
+    (tmp_path / "d.csv").write_text("prompt,completion\na,01\n")
+    (tmp_path / "d.tsv").write_text("prompt\tcompletion\na\t01\n")
+    texts.read(str(tmp_path / "d.csv")).data.to_parquet(tmp_path / "d.parquet")
+    for kind in ("json", "csv", "tsv", "parquet"):
+        assert texts.read(str(tmp_path / f"d.{kind}")).data.to_list() == [row], kind
+    (tmp_path / "d.txt").write_text("one\nparagraph\n\nanother\n")
+    assert [text.strip() for text in texts.read(str(tmp_path / "d.txt")).data["text"]] == ["one\nparagraph", "another"]
 
 
 def test_columns_and_template(tmp_path):
-    name = write(tmp_path / "d.jsonl", [{"q": "red", "a": "blue", "n": 1}])
+    name = write(tmp_path / "d.jsonl", [{"q": "red", "prompt": "other", "a": "blue", "n": 1}])
     rows = texts.read(name, "prompt", {"prompt": "q", "completion": "a"})
-    assert rows.rows == [{"prompt": "red", "completion": "blue"}]
+    assert rows.data.to_list() == [{"prompt": "red", "completion": "blue"}]
     rows = texts.read(name, "classification", {"text": "q", "label": "n"}, template="{text} was")
-    assert rows.rows == [{"prompt": "red was", "completion": " 1", "label": "1"}] and rows.labels == ["1"]
+    assert rows.data.to_list() == [{"prompt": "red was", "completion": " 1"}] and rows.labels == ["1"]
+    with pytest.raises(ValueError, match="has no column x; it has q, prompt"):
+        texts.read(name, columns={"prompt": "x"})
 
 
 @pytest.mark.parametrize(
     ("content", "name", "words"),
     [
-        ('{"a": 1}\n{', "d.jsonl", "line 2 is not JSON"),
+        ('{"a": 1}\n{', "d.jsonl", "cannot be read as json.*JSON parse error"),
         ('{"a": 1}', "d.jsonl", r"fit no format.*prompt: prompt, completion"),
-        ('{"prompt": "x", "completion": null}', "d.jsonl", "row 1: no completion"),
-        ('{"messages": "hello"}', "d.jsonl", "a list of objects"),
+        ('{"prompt": "x", "completion": "y"}\n{"prompt": "x", "completion": null}', "d.jsonl", "row 2: no completion"),
+        ('{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}', "d.jsonl", "row 1: some values are texts"),
+        ('{"prompt": "x", "completion": "2001-01-01"}', "d.jsonl", "completion is all dates.*give a .csv file"),
+        ('{"messages": "hello"}', "d.jsonl", "row 1: messages is a list of objects"),
+        ('{"messages": [{"role": [], "content": 1}]}', "d.jsonl", "row 1: messages is a list of objects"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "d.jsonl", "no message of the assistant"),
-        ("", "d.jsonl", "holds no rows"),
-        ("x", "d.parquet", "data files end in"),
-        ('{"a": 1}', "d.json", "a list of rows"),
+        ("", "d.jsonl", "has no rows, or cannot be read as json"),
+        ("\udcff\udcfe", "d.txt", "d.txt has no rows, or cannot be read as text.*'utf-8' codec"),
+        ("x", "d.xml", "data files end in"),
     ],
 )
 def test_bad_files(tmp_path, content, name, words):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=words):
         texts.read(str(tmp_path / name))
 
 
-def test_not_text(tmp_path):
-    (tmp_path / "d.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        texts.read(str(tmp_path / "d.txt"))
-
-
 def test_absent():
-    with pytest.raises(FileNotFoundError, match="no data at nothing.csv: give a .jsonl"):
+    with pytest.raises(FileNotFoundError, match="no data at nothing.csv"):
         texts.read("nothing.csv")
+    with pytest.raises(FileNotFoundError, match="no data at no/such/set.*give a file that ends in .jsonl"):
+        texts.read("no/such/set")
 
 
-# ---------------------------------------------------------------------------------------------- tokens
-
-
-def encoded(rows, format, max_length=64):
-    tokenizer = tiny_tokenizer()
-    found = texts.encode(texts.Rows(format, rows), tokenizer, max_length)
-    return tokenizer, found
+# ---------------------------------------------------------------------------------------------- what is learned
 
 
 def learned(tokenizer, row) -> list[str]:
-    return tokenizer.convert_ids_to_tokens([t for t, label in zip(row["input_ids"], row["labels"]) if label != IGNORED])
+    return tokenizer.convert_ids_to_tokens([label for label in row["labels"] if label != evaluation.IGNORED])
 
 
-def test_completions_are_learned_and_prompts_are_not():
-    tokenizer, found = encoded([{"prompt": "question red ?", "completion": " blue"}], "prompt")
-    (row,) = found.rows
-    assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["question", "red", "?", "blue", "</s>"]
-    assert learned(tokenizer, row) == ["blue", "</s>"] and row["labels"][:3] == [IGNORED] * 3
+@pytest.mark.parametrize(
+    ("row", "template", "expected"),
+    [
+        ({"prompt": "question red ?", "completion": " blue"}, None, [["blue", "</s>"]]),
+        ({"text": "the film"}, None, [["the", "film", "</s>"]]),
+        ({"text": "red", "label": "good"}, None, [["good", "</s>"]]),
+        ({"messages": CHAT}, MARKED, [["good", "film", "</s>", "bad", "</s>"]]),
+        ({"messages": CHAT}, "as it is", [["good", "film", "</s>"], ["bad", "</s>"]]),  # a row for each turn
+    ],
+)
+def test_what_is_trained_and_what_is_scored_are_the_same(tmp_path, row, template, expected):
+    """TRL's tokens and labels, and those of ``eval``: of a conversation, turn by turn."""
+    tokenizer = tiny_tokenizer() if template == "as it is" else tiny_tokenizer(template)
+    tiny_llama(vocab_size=64).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    name = write(tmp_path / "d.jsonl", [row])
+    given = options.TrainOptions(model=str(tmp_path / "model"), dataset=name, output=str(tmp_path / "out"), rank=2)
+    trainer, _ = training._trainer(given, lambda text: None)
+    assert [learned(tokenizer, row) for row in trainer.train_dataset] == expected
+    scored = evaluation.encode(texts.read(name), trainer.processing_class, 64)
+    assert sum((learned(tokenizer, row) for row in scored), []) == sum(expected, [])
+    if template != MARKED:
+        assert [row["input_ids"] for row in scored] == list(trainer.train_dataset["input_ids"])
 
 
-def test_the_assistant_is_learned():
-    tokenizer, found = encoded([{"messages": CHAT}], "chat")
-    (row,) = found.rows
-    assert learned(tokenizer, row) == ["good", "film", "</s>", "bad", "</s>"]
-    assert all(label in (IGNORED, token) for label, token in zip(row["labels"], row["input_ids"]))
+def test_no_chat_template(tmp_path):
+    rows = texts.read(write(tmp_path / "d.jsonl", [{"messages": CHAT}]))
+    with pytest.raises(ValueError, match="no chat template: use rows with prompt and completion"):
+        evaluation.encode(rows, tiny_tokenizer(None), 64)
 
 
-def test_a_template_that_rewrites_earlier_turns():
-    """Only the last turn stands in the whole conversation as it did when it was written."""
-    tokenizer = tiny_tokenizer(
-        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ '<user> ' if m['role'] == 'user' else '<bot> ' }}"
-        "{{ m['content'] }} {% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<bot> ' }}{% endif %}"
-    )
-    (row,) = texts.encode(texts.Rows("chat", [{"messages": CHAT}]), tokenizer, 64).rows
-    assert learned(tokenizer, row) == ["bad"]
+def test_long_rows_lose_their_end(tmp_path):
+    """One whose prompt alone is too long has nothing to score."""
+    tokenizer = tiny_tokenizer()
+    rows = texts.read(write(tmp_path / "d.jsonl", [{"prompt": p, "completion": "blue"} for p in ("red " * 50, "red " * 8)]))
+    assert evaluation.encode(rows, tokenizer, 8) == [None, None]
+    first, second = evaluation.encode(rows, tokenizer, 9)
+    assert first is None and len(second["input_ids"]) == 9 and learned(tokenizer, second) == ["blue"]
 
 
-def test_no_chat_template():
-    with pytest.raises(ValueError, match="no chat template"):
-        texts.encode(texts.Rows("chat", [{"messages": CHAT}]), tiny_tokenizer(None), 64)
-
-
-def test_long_rows_lose_their_beginning():
-    tokenizer, found = encoded([{"prompt": "red " * 50, "completion": "blue"}], "prompt", 8)
-    assert found.cut == 1 and found.longest == 8 and learned(tokenizer, found.rows[0]) == ["blue", "</s>"]
-    tokenizer, found = encoded([{"text": "red " * 20}], "text", 8)
-    assert [len(r["input_ids"]) for r in found.rows] == [8, 8, 5] and found.cut == 0
-
-
-def test_nothing_to_learn():
-    with pytest.raises(ValueError, match="nothing|anything to learn"):
-        encoded([{"text": ""}], "text")
-
-
-def test_batches():
-    rows = [{"input_ids": [3, 4, 5], "labels": [IGNORED, 4, 5]}, {"input_ids": list(range(9)), "labels": list(range(9))}]
-    collate = texts.Collator(pad_id=7)
-    batch = collate(rows)
-    assert batch["input_ids"].shape == (2, 16) and collate.tokens == 12
-    assert batch["attention_mask"].sum(1).tolist() == [3, 9]
-    assert (batch["input_ids"][0, 3:] == 7).all() and (batch["labels"][0, 3:] == IGNORED).all()
-    assert batch["labels"].dtype == torch.int64
+def test_packed_rows_do_not_see_each_other(tmp_path):
+    """The first step's loss is that of the rows one by one. FP32 sums in another order, and codes that they move: 1e-2 is ample,
+    and rows that see each other differ by more."""
+    torch.manual_seed(0)
+    tiny_llama(vocab_size=64).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    name = write(tmp_path / "d.jsonl", [{"text": "the film is good and bad"}, {"text": "red green blue story was"}])
+    found = {}
+    for packing in (False, True):
+        given = options.TrainOptions(
+            model=str(tmp_path / "model"), dataset=name, output=str(tmp_path / f"{packing}"), steps=1, batch=2, packing=packing
+        )
+        found[packing] = training.run(given, say=lambda text: None).loss
+    assert found[True] == pytest.approx(found[False], rel=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------- options
@@ -159,8 +173,10 @@ def test_flags_over_file_over_defaults(tmp_path):
     (tmp_path / "c.yaml").write_text("model: m\ndataset: d\noutput: o\nlr: 1e-3\nrank: 8\nlora:\n  use_rslora: true\n")
     found = options.gathered({"rank": 4, "steps": None}, tmp_path / "c.yaml")
     assert (found.rank, found.lr, found.batch, found.steps) == (4, 1e-3, 8, None)
-    settings = found.lora_settings()
-    assert settings["r"] == 4 and settings["use_rslora"] is True and settings["target_modules"] == "all-linear"
+    config = options.adapter_config(found)
+    assert config.r == 4 and config.use_rslora is True and config.target_modules == "all-linear" and config.backend == "nvfp4"
+    found.targets, found.backend = "q_proj, v_proj", "nf4"
+    assert options.adapter_config(found).target_modules == {"q_proj", "v_proj"} and options.adapter_config(found).backend == "nf4"
 
 
 def test_resuming_reads_what_the_run_was(tmp_path):
@@ -180,6 +196,7 @@ def test_resuming_reads_what_the_run_was(tmp_path):
         ("rank: true", "rank must be int"),
         ("lr: fast", "lr must be float"),
         ("rank: 0", "rank must be at least 1"),
+        ("warmup: 5", "warmup is a share of the steps"),
         ("- a", "holds no 'name: value' lines"),
         ("a: [", "is not YAML"),
         ("a: !!python/object/apply:os.system [echo]", "is not YAML"),
@@ -196,29 +213,27 @@ def test_missing():
         options.gathered({"model": "m"})
 
 
+def test_the_layers_that_an_adapter_was_trained_on_are_known(tmp_path):
+    """Without being said again: or every other layer's weights would be missing."""
+    assert models.trained_layers(tmp_path) is None
+    for text, layers in (("layers: 4", 4), ("layers: null", None), ("backend: nvfp4", None), ("layers: many", None)):
+        (tmp_path / "train.yaml").write_text(text + "\n")
+        assert models.trained_layers(tmp_path) == layers
+
+
 # ---------------------------------------------------------------------------------------------- metrics
 
 
 def test_answers():
-    assert metrics.exact_match("The film.", "film") == 1 and metrics.exact_match("films", "film") == 0
-    assert metrics.word_f1("a good film", "the good dull film") == pytest.approx(0.8)  # 2 of 2 and 2 of 3 words
-    assert metrics.word_f1("", "") == 1 and metrics.word_f1("x", "") == 0
-    # the cat sat | the cat is here: common subsequence of 2; precision 2/3, recall 2/4
-    assert metrics.rouge_l("The cat sat", "the cat is here") == pytest.approx(4 / 7)
-    assert metrics.rouge_l("b a", "a b") == 0.5
+    """Means of two rows: "The film." is "film" to SQuAD's scorer; "a good film" has 2 of 2 and 2 of 3 words of the other. ROUGE-L
+    looks at all words: the common subsequences are 1 of 2 and 1 words, and "good film" of 3 and 4."""
+    found = evaluation._answer_scores(["The film.", "a good film"], ["film", "the good dull film"])
+    assert found == pytest.approx({"exact_match": 0.5, "f1": (1 + 0.8) / 2, "rouge_l": (2 / 3 + 4 / 7) / 2})
+    assert evaluation._answer_scores(["films"], ["film"])["exact_match"] == 0
 
 
 def test_labels():
-    found, true = ["p", "p", "n", "n"], ["p", "n", "n", "n"]
-    assert metrics.accuracy(found, true) == 0.75
-    assert metrics.macro_f1(found, true) == pytest.approx((2 / 3 + 4 / 5) / 2)
-
-
-def test_the_layers_that_an_adapter_was_trained_on_are_known(tmp_path):
-    """Without being said again: or every other layer's weights would be missing."""
-    from peft_nvfp4.cli._run.models import trained_layers
-
-    assert trained_layers(tmp_path) is None
-    for text, layers in (("layers: 4", 4), ("layers: null", None), ("backend: nvfp4", None), ("layers: many", None)):
-        (tmp_path / "train.yaml").write_text(text + "\n")
-        assert trained_layers(tmp_path) == layers
+    found, true = [" p", " p", " n", " n"], [" p", " n", " n", " n"]
+    scores = evaluation._label_scores(found, true, ["p", "n", "never"])
+    assert scores == pytest.approx({"accuracy": 0.75, "macro_f1": (2 / 3 + 4 / 5) / 2})
+    assert evaluation._label_scores([" p"], [" p"], ["p"]) == {"accuracy": 1.0, "macro_f1": 1.0}

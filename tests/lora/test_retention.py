@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from peft_nvfp4 import data
+import smollm2_reviews as data
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -10,10 +10,11 @@ nbformat = pytest.importorskip("nbformat", reason="not run: nbformat is not inst
 nbclient = pytest.importorskip("nbclient", reason="not run: nbclient is not installed")
 pytest.importorskip("ipykernel", reason="not run: ipykernel is not installed")
 
-from peft_nvfp4 import data  # noqa: E402
+import smollm2_reviews as data  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
 QUICK = {"NOTEBOOK_STEPS": "2", "NOTEBOOK_ROWS": "8", "NOTEBOOK_LAYERS": "2", "NOTEBOOK_SAMPLES": "2"}
 SLOW = ("02_one_word", "04_calibration", "05_merge_export_serve", "06_vision_language")
 
@@ -37,7 +38,7 @@ def execute(path, tmp_path):
 
 @pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem not in SLOW], ids=lambda p: p.stem)
 def test_runs(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     execute(path, tmp_path)
 
 
@@ -53,7 +54,7 @@ def _needs_images() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_runs_on_the_real_model(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     if not all(source.path.is_file() for source in data.SOURCES.values()):
         pytest.skip("not run: the model and the data were not fetched")
     if name == "06_vision_language":

@@ -563,7 +563,7 @@ def test_both_scripts_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_both_scripts_run_on_the_packaged_model(tmp_path, monkeypatch):
-    from peft_nvfp4 import data
+    import smollm2_reviews as data
 
     try:
         data.model_folder(), data.movie_reviews()

@@ -1,6 +1,7 @@
 """PactConfig while it loads: how much memory it takes, and that a broken file gives a clear error and no model."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from peft_nvfp4 import PactConfig
 from peft_nvfp4.quantization.freeze import frozen_layers
 from peft_nvfp4.transformers import mapped
-from peft_nvfp4.transformers.quantizer import PactQuantizer
+from peft_nvfp4.transformers.quantizer import RELEASE_BYTES, PactQuantizer
 
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -115,14 +116,16 @@ print(json.dumps({"peak": peak - before, "seconds": seconds}))
 def measure(folder, kwargs, save_to=None):
     """Growth of the peak of resident memory (all of it: heap, and pages of mapped files) by loading, and the seconds it took."""
     arguments = [str(folder), kwargs, *([str(save_to)] if save_to else [])]
-    run = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True)
+    # Large blocks that are freed leave the process at once. Otherwise glibc keeps 10 to 40 MB for later, by the order of threads.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not run: resident memory is read from /proc")
 def test_peak_memory_stays_below_60_percent(tmp_path):
-    """282 MB in BF16. One layout takes 4.5/16 of that; a group of dense weights and what quantises it come on top."""
+    """282 MB in BF16, of which 57 % are held at most (49 % were seen)."""
     size = write_checkpoint(
         tmp_path / "dense",
         hidden_size=1024,
@@ -133,7 +136,14 @@ def test_peak_memory_stays_below_60_percent(tmp_path):
         vocab_size=2048,
     )
     first = measure(tmp_path / "dense", "dict(quantization_config=PactConfig(weight_layouts='transient'))", tmp_path / "packed")
-    assert first["peak"] < 0.6 * size, f"{first['peak'] / size:.0%}"
+    largest, dense = 2 * 4096 * 1024, 2 * 2 * 2048 * 1024  # bytes of an MLP's weight; of the embedding and the head
+    parts = {
+        "all weights in one packed layout, 4.5 of 16 bits, and what stays dense": (size - dense) * 4.5 / 16 + dense,
+        "pages of the file that are packed already and not given back yet": RELEASE_BYTES,
+        "a group of two that is packed together, and the weight read after it": 3 * largest,
+        "what packs one weight: as much as its FP32 copy (14 MB seen)": 2 * largest,
+    }
+    assert first["peak"] < sum(parts.values()) < 0.6 * size, (f"{first['peak'] / size:.0%}", parts)
     again = measure(tmp_path / "packed", "{}")
     assert again["peak"] < 0.4 * size and again["seconds"] < first["seconds"] / 4, (first, again)
     plain = measure(tmp_path / "dense", "dict(dtype=torch.bfloat16)")

@@ -50,9 +50,6 @@ def no_autocast(x: Tensor):
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-# ---------------------------------------------------------------------------------------------- products
-
-
 
 
 

@@ -1,6 +1,6 @@
 """The command line, ``peft-nvfp4``. One file per command; what it does is in :mod:`peft_nvfp4.cli._run`, which needs no typer.
 
-It needs ``pip install 'peft_nvfp4[cli]'`` (typer, rich, matplotlib, PyYAML).
+It needs ``pip install 'peft_nvfp4[cli]'`` (typer, rich, matplotlib, PyYAML, trl, datasets, torchmetrics).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 COMMANDS = (
     ("doctor", "doctor", "doctor"),
     ("tune", "tune", "tune"),
-    ("demo", "demo", "demo"),
     ("estimate", "estimate", "estimate_command"),
     ("train", "train", "train"),
     ("eval", "evaluate", "evaluate"),
@@ -55,7 +54,7 @@ def main() -> None:
     try:
         app = application()
     except ImportError as error:
-        if error.name not in ("typer", "rich"):
+        if error.name not in ("typer", "rich", "yaml"):
             raise
-        sys.exit("peft-nvfp4 needs typer: pip install 'peft_nvfp4[cli]'")
+        sys.exit(f"peft-nvfp4 needs {error.name}: pip install 'peft_nvfp4[cli]'")
     app()

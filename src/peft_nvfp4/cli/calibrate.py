@@ -12,8 +12,8 @@ from .train import pairs
 
 @command
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a dense model, or smollm2.")],
-    dataset: Annotated[str, typer.Argument(help="Texts: .txt, .jsonl, ..., or movies.")],
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a dense model.")],
+    dataset: Annotated[str, typer.Argument(help="Texts: .txt, .jsonl, .csv, ...")],
     output: Annotated[str, typer.Option("--output", "-o", help="Folder; the same command goes on where it was stopped.")],
     method: Annotated[str, typer.Option(help="gptq or nearest.")] = "gptq",
     accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,

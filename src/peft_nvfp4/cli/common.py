@@ -25,6 +25,10 @@ EXPECTED = (ValueError, OSError, RuntimeError, ImportError, KeyError, TypeError,
 """Errors that a wrong option, file or environment may raise; their message is for the user."""
 
 
+EXTRA = ("trl", "datasets", "torchmetrics", "matplotlib")
+"""Packages of the extra ``cli`` that only some commands need."""
+
+
 class UserError(Exception):
     """Something the user can mend; the message is the whole explanation."""
 
@@ -37,6 +41,8 @@ def console(stderr: bool = False) -> Console:
 
 def explained(error: BaseException) -> str:
     """One paragraph."""
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
+        return f"this command needs {error.name}: pip install 'peft_nvfp4[cli]'"
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     known = isinstance(error, UserError | ValueError | FileNotFoundError | ImportError)
     return text if known and text else f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,5 +1,6 @@
 """``peft-nvfp4 eval``."""
 
+from dataclasses import asdict
 from typing import Annotated, Optional
 
 import typer
@@ -13,13 +14,13 @@ Text = Optional[str]  # noqa: UP045
 
 @command
 def evaluate(
-    dataset: Annotated[str, typer.Argument(help=".jsonl, .json, .csv, .tsv or .txt file, or movies.")],
-    model: Annotated[Text, typer.Option("--model", "-m", help="Folder or Hub id, or smollm2 (the adapter's base).")] = None,
+    dataset: Annotated[str, typer.Argument(help="Data: .jsonl, .csv, .parquet, .txt, ...")],
+    model: Annotated[Text, typer.Option("--model", "-m", help="Folder or Hub id (the adapter's base).")] = None,
     adapter: Annotated[Text, typer.Option("--adapter", "-a", help="Folder of the adapter.")] = None,
     format: Annotated[str, typer.Option(help="auto, chat, prompt, text or classification.")] = "auto",
     columns: Annotated[Text, typer.Option(help="prompt=question, completion=answer")] = None,
     template: Annotated[Text, typer.Option(help="As in training.")] = None,
-    split: Annotated[str, typer.Option(help="Of movies and of data sets.")] = "test",
+    split: Annotated[str, typer.Option(help="Of a data set that is no file.")] = "test",
     limit: Annotated[Optional[int], typer.Option(help="Rows at most.")] = None,  # noqa: UP045
     batch: Annotated[int, typer.Option(help="Rows at a time.")] = 8,
     max_length: Annotated[int, typer.Option(help="Tokens of a row at most.")] = 1024,
@@ -44,26 +45,21 @@ def evaluate(
         device = models.default_device()
         with out.status("Loading the model"):
             loaded, tokenizer = models.load_with_adapter(model, adapter, models.choose_dtype(dtype, device), device, layers)
-        settings = {"batch": batch, "max_length": max_length, "max_new_tokens": max_new_tokens, "generate": generate}
+        sizes = {"batch": batch, "max_length": max_length, "max_new_tokens": max_new_tokens, "generate": generate}
         found = {}
-        with out.status("Scoring") as status:
-
-            def progress(done: int, total: int) -> None:
-                status.update(f"Scoring {done} of {total}")
-
-            if base:
-                with loaded.disable_adapter():
-                    found["base"] = evaluation.evaluate(loaded, tokenizer, rows, **settings, progress=progress)
-            name = "model" if adapter is None else "adapter"
-            found[name] = evaluation.evaluate(loaded, tokenizer, rows, **settings, progress=progress)
-    write_json({key: score.as_dict() for key, score in found.items()}, json_file)
+        if base:
+            with loaded.disable_adapter():
+                found["base"] = evaluation.evaluate(loaded, tokenizer, rows, **sizes)
+        found["model" if adapter is None else "adapter"] = evaluation.evaluate(loaded, tokenizer, rows, **sizes)
+    write_json({key: asdict(score) for key, score in found.items()}, json_file)
     if json_file != "-":
         out.print(_table(found))
 
 
 def _table(found: dict) -> Table:
     first = next(iter(found.values()))
-    table = Table(title=f"{first.rows} rows ({first.format})", title_justify="left")
+    left_out = f"; {first.left_out} left out, whose prompt alone is too long" if first.left_out else ""
+    table = Table(title=f"{first.rows} rows ({first.format}){left_out}", title_justify="left")
     table.add_column("")
     for name in found:
         table.add_column(name, justify="right")

@@ -17,7 +17,7 @@ def merge(
     to: Annotated[str, typer.Option(help="bf16, fp16, fp32 or nvfp4.")] = "bf16",
     layout: Annotated[str, typer.Option(help="Of a model in nvfp4: compressed-tensors or modelopt.")] = "compressed-tensors",
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a dense model as model.gguf, too (llama.cpp).")] = False,
-    probe: Annotated[Optional[str], typer.Option(help="Data on which to compare the logits: a file, or movies.")] = None,  # noqa: UP045
+    probe: Annotated[Optional[str], typer.Option(help="Data on which to compare the logits: a file.")] = None,  # noqa: UP045
     dtype: Annotated[str, typer.Option(help="To load in: auto, bf16, fp16 or fp32.")] = "auto",
     layers: Annotated[Optional[int], typer.Option(help="Keep only the first: a quick look.")] = None,  # noqa: UP045
     json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045

@@ -12,7 +12,7 @@ from .common import base_option, command, console, quiet_libraries, write_json
 
 @command
 def profile(
-    model: Annotated[str, typer.Argument(help="Folder with a config.json, Hub id, smollm2, llama-1b, llama-3b or llama-8b.")],
+    model: Annotated[str, typer.Argument(help="Folder with a config.json, Hub id, llama-1b, llama-3b or llama-8b.")],
     backend: Annotated[str, base_option("backend")] = Options.backend,
     batch: Annotated[int, typer.Option(help="Rows at a time.")] = 4,
     seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,

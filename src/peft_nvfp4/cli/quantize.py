@@ -25,7 +25,7 @@ def names(text: str | None) -> list[str]:
 
 @command
 def quantize(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a dense model, or smollm2.")],
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a dense model.")],
     output: Annotated[str, typer.Option("--output", "-o", help="Folder to write.")],
     skip_modules: Annotated[Optional[str], typer.Option(help="Names to leave dense, with commas between.")] = None,  # noqa: UP045
     layers: Annotated[Optional[int], typer.Option(help="Keep only the first: a quick look.")] = None,  # noqa: UP045

@@ -14,8 +14,8 @@ from .train import pairs
 
 @command
 def statistics(
-    dataset: Annotated[str, typer.Argument(help="A data file as for train, or movies.")],
-    model: Annotated[Optional[str], typer.Option("--model", "-m", help="Folder, Hub id, or smollm2.")] = None,  # noqa: UP045
+    dataset: Annotated[str, typer.Argument(help="A data file as for train.")],
+    model: Annotated[Optional[str], typer.Option("--model", "-m", help="Folder or Hub id.")] = None,  # noqa: UP045
     adapter: Annotated[Optional[str], typer.Option(help="A trained adapter: its base and settings.")] = None,  # noqa: UP045
     backend: Annotated[str, base_option("backend")] = Options.backend,
     accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,

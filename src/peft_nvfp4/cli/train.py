@@ -1,22 +1,19 @@
-"""``peft-nvfp4 train``."""
+"""``peft-nvfp4 train``. Its flags are the fields of :class:`~peft_nvfp4.cli._run.options.TrainOptions` that have a help text."""
 
-from dataclasses import asdict
+import inspect
+import sys
+import typing
+from contextlib import redirect_stdout
+from dataclasses import Field, asdict, fields
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ._run.options import gathered
-from .common import UserError, base_option, command, console, quiet_libraries, write_json
+from ._run.options import TrainOptions, gathered
+from .common import UserError, command, console, quiet_libraries, write_json
 
-Text = Optional[str]  # noqa: UP045
-Number = Optional[int]  # noqa: UP045
-Real = Optional[float]  # noqa: UP045
-Flag = Optional[bool]  # noqa: UP045
-Option = typer.Option
-APART = {"config", "resume", "json_file", "columns"}
-"""Options that are no option of :class:`~peft_nvfp4.cli._run.options.TrainOptions` under their own name, as they are."""
+ARGUMENTS = ("model", "dataset")
 
 
 def pairs(text: str | None) -> dict[str, str] | None:
@@ -29,99 +26,57 @@ def pairs(text: str | None) -> dict[str, str] | None:
     return {name.strip(): value.strip() for name, _, value in parts}
 
 
+def _parameter(field: Field, hint: Any) -> inspect.Parameter:
+    """Of the command's function. None stands for: not given."""
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if typing.get_origin(hint) is not dict else [str]
+    words, flags = field.metadata["help"], field.metadata["flags"]
+    if field.name in ARGUMENTS:
+        given = typer.Argument(help=words, show_default=False)
+    else:
+        given = typer.Option(*flags, help=words)
+    annotation = Annotated[Optional[kinds[0] if kinds else hint], given]  # noqa: UP045
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _with_flags(function: typing.Callable) -> typing.Callable:
+    """The function with a parameter for every field of ``TrainOptions`` in place of ``**flags``."""
+    hints = typing.get_type_hints(TrainOptions)
+    flags = [_parameter(f, hints[f.name]) for f in fields(TrainOptions) if f.metadata["help"] is not None]
+    own = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    function.__signature__ = inspect.Signature([*flags, *own])
+    function.__annotations__ = {p.name: p.annotation for p in (*flags, *own)}
+    return function
+
+
+@_with_flags
 @command
 def train(
-    model: Annotated[Text, typer.Argument(help="Folder or Hub id of the base model, or smollm2.", show_default=False)] = None,
-    dataset: Annotated[
-        Text, typer.Argument(help=".jsonl, .json, .csv, .tsv or .txt file, or movies.", show_default=False)
-    ] = None,
-    output: Annotated[Text, Option("--output", "-o", help="Folder for checkpoints and the adapter.")] = None,
-    config: Annotated[Optional[Path], Option("--config", "-c", help="YAML file with these options.")] = None,  # noqa: UP045
-    resume: Annotated[bool, Option("--resume", help="Go on from the output's last checkpoint.")] = False,
-    backend: Annotated[Text, base_option("backend")] = None,
-    accuracy: Annotated[Text, base_option("accuracy")] = None,
-    memory: Annotated[Text, base_option("memory")] = None,
-    calibration: Annotated[Text, base_option("calibration")] = None,
-    cuda_graphs: Annotated[Flag, Option(help="Replay recorded steps.")] = None,
-    rank: Annotated[Number, Option("--rank", "-r", help="Of the adapter (16).")] = None,
-    alpha: Annotated[Number, Option(help="LoRA alpha (32).")] = None,
-    dropout: Annotated[Real, Option(help="LoRA dropout (0).")] = None,
-    targets: Annotated[Text, Option(help="all-linear, or names with commas between.")] = None,
-    format: Annotated[Text, Option(help="auto, chat, prompt, text or classification.")] = None,
-    columns: Annotated[Text, Option(help="prompt=question, completion=answer")] = None,
-    template: Annotated[Text, Option(help='Classification: "{text}\\nLabel:".')] = None,
-    limit: Annotated[Number, Option(help="Rows at most.")] = None,
-    eval_dataset: Annotated[Text, Option(help="Scored during training.")] = None,
-    eval_rows: Annotated[Number, Option(help="Rows kept back to be scored.")] = None,
-    max_length: Annotated[Number, Option(help="Tokens of a row at most (1024).")] = None,
-    steps: Annotated[Number, Option(help="Optimizer steps; instead of epochs.")] = None,
-    epochs: Annotated[Real, Option(help="Times through the data (1).")] = None,
-    batch: Annotated[Number, Option(help="Rows at a time (8).")] = None,
-    accumulation: Annotated[Number, Option(help="Times a step (1).")] = None,
-    lr: Annotated[Real, Option(help="Peak learning rate (2e-4).")] = None,
-    scheduler: Annotated[Text, Option(help="linear, cosine, constant, ...")] = None,
-    warmup: Annotated[Real, Option(help="Share of the steps (0.05).")] = None,
-    optimizer: Annotated[Text, Option(help="adamw_torch_fused, paged_adamw_8bit, ...")] = None,
-    checkpointing: Annotated[Flag, Option(help="Keep only the inputs of decoder layers for backward.")] = None,
-    deterministic: Annotated[Flag, Option(help="Two runs are equal bit for bit; slower attention.")] = None,
-    max_memory: Annotated[Text, Option(help="16GiB: batch, accumulation, memory, checkpointing are chosen to fit.")] = None,
-    save_every: Annotated[Number, Option(help="Steps between checkpoints (a tenth).")] = None,
-    log_every: Annotated[Number, Option(help="Steps between lines of the log.")] = None,
-    seed: Annotated[Number, Option(help="Of data order, adapter and dropout (0).")] = None,
-    dtype: Annotated[Text, Option(help="auto, bf16, fp16 or fp32.")] = None,
-    layers: Annotated[Number, Option(help="Keep only the first: a quick look.")] = None,
-    json_file: Annotated[Text, Option("--json", help="Result to this file; - is the output.")] = None,
+    *,
+    config: Annotated[Optional[Path], typer.Option("--config", "-c", help="YAML file with these options.")] = None,  # noqa: UP045
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the output's last checkpoint.")] = False,
+    json_file: Annotated[Optional[str], typer.Option("--json", help="Result to this file; - is the output.")] = None,  # noqa: UP045
+    **flags: Any,
 ) -> None:
-    """Fine-tune a LoRA adapter on a frozen base.
+    """Fine-tune a LoRA adapter on a frozen base, with TRL's SFTTrainer.
 
-    Everything can also be said in one YAML file (--config), further fields of NVFP4LoraConfig and TrainingArguments in it under
-    lora: and trainer:. Ctrl-C stops after the running step, with a checkpoint to --resume from.
+    Everything can also be said in one YAML file (--config), further fields of NVFP4LoraConfig and SFTConfig in it under lora: and
+    trainer:. Ctrl-C stops after the running step, with a checkpoint to --resume from.
     """
-    flags = {k: v for k, v in locals().items() if k not in APART}
-    options = gathered(flags | {"columns": pairs(columns)}, config, resume)
+    options = gathered(flags | {"columns": pairs(flags["columns"])}, config, resume)
     out = console(stderr=json_file == "-")
-    with quiet_libraries():
+    say = lambda text: out.print(text, markup=False, highlight=False, soft_wrap=True)
+    with quiet_libraries(), redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):  # Trainer prints its progress
         from ..training.callbacks import NonFiniteError, OutOfMemory
         from ._run import training
 
-        with out.status("Loading and freezing the model"):
-            job = training.prepare(options)
-        for line in job.said:
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
         try:
-            result = _run(job, resume, out)
+            result = training.run(options, resume, say)
         except (NonFiniteError, OutOfMemory) as error:
             raise UserError(str(error)) from error
     write_json(asdict(result), json_file)
     loss = "" if result.loss is None else f", mean loss {result.loss:.4f}"
     score = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"
     if not result.finished:
-        out.print(
-            f"Stopped after step {result.steps}{loss}. Go on with: peft-nvfp4 train --resume --output {result.output}",
-            markup=False,
-            soft_wrap=True,
-        )
+        say(f"Stopped after step {result.steps}{loss}. Go on with: peft-nvfp4 train --resume --output {result.output}")
         raise typer.Exit(130)
-    out.print(
-        f"{result.steps} steps in {result.seconds:.0f} s{loss}{score}. Adapter: {result.output}", markup=False, soft_wrap=True
-    )
-
-
-def _run(job, resume: bool, out):
-    from ._run import training
-
-    columns = (
-        *(TextColumn("Training"), BarColumn(bar_width=24), MofNCompleteColumn()),
-        *(TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[speed]} tok/s"), TextColumn("{task.fields[memory]}")),
-        *(TimeElapsedColumn(), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=out) as bar:
-        fields = {"loss": "-", "speed": "-", "memory": ""}
-        task = bar.add_task("", total=training.total_steps(job.options, len(job.train)), **fields)
-
-        def report(now: training.Progress) -> None:
-            loss = "-" if now.loss is None else f"{now.loss:.3f}"
-            speed, memory = f"{now.tokens_per_second:,.0f}", f"{now.memory / 2**30:.2f} GiB"
-            bar.update(task, completed=now.step, loss=loss, speed=speed, memory=memory)
-
-        return training.run(job, resume, report, lambda text: bar.console.print(text, markup=False, soft_wrap=True))
+    say(f"{result.steps} steps in {result.seconds:.0f} s{loss}{score}. Adapter: {result.output}")

@@ -8,15 +8,25 @@ A trap that is closed here: on CPUs with AVX512-BF16, bitsandbytes 0.50 repacks 
 input needs no gradient. Afterwards dequantising returns garbage and input gradients are missing (only a warning says so), so
 evaluating before training or merging breaks the model. ``support_avx512bf16_for_cpu = False`` keeps the plain layout.
 
+A fault that is avoided here: NF4's blocks of 64 lie in the flattened weight and go on from row to row. The AVX-512 kernel of
+bitsandbytes (0.50.0 to 0.50.2, widths that are a multiple of 16) takes the scale of column c of row r from block
+r * (in_features // 64) + c // 64 instead of (r * in_features + c) // 64. Where in_features is no multiple of 64 these differ, and
+the values get the scales of others (12 instead of 20 dB). So the first use of a width on the CPU asks for known answers
+(:func:`_rows_are_right`); where they come out wrong the weight is read as rows of one block each, which all kernels agree on.
+
 Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .frozen_linear import FrozenLinear, FrozenOptions, autocast_input
@@ -42,6 +52,69 @@ def _on_default_stream(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(default):
         yield
     current.wait_stream(default)
+
+
+def _in_blocks(state: bnb.functional.QuantState) -> bnb.functional.QuantState:
+    """The same weight as rows of one block each, or as one row where its last block is not full."""
+    size, block = state.shape.numel(), state.blocksize
+    state = copy.copy(state)
+    state.shape = torch.Size((1, size) if size % block else (size // block, block))
+    return state
+
+
+@functools.cache
+def _rows_are_right(k: int, dtype: torch.dtype, blocksize: int) -> bool:
+    """Whether bitsandbytes dequantises rows of ``k`` values to ``dtype`` rightly on this CPU, by known answers.
+
+    Raises:
+        RuntimeError: it does not, and not in whole blocks either.
+    """
+    rows = 4 * -(-blocksize // k)  # four blocks or more
+    flat = torch.arange(rows * k, device="cpu")
+    codes, absmax = flat * 7 % 16, torch.exp2((flat[: -(-rows * k // blocksize)] % 7).float())  # neighbours differ in scale
+    table = bnb.functional.get_4bit_type("nf4", device="cpu")
+    expected = table[codes] * absmax[flat // blocksize]
+    packed = (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)[:, None]
+    state = bnb.functional.QuantState(absmax, torch.Size((rows, k)), table, blocksize, "nf4", dtype)
+
+    def right(state: bnb.functional.QuantState) -> bool:
+        return torch.allclose(bnb.functional.dequantize_4bit(packed, state).flatten().float(), expected, rtol=0.01)
+
+    if right(state):
+        return True
+    fault = f"bitsandbytes {bnb.__version__} dequantises NF4 wrongly on this CPU"
+    if not right(_in_blocks(state)):
+        raise RuntimeError(f"{fault} ({dtype}, rows of {k}): backend='nf4' needs a GPU or another version of bitsandbytes here")
+    warnings.warn(f"{fault} where in_features is no multiple of {blocksize}; peft_nvfp4 reads such weights rightly", stacklevel=2)
+    return False
+
+
+@torch.compiler.assume_constant_result
+def _avoids_rows(device: str, k: int, dtype: torch.dtype, blocksize: int) -> bool:
+    return device == "cpu" and not _rows_are_right(k, dtype, blocksize)
+
+
+def _dequantize(packed: Tensor, state: bnb.functional.QuantState, dtype: torch.dtype) -> Tensor:
+    """The weight, shape ``state.shape``, computed by bitsandbytes in ``dtype`` and in a shape that it reads rightly."""
+    read_as = _in_blocks(state) if _avoids_rows(packed.device.type, state.shape[1], dtype, state.blocksize) else copy.copy(state)
+    read_as.dtype = dtype
+    return bnb.functional.dequantize_4bit(packed, read_as).view(state.shape)
+
+
+class _MatmulInBlocks(torch.autograd.Function):
+    """``x @ W.T + bias`` for ``x`` (T, in_features) around :func:`_dequantize`. As in bitsandbytes' own, the dense weight lives
+    within each pass only."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, packed: Tensor, bias: Tensor | None, state: bnb.functional.QuantState) -> Tensor:
+        ctx.packed, ctx.state = packed, state
+        return F.linear(x, _dequantize(packed, state, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        dx = dy @ _dequantize(ctx.packed, ctx.state, ctx.state.dtype).to(dy.dtype) if needs_x else None
+        return dx, None, dy.sum(0) if needs_bias else None, None
 
 
 @register_backend("nf4")
@@ -124,8 +197,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
             self.bias.data = snapshot["bias"].to(device, self.bias.dtype, copy=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        weight = bnb.functional.dequantize_4bit(self.weight.data, self._state)
-        return weight.to(dtype or self.compute_dtype)
+        return _dequantize(self.weight.data, self._state, self._state.dtype).to(dtype or self.compute_dtype)
 
     def requantize_(self, weight: Tensor) -> None:
         self._check_dense(weight)
@@ -143,4 +215,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         state = self._state
         if state.absmax.device != x.device:  # FSDP2 has moved the parameter only
             state.to(x.device)
+        if _avoids_rows(x.device.type, self.in_features, compute.dtype, state.blocksize):
+            y = _MatmulInBlocks.apply(compute.reshape(-1, self.in_features), self.weight, bias, state)
+            return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
         return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=state).to(x.dtype)

@@ -22,15 +22,16 @@ def mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if dtype == a.dtype:
             return a @ b
         return torch.mm(a, b, out_dtype=dtype) if dtype == torch.float32 else (a @ b).to(dtype)
-    operand = cpu_operand(a.dtype)
-    return a @ b if operand == a.dtype == dtype else (a.to(operand) @ b.to(operand)).to(dtype)
+    # a CPU has no product of 16-bit operands with an FP32 result: it would be rounded to 16 bits first
+    operand = cpu_operand(a.dtype) if dtype == a.dtype else torch.float32
+    return a @ b if operand == a.dtype else (a.to(operand) @ b.to(operand)).to(dtype)
 
 
 def add_mm(y: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """``y + a @ b`` with FP32 accumulation and one rounding, into y; without y, ``a @ b``."""
     if y is None:
         return mm(a, b)
-    operand = a.dtype if a.is_cuda else cpu_operand(a.dtype)
+    operand = a.dtype if a.is_cuda else cpu_operand(a.dtype) if y.dtype == a.dtype else torch.float32
     if operand == a.dtype == y.dtype:
         return y.addmm_(a, b)
     return torch.addmm(y.to(operand), a.to(operand), b.to(operand)).to(y.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import models, texts
+from . import evaluation, models, texts
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,6 @@ def quantize(name: str, output: str, skip_modules: list[str], layers: int | None
 
     path, device = fresh(output), models.default_device()
     config = PactConfig(skip_modules=skip_modules or None)
-    if name == models.BUILTIN:
-        from ...data import model_folder
-
-        name = str(model_folder())
     settings: dict[str, Any] = {"quantization_config": config}
     if device.type == "cuda":
         settings["device_map"] = {"": device}
@@ -73,14 +69,6 @@ def quantize(name: str, output: str, skip_modules: list[str], layers: int | None
     return Written(str(path), weight_bytes(path), _packed(model), parameters_in_bf16(model))
 
 
-def calibration_texts(dataset: str, limit: int | None, columns: dict[str, str]) -> list[Any]:
-    """Texts or conversations of a data file, prompt and completion joined."""
-    rows = texts.read(dataset, "auto", columns, None, "train", limit)
-    if rows.format == "chat":
-        return [row["messages"] for row in rows.rows]
-    return [row["text"] if rows.format == "text" else row["prompt"] + row["completion"] for row in rows.rows]
-
-
 def calibrate(
     name: str, dataset: str, output: str, options: dict[str, Any], limit: int | None, columns: dict[str, str], layers: int | None
 ) -> Any:
@@ -89,7 +77,7 @@ def calibrate(
     from ...calibration.run import calibrate as run
 
     settings = CalibrationOptions(**options)
-    data = calibration_texts(dataset, limit, columns)
+    data = texts.read(dataset, columns=columns, limit=limit).plain()
     device = models.default_device()
     model, tokenizer = models.load(name, models.choose_dtype("auto", device), torch.device("cpu"), layers)
     return run(model, data, tokenizer, settings, output_dir=output, device=device)
@@ -117,8 +105,8 @@ def merge(
     model, tokenizer = models.load_with_adapter(name, adapter, models.choose_dtype(dtype, device), device, layers)
     batches = None
     if probe is not None:
-        rows = texts.encode(texts.read(probe, limit=8), tokenizer, 128).rows
-        batches = [{"input_ids": torch.tensor([row["input_ids"]], device=device)} for row in rows[:8]]
+        rows = evaluation.encode(texts.read(probe, limit=8), tokenizer, 128)
+        batches = [{"input_ids": torch.tensor([row["input_ids"]], device=device)} for row in rows if row is not None]
     merged, report = run(model, to, probe=batches)
     if to == "nvfp4":
         export_checkpoint(merged, path, layout)

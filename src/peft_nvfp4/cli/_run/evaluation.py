@@ -3,167 +3,165 @@
 | data | scored |
 |---|---|
 | classification | accuracy and macro F1 of the likeliest label, perplexity |
-| prompt, chat | exact match, F1 of words and ROUGE-L of the answer (greedy), perplexity of the reference |
+| prompt, chat | exact match, F1 of words (SQuAD's) and ROUGE-L of the answer (greedy), perplexity of the reference |
 | text | perplexity |
 
-Perplexity is that of the tokens that training would learn from, each weighing the same.
+Perplexity is that of the tokens that training would learn from, each weighing the same. Every turn of the assistant in a
+conversation is an answer. Rows are cut as TRL cuts them for training: at their end, and a row whose prompt alone fills the
+maximum length is left out. The metrics are torchmetrics'.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
+from torchmetrics.functional.text import rouge_score, squad
+from tqdm.auto import tqdm
+from transformers import DataCollatorForSeq2Seq, pipeline
 
-from . import metrics, texts
+from .texts import Rows
 
-CHUNK = 256
-"""Positions whose logits exist in FP32 at one time."""
+IGNORED = -100
+"""The label of a position that is not scored."""
+SAMPLES = 3
+"""Rows that are shown with what the model said."""
 
 
 @dataclass
 class Score:
     """Attributes:
-    format, rows: of the data.
+    format, rows: of the data; so many rows were scored.
+    left_out: rows whose prompt alone fills the maximum length.
     scores: name -> value, in [0, 1] but for ``perplexity`` and ``nll`` (nats a token).
     samples: some rows with what the model said.
     """
 
     format: str
     rows: int
+    left_out: int
     scores: dict[str, float]
     samples: list[dict[str, str]] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+def encode(rows: Rows, tokenizer: Any, max_length: int) -> list[dict[str, list[int]] | None]:
+    """``input_ids`` and ``labels`` of every row; None where nothing is left to score within ``max_length`` tokens."""
+    eos = "" if rows.conversational else tokenizer.eos_token or ""  # a template writes it itself
+    pairs = rows.rendered(tokenizer)
+    return [_encode(p, c.removesuffix(eos) + eos, tokenizer, max_length, rows.conversational) for p, c in pairs]
 
 
-Say = Callable[[int, int], None]
+def _encode(prompt: str, completion: str, tokenizer: Any, max_length: int, templated: bool) -> dict[str, list[int]] | None:
+    """What is scored starts where the tokens of the prompt alone and those of both part."""
+    both, alone = (tokenizer(text, add_special_tokens=not templated).input_ids for text in (prompt + completion, prompt))
+    both, alone = both[:max_length], alone if prompt else []
+    start = next((i for i, (a, b) in enumerate(zip(both, alone)) if a != b), min(len(both), len(alone)))
+    first = max(start, 1)  # nothing foretells the first token
+    return {"input_ids": both, "labels": [IGNORED] * start + both[start:]} if len(both) > first else None
+
+
+def collator(tokenizer: Any) -> DataCollatorForSeq2Seq:
+    """Of encoded rows: padded on the right to a multiple of 8."""
+    tokenizer.padding_side = "right"
+    return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED, pad_to_multiple_of=8)
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     tokenizer: Any,
-    rows: texts.Rows,
+    rows: Rows,
     *,
     batch: int = 8,
     max_length: int = 1024,
     max_new_tokens: int = 64,
     generate: bool = True,
-    samples: int = 3,
-    progress: Say = lambda done, total: None,
 ) -> Score:
     """Score a model on rows.
 
     Args:
         generate: also let it answer (of ``prompt`` and ``chat``), which takes most of the time.
-        progress: called with rows done and their number.
+
+    Raises:
+        ValueError: every row's prompt fills ``max_length``.
     """
     model.eval()
-    encoded = texts.encode(rows, tokenizer, max_length)
-    answers = generate and rows.format in ("prompt", "chat")
-    total = len(encoded.rows) + len(rows.rows) * (answers or rows.format == "classification")
-    losses = _losses(model, tokenizer, encoded.rows, batch, lambda n: progress(n, total))
-    counts = torch.tensor([sum(label != texts.IGNORED for label in row["labels"][1:]) for row in encoded.rows])
+    format, rows = rows.format, rows.by_turn()
+    encoded = encode(rows, tokenizer, max_length)
+    kept = [i for i, row in enumerate(encoded) if row is not None]
+    if not kept:
+        raise ValueError(f"no row has anything to score within {max_length} tokens: raise --max-length")
+    losses, counts = _losses(model, tokenizer, [encoded[i] for i in kept], batch)
     nll = float(losses.sum() / counts.sum())
-    score = Score(rows.format, len(rows.rows), {"nll": nll, "perplexity": math.exp(min(nll, 700.0))})
-    further = lambda n: progress(len(encoded.rows) + n, total)
+    score = Score(format, len(kept), len(encoded) - len(kept), {"nll": nll, "perplexity": math.exp(min(nll, 700.0))})
+    prompts, expected = zip(*(pair for pair, row in zip(rows.pairs(), encoded) if row is not None))
     if rows.format == "classification":
-        found = _labels(model, tokenizer, rows, batch, max_length, further)
-        true = [row["label"] for row in rows.rows]
-        score.scores = {"accuracy": metrics.accuracy(found, true), "macro_f1": metrics.macro_f1(found, true), **score.scores}
-        shown = zip(rows.rows, found)
-        score.samples = [{"prompt": r["prompt"], "expected": r["label"], "answer": f} for r, f in shown][:samples]
-    elif answers:
-        _answer(model, tokenizer, rows, batch, max_length, max_new_tokens, samples, score, further)
+        answers = _labels(model, tokenizer, prompts, rows.labels, batch, max_length)
+        score.scores = {**_label_scores(answers, expected, rows.labels), **score.scores}
+    elif rows.format == "prompt" and generate:
+        answers = _answers(model, tokenizer, list(prompts), batch, max_new_tokens)
+        expected = [text if isinstance(text, str) else str(text[-1]["content"]) for text in expected]
+        score.scores = {**_answer_scores(answers, expected), **score.scores}
+    else:
+        return score
+    shown = zip(prompts[:SAMPLES], expected, answers)
+    score.samples = [{"prompt": str(p), "expected": e.strip(), "answer": a.strip()} for p, e, a in shown]
     return score
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def _losses(model: nn.Module, tokenizer: Any, rows: Sequence[dict], size: int) -> tuple[Tensor, Tensor]:
+    """(summed negative log-likelihood, number) of every row's labels, in FP64. FP32 logits exist of one row at a time."""
+    collate, (losses, counts) = collator(tokenizer), torch.zeros(2, len(rows), dtype=torch.float64)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # rows of similar length: little padding
+    for at in tqdm(range(0, len(rows), size), desc="Scoring", unit="batch"):
+        numbers = order[at : at + size]
+        inputs = collate([rows[i] for i in numbers]).to(model.device)
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
+        for number, row, label in zip(numbers, logits, labels):
+            losses[number] = F.cross_entropy(row.float(), label, ignore_index=IGNORED, reduction="sum")
+            counts[number] = (label != IGNORED).sum()
+    return losses, counts
 
 
-def _sorted_batches(rows: Sequence[dict], size: int) -> list[list[int]]:
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
-    return [order[i : i + size] for i in range(0, len(order), size)]
-
-
-def _losses(model: nn.Module, tokenizer: Any, rows: Sequence[dict], size: int, progress: Callable[[int], None]) -> Tensor:
-    """Summed negative log-likelihood of every row's labels."""
-    collate, out, done = texts.Collator(tokenizer.pad_token_id), torch.zeros(len(rows), dtype=torch.float64), 0
-    for indices in _sorted_batches(rows, size):
-        inputs = {k: v.to(_device(model)) for k, v in collate([rows[i] for i in indices]).items()}
-        labels = inputs.pop("labels")
-        logits = model(**inputs, use_cache=False).logits
-        out[indices] = _negative_log_likelihood(logits[:, :-1], labels[:, 1:]).double().cpu()
-        done += len(indices)
-        progress(done)
-    return out
-
-
-def _negative_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B,) sums over positions with a label."""
-    total = logits.new_zeros(len(logits), dtype=torch.float32)
-    for at in range(0, logits.shape[1], CHUNK):
-        part, target = logits[:, at : at + CHUNK].float(), labels[:, at : at + CHUNK]
-        loss = F.cross_entropy(part.transpose(1, 2), target, ignore_index=texts.IGNORED, reduction="none")
-        total += loss.sum(1)
-    return total
-
-
-def _labels(model, tokenizer, rows: texts.Rows, size: int, max_length: int, progress: Callable[[int], None]) -> list[str]:
-    """The likeliest label of every row: by the mean log-likelihood of its tokens after the prompt."""
-    words = [texts.completion_ids(f" {label}", tokenizer) for label in rows.labels]
-    if any(not word for word in words):
+def _labels(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[str], labels: Sequence[str], size: int, length: int
+) -> list[str]:
+    """The likeliest completion (" label") of every prompt: by the mean log-likelihood of its tokens."""
+    candidates = [_encode(prompt, f" {label}", tokenizer, length, False) for prompt in prompts for label in labels]
+    if None in candidates:
         raise ValueError("a label has no tokens of its own in this tokenizer")
-    room = max_length - max(map(len, words))
-    if room < 1:
-        raise ValueError(f"max_length {max_length} is shorter than the labels")
-    candidates = []
-    for row in rows.rows:
-        prompt = texts.prompt_ids(row, tokenizer)[-room:]
-        candidates += [{"input_ids": prompt + w, "labels": [texts.IGNORED] * len(prompt) + w} for w in words]
-    per = len(words)
-    losses = _losses(model, tokenizer, candidates, size, lambda n: progress(n // per)).view(-1, per)
-    best = (losses / torch.tensor([len(w) for w in words], dtype=torch.float64)).argmin(1)
-    return [rows.labels[i] for i in best.tolist()]
+    losses, counts = _losses(model, tokenizer, candidates, size)
+    return [f" {labels[i]}" for i in (losses / counts).view(-1, len(labels)).argmin(1).tolist()]
 
 
-def _answer(model, tokenizer, rows, size, max_length, new_tokens, samples, score: Score, progress: Callable[[int], None]) -> None:
-    """Let the model answer, and compare."""
-    prompts, references = [], []
-    for row in rows.rows:
-        if rows.format == "chat":
-            last = max(i for i, m in enumerate(row["messages"]) if m["role"] == "assistant")
-            prompts.append(texts.chat_ids(row["messages"][:last], tokenizer, reply=True)[-max_length:])
-            references.append(str(row["messages"][last]["content"]))
-        else:
-            prompts.append(texts.prompt_ids(row, tokenizer)[-max_length:])
-            references.append(row["completion"])
-    answers = [""] * len(prompts)
-    done = 0
-    for indices in _sorted_batches([{"input_ids": p} for p in prompts], size):
-        for i, text in zip(indices, _generate(model, tokenizer, [prompts[i] for i in indices], new_tokens)):
-            answers[i] = text
-        done += len(indices)
-        progress(done)
-    named = {"exact_match": metrics.exact_match, "f1": metrics.word_f1, "rouge_l": metrics.rouge_l}
-    found = {k: sum(f(a, r) for a, r in zip(answers, references)) / len(answers) for k, f in named.items()}
-    score.scores = {**found, **score.scores}
-    shown = zip(prompts, references, answers)
-    score.samples = [{"prompt": tokenizer.decode(p), "expected": r.strip(), "answer": a} for p, r, a in shown][:samples]
+def _answers(model: nn.Module, tokenizer: Any, prompts: list, size: int, new_tokens: int) -> list[str]:
+    """What the model says after every prompt, greedy."""
+    tokenizer.padding_side = "left"
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    found = generator(prompts, batch_size=size, max_new_tokens=new_tokens, do_sample=False, return_full_text=False)
+    return [one[0]["generated_text"] for one in found]
 
 
-def _generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], new_tokens: int) -> list[str]:
-    width = max(map(len, prompts))
-    pad = tokenizer.pad_token_id or 0
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=_device(model))
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=_device(model))
-    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad)
-    return [text.strip() for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
+def _label_scores(answers: Sequence[str], expected: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+    numbers = {f" {label}": i for i, label in enumerate(labels)}
+    found, true = (torch.tensor([numbers[text] for text in texts]) for texts in (answers, expected))
+    classes = max(2, len(labels))  # torchmetrics wants two
+    accuracy = multiclass_accuracy(found, true, num_classes=classes, average="micro")
+    f1 = multiclass_f1_score(found, true, num_classes=classes, average="macro")
+    return {"accuracy": float(accuracy), "macro_f1": float(f1)}
+
+
+def _answer_scores(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+    """Means over rows, in [0, 1]."""
+    predictions = [{"prediction_text": answer, "id": str(i)} for i, answer in enumerate(answers)]
+    targets = [{"answers": {"answer_start": [0], "text": [text]}, "id": str(i)} for i, text in enumerate(expected)]
+    words = squad(predictions, targets)
+    rouge = rouge_score(list(answers), list(expected), rouge_keys="rougeL")["rougeL_fmeasure"]
+    return {"exact_match": float(words["exact_match"]) / 100, "f1": float(words["f1"]) / 100, "rouge_l": float(rouge)}

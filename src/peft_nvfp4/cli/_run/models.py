@@ -1,4 +1,4 @@
-"""Models and adapters by the names that people type: a folder, a Hub id, ``smollm2`` (packaged), an adapter's folder."""
+"""Models and adapters by the names that people type: a folder, a Hub id, an adapter's folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import nn
 
 from ...quantization.options import Options
 
-BUILTIN = "smollm2"
-"""SmolLM2-135M-Instruct as :mod:`peft_nvfp4.data` gets it."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -37,10 +35,6 @@ def config_of(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    if name == BUILTIN:
-        from ...data import model_folder
-
-        name = str(model_folder())
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
@@ -49,8 +43,8 @@ def config_of(name: str) -> Any:
 
 def _absent(name: str) -> str:
     return (
-        f"no model {name!r}: give a folder with a config.json and weights, the id of a model on the Hub (downloaded, or within "
-        f"reach), or {BUILTIN}"
+        f"no model {name!r}: give a folder with a config.json and weights, or the id of a model on the Hub (downloaded, or "
+        "within reach)"
     )
 
 
@@ -87,19 +81,14 @@ def load(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if name == BUILTIN:
-        from ... import data
-
-        model, tokenizer = data.load_smollm2(dtype, layers)
-    else:
-        kwargs = _packed(name, options or Options()) | kwargs
-        try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except OSError as error:
-            present = (Path(name) / "config.json").is_file()
-            raise FileNotFoundError(str(error) if present else _absent(name)) from error
-        _truncate(model, layers)
+    kwargs = _packed(name, options or Options()) | kwargs
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        present = (Path(name) / "config.json").is_file()
+        raise FileNotFoundError(str(error) if present else _absent(name)) from error
+    _truncate(model, layers)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if device.type == "cuda" and _dense_bytes(model) < 0.7 * torch.cuda.mem_get_info(device)[0]:
         model.to(device)
@@ -179,6 +168,6 @@ def frozen_config(settings: dict[str, Any]) -> Any:
     from ...lora.config import NVFP4LoraConfig
 
     known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
-    if unknown := settings.keys() - known:
-        raise ValueError(f"unknown settings of the adapter: {', '.join(sorted(unknown))}; they are those of NVFP4LoraConfig")
+    if unknown := sorted(map(str, settings.keys() - known)):
+        raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")
     return NVFP4LoraConfig(**settings)

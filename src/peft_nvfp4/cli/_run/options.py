@@ -8,77 +8,84 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...quantization.options import NAMES, check_known, option
+import yaml
+
+from ...lora.config import NVFP4LoraConfig
+from ...quantization.options import Options, check_known, help_of
+from . import models
 
 FILE = "train.yaml"
 """In the output folder: the options of the run, read by ``--resume``."""
 
 
+def option(default: Any, help: str | None = None, *flags: str, sft: str | None = None) -> Any:
+    """A field, and what is known of it.
+
+    Args:
+        help: None: it has no flag, and is for the YAML file.
+        flags: if not ``--name``.
+        sft: the field of TRL's ``SFTConfig`` that it sets.
+    """
+    metadata = {"help": help, "flags": flags, "sft": sft}
+    return field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
+
+
+def base_option(name: str) -> Any:
+    """A field that :class:`~peft_nvfp4.quantization.options.Options` defines."""
+    default = next(f.default for f in fields(Options) if f.name == name)
+    return option(default, help_of(name))
+
+
 @dataclass
 class TrainOptions:
-    """What ``peft-nvfp4 train`` can be told; every name is a flag and a key of the YAML file.
+    """What ``peft-nvfp4 train`` can be told: every name is a key of the YAML file, and those with a help text are flags, too.
 
-    Attributes:
-        model, dataset, output: folder or Hub id of the base (or ``smollm2``), data (:mod:`.texts`), where results go.
-        format, columns, template, split, limit: of the data.
-        eval_dataset, eval_rows: scored during training: other data, or so many rows kept back.
-        max_length: tokens of a row at most.
-        backend, accuracy, memory, calibration: of ``NVFP4LoraConfig``. With ``memory="smallest"`` the model is loaded on the CPU.
-        cuda_graphs: training steps are recorded (:func:`peft_nvfp4.enable_cuda_graphs`).
-        rank, alpha, dropout, targets: of the adapter; ``targets`` is ``all-linear`` or names with commas between.
-        steps, epochs: how long; steps counts if it is given.
-        batch, accumulation: rows at a time, and times a step.
-        lr, scheduler, warmup, weight_decay, max_grad_norm, optimizer: ``warmup`` is a share of the steps.
-        checkpointing: of decoder layers.
-        deterministic: two runs with these options on one device are equal bit for bit (:func:`peft_nvfp4.training.callbacks.deterministic`).
-        max_memory: of the GPU; batch, accumulation, what is kept for backward and layouts are then chosen to fit, with the step's
-            rows (batch x accumulation) as they were asked for.
-        save_every, keep, log_every: steps between checkpoints (0: ten a run), how many are kept, steps between lines of the log.
-        seed, dtype, layers: ``layers`` keeps only the model's first ones, for a quick look.
-        lora, trainer: further fields of ``NVFP4LoraConfig`` and of transformers' ``TrainingArguments``.
+    Those that have the name of a field of ``NVFP4LoraConfig`` mean the same. ``lora`` and ``trainer`` are further fields of
+    ``NVFP4LoraConfig`` and of TRL's ``SFTConfig``.
     """
 
-    model: str = ""
-    dataset: str = ""
-    output: str = ""
-    format: str = "auto"
-    columns: dict[str, str] = field(default_factory=dict)
-    template: str | None = None
-    split: str = "train"
-    limit: int | None = None
-    eval_dataset: str | None = None
-    eval_rows: int = 0
-    max_length: int = 1024
-    backend: str = option("backend")
-    accuracy: str = option("accuracy")
-    memory: str = option("memory")
-    calibration: str | None = option("calibration")
-    cuda_graphs: bool = False
-    rank: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
-    targets: str = "all-linear"
-    steps: int | None = None
-    epochs: float = 1.0
-    batch: int = 8
-    accumulation: int = 1
-    lr: float = 2e-4
-    scheduler: str = "linear"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    optimizer: str = "adamw_torch_fused"
-    checkpointing: bool = False
-    deterministic: bool = False
-    max_memory: str | None = None
-    save_every: int = 0
-    keep: int = 2
-    log_every: int = 0
-    seed: int = 0
-    dtype: str = "auto"
-    layers: int | None = None
-    lora: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
+    model: str = option("", "Folder or Hub id of the base model.")
+    dataset: str = option("", "Data: .jsonl, .csv, .parquet, .txt, ...")
+    output: str = option("", "Folder for checkpoints and the adapter.", "--output", "-o", sft="output_dir")
+    backend: str = base_option("backend")
+    accuracy: str = base_option("accuracy")
+    memory: str = base_option("memory")
+    calibration: str | None = base_option("calibration")
+    cuda_graphs: bool = option(False, "Replay recorded steps.")
+    rank: int = option(16, "Of the adapter (16).", "--rank", "-r")
+    alpha: int = option(32, "LoRA alpha (32).")
+    dropout: float = option(0.0, "LoRA dropout (0).")
+    targets: str = option("all-linear", "all-linear, or names with commas between.")
+    format: str = option("auto", "auto, chat, prompt, text or classification.")
+    columns: dict[str, str] = option(dict, "prompt=question, completion=answer")
+    template: str | None = option(None, 'Classification: "{text}\\nLabel:".')
+    split: str = option("train")
+    limit: int | None = option(None, "Rows at most.")
+    eval_dataset: str | None = option(None, "Scored during training.")
+    eval_rows: int = option(0, "Rows kept back to be scored.")
+    max_length: int = option(1024, "Tokens of a row at most (1024).", sft="max_length")
+    packing: bool = option(False, "Short rows share a sequence of max_length.", sft="packing")
+    steps: int | None = option(None, "Optimizer steps; instead of epochs.")
+    epochs: float = option(1.0, "Times through the data (1).", sft="num_train_epochs")
+    batch: int = option(8, "Rows at a time (8).", sft="per_device_train_batch_size")
+    accumulation: int = option(1, "Times a step (1).", sft="gradient_accumulation_steps")
+    lr: float = option(2e-4, "Peak learning rate (2e-4).", sft="learning_rate")
+    scheduler: str = option("linear", "linear, cosine, constant, ...", sft="lr_scheduler_type")
+    warmup: float = option(0.05, "Share of the steps (0.05).", sft="warmup_steps")
+    weight_decay: float = option(0.0, sft="weight_decay")
+    max_grad_norm: float = option(1.0, sft="max_grad_norm")
+    optimizer: str = option("adamw_torch_fused", "adamw_torch_fused, paged_adamw_8bit, ...", sft="optim")
+    checkpointing: bool = option(False, "Keep only the inputs of decoder layers for backward.", sft="gradient_checkpointing")
+    deterministic: bool = option(False, "Two runs are equal bit for bit; slower attention.")
+    max_memory: str | None = option(None, "16GiB: batch, accumulation, memory, checkpointing are chosen to fit.")
+    save_every: int = option(0, "Steps between checkpoints (a tenth).")
+    keep: int = option(2, sft="save_total_limit")
+    log_every: int = option(0, "Steps between lines of the log.")
+    seed: int = option(0, "Of data order, adapter and dropout (0).", sft="seed")
+    dtype: str = option("auto", "auto, bf16, fp16 or fp32.")
+    layers: int | None = option(None, "Keep only the first: a quick look.")
+    lora: dict[str, Any] = option(dict)
+    trainer: dict[str, Any] = option(dict)
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -89,29 +96,24 @@ class TrainOptions:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.steps is not None and self.steps < 1 or self.epochs <= 0:
             raise ValueError("steps and epochs must be positive")
-
-    def require(self) -> None:
-        """Raises ValueError if one of the three that every run needs is missing."""
-        missing = [name for name in ("model", "dataset", "output") if not getattr(self, name)]
-        if missing:
-            raise ValueError(f"missing: {', '.join(missing)} (as an option, or in the YAML file)")
-
-    def lora_settings(self) -> dict[str, Any]:
-        """Fields of ``NVFP4LoraConfig``."""
-        targets = self.targets if self.targets == "all-linear" else [t.strip() for t in self.targets.split(",") if t.strip()]
-        return {
-            **{name: getattr(self, name) for name in NAMES if hasattr(self, name)},
-            **{"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": targets},
-            **{"task_type": "CAUSAL_LM", **self.lora},
-        }
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup is a share of the steps, below 1, got {self.warmup}")
 
     def save(self, folder: str | Path) -> None:
         """Write :data:`FILE`."""
-        import yaml
-
         Path(folder).mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True)
         (Path(folder) / FILE).write_text(text, encoding="utf-8")
+
+
+def adapter_config(options: TrainOptions) -> NVFP4LoraConfig:
+    """The config of the adapter and of the base's freezing. Only here do options become fields of ``NVFP4LoraConfig``."""
+    words = [word.strip() for word in options.targets.split(",") if word.strip()]
+    targets = options.targets if words == ["all-linear"] else words
+    known = {f.name for f in fields(NVFP4LoraConfig)}
+    shared = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
+    lora = {"r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout, "target_modules": targets}
+    return models.frozen_config({**shared, **lora, "task_type": "CAUSAL_LM", **options.lora})
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
@@ -134,12 +136,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not YAML, or has a key that no option is called; the message lists the known ones.
     """
-    import yaml
-
+    text = Path(path).read_bytes()
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError:
-        raise
+        content = yaml.safe_load(text)
     except Exception as error:  # not only YAMLError: numbers, dates and !!tags that it cannot make sense of, and text in no UTF-8
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
@@ -167,5 +166,6 @@ def gathered(flags: dict[str, Any], config: str | Path | None = None, resume: bo
             raise ValueError(f"{output} holds no run to resume (no {FILE})")
         values = read_yaml(path)
     options = TrainOptions(**{**values, **from_file, **given})
-    options.require()
+    if missing := [name for name in ("model", "dataset", "output") if not getattr(options, name)]:
+        raise ValueError(f"missing: {', '.join(missing)} (as an option, or in the YAML file)")
     return options

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...diagnostics.plots import PERCENT, short
 from ...diagnostics.statistics import Statistics, TensorStatistics, tensor_statistics
-from . import models, texts
+from . import models
 
 
 def measure(
@@ -35,6 +35,7 @@ def measure(
 
     from ...fusion.loss_attach import attach_loss
     from ...lora.config import NVFP4LoraConfig
+    from . import evaluation, texts  # they need what only the command line has
 
     if adapter is None and name is None:
         raise ValueError("give a model, an adapter, or both")
@@ -46,14 +47,16 @@ def measure(
     data = texts.read(dataset, columns=columns, limit=limit)
     name = name or models.base_of_adapter(adapter)
     base, tokenizer = models.load(name, models.choose_dtype(dtype, device), device, layers, config.options)
-    encoded = texts.encode(data, tokenizer, max_length).rows[:limit]
+    encoded = [row for row in evaluation.encode(data, tokenizer, max_length) if row is not None]
+    if not encoded:
+        raise ValueError(f"no row has anything to learn within {max_length} tokens: raise --max-length")
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
     if adapter is None:
         model = get_peft_model(base, config)
     else:
         model = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)  # trainable: gradients come back
     attach_loss(model.to(device).train())
-    collate = texts.Collator(tokenizer.pad_token_id)
+    collate = evaluation.collator(tokenizer)
     batches = (collate(encoded[i : i + batch]) for i in range(0, len(encoded), batch))
     return tensor_statistics(model, batches, weights=dense, rows=rows)
 

@@ -1,4 +1,4 @@
-"""Scores of answers against references: exact match, F1 of words (SQuAD's), ROUGE-L, accuracy and macro F1 of labels."""
+"""Scores of answers against references: exact match, F1 of words (SQuAD's), ROUGE-L."""
 
 from __future__ import annotations
 
@@ -42,17 +42,3 @@ def _longest_common(a: Sequence[str], b: Sequence[str]) -> int:
         for j, y in enumerate(b, 1):
             previous, row[j] = row[j], previous + 1 if x == y else max(row[j], row[j - 1])
     return row[-1]
-
-
-def accuracy(found: Sequence[str], true: Sequence[str]) -> float:
-    return sum(f == t for f, t in zip(found, true, strict=True)) / len(true)
-
-
-def macro_f1(found: Sequence[str], true: Sequence[str]) -> float:
-    """Mean over the labels that occur of each one's F1."""
-    scores = []
-    for label in sorted({*found, *true}):
-        both = sum(f == t == label for f, t in zip(found, true, strict=True))
-        either = sum(f == label for f in found) + sum(t == label for t in true)
-        scores.append(2 * both / either)
-    return sum(scores) / len(scores)

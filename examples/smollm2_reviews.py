@@ -11,7 +11,7 @@ after the prompt; the loss is the cross-entropy over those two. The head runs at
 (B, T, 49152) would add a quarter to the decoder's work. Prompts are padded on the right, where a causal decoder needs no
 attention mask; padding on the left gives NaN gradients on CUDA, since its first rows have nothing to attend to.
 
-    python -m peft_nvfp4.data fetch          # once; nothing else here uses the network
+    python examples/smollm2_reviews.py fetch         # once; nothing else here uses the network
     model, tokenizer = load_smollm2()
     train, test = movie_reviews()
     losses = fine_tune(model, tokenizer, train)
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-FETCH_COMMAND = "python -m peft_nvfp4.data fetch"
+FETCH_COMMAND = "python examples/smollm2_reviews.py fetch"
 PROMPT = "\nSentiment:"  # follows the review
 LABELS = (" negative", " positive")  # the index is the label
 
@@ -304,7 +304,7 @@ def fine_tune(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m peft_nvfp4.data", description="Fetch the demo's model and data.")
+    parser = argparse.ArgumentParser(description="Fetch the demo's model and data.")
     parser.add_argument("command", choices=["fetch"])
     parser.add_argument("what", nargs="*", default=list(SOURCES), help=f"{' or '.join(SOURCES)} (default: all)")
     for name, path in fetch(parser.parse_args().what).items():
