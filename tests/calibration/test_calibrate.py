@@ -8,10 +8,9 @@ from conftest import tiny_llama
 from torch import nn
 
 from peft_nvfp4.autograd.frozen_linear import dequantize_input, quantize_input
-from peft_nvfp4.calibration import terms as terms_module
 from peft_nvfp4.calibration.gptq import GPTQOptions, gptq, gptq_backward
-from peft_nvfp4.calibration.hessian import Moments
-from peft_nvfp4.calibration.layer import rounded_input
+from peft_nvfp4.calibration.layer import Survey, choose_terms, rounded_input
+from peft_nvfp4.calibration.moments import Moments
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -195,10 +194,10 @@ def test_option_refusals():
 
 def test_terms_are_bought_by_gain_per_work():
     def site(name, work, one):
-        return terms_module.Survey([name], work, one, 0.01 * one)
+        return Survey([name], work, one, 0.01 * one)
 
     surveys = [site("a", 10, 1.0), site("b", 40, 8.0), site("c", 30, 2.9), site("d", 20, 0.1)]
-    chosen = {b: [n for n, t in terms_module.choose(surveys, b).items() if t == 2] for b in (0.0, 0.1, 0.5, 0.7, 0.8, 1.0)}
+    chosen = {b: [n for n, t in choose_terms(surveys, b).items() if t == 2] for b in (0.0, 0.1, 0.5, 0.7, 0.8, 1.0)}
     assert chosen == {
         0.0: [],
         0.1: ["a"],  # b gains more, but does not fit
