@@ -18,9 +18,9 @@ from _frozen_experts import (
     plain,
     routed,
 )
+from _mixtures import IDS, by_family, mixtral, qwen3_moe
 from _two_processes import both
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_moe import IDS, by_family, mixtral, qwen3_moe
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GptOssConfig, GptOssForCausalLM

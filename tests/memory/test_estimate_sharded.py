@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from _two_processes import both
+from _wire import count_bytes
 from conftest import tiny_llama
 
 from peft_nvfp4.memory import Settings, card, estimate, fit, largest_batch, model_shape, room, sharding, usable, weights
@@ -102,7 +103,6 @@ def sharded(rank: int, backend: str, layouts: str) -> tuple[int, int, int]:
     from torch.distributed.fsdp import fully_shard
 
     from peft_nvfp4 import NVFP4LoraConfig
-    from peft_nvfp4.training.distributed import count_bytes
 
     config = NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend, weight_layouts=layouts)
     model = get_peft_model(tiny_llama(tie_word_embeddings=False, intermediate_size=192), config)

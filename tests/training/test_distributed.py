@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _two_processes import Failed, both
+from _wire import count_bytes, count_ddp
 from conftest import tiny_llama
 from peft import get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -14,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.training import distributed
-from peft_nvfp4.training.distributed.wire import count_ddp
 
 BACKENDS = ("nvfp4 cached", "nvfp4 transient", "nf4", "bf16")
 
@@ -234,7 +234,7 @@ def fsdp_step(rank: int, backend: str, checkpointing: bool, supervised: bool):
             name = f"{name}.base_layer.weight"
             module.register_forward_pre_hook(lambda m, _, name=name: seen.update({name: m.base_layer.weight.detach().clone()}))
     mine = ids[2 * rank : 2 * rank + 2]
-    with distributed.count_bytes() as wire:
+    with count_bytes() as wire:
         here = model(input_ids=mine, labels=mine).loss
         here.backward()
     same = all(torch.equal(p, packed[name]) for name, p in stored_bytes(model).items())

@@ -432,7 +432,7 @@ def test_ddp_is_bit_equal():
 
 
 def ddp_of_experts(rank: int):
-    from test_moe import mixtral
+    from _mixtures import mixtral
     from torch.nn.parallel import DistributedDataParallel
 
     config = NVFP4LoraConfig(r=2, target_modules="all-linear", offload="cpu")

@@ -37,10 +37,10 @@ from ..training.offload.layers import computing
 from .experts import ParamWrapper
 from .layer import FrozenLoraLinear
 from .merge_aware import requantized
-from .merge_report import (
+from .report import (
     DROWNED,
     KEPT_WELL,
-    LayerRetention,
+    LayerReport,
     MergeReport,
     as_batches,
     compare_logits,
@@ -144,7 +144,7 @@ def _all_merge_aware(layers: dict[str, LoraLayer], names: Sequence[str]) -> bool
 
 
 @torch.no_grad()
-def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerRetention:
+def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerReport:
     """What merging will do to one layer; it is left as it is."""
     measure = {ParamWrapper: _measure_experts, FrozenLoraLinear: _measure_frozen}.get(type(layer))
     if measure is None:
@@ -153,7 +153,7 @@ def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> Laye
         return measure(name, layer, _here(layer, names), to)
 
 
-def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to: str) -> LayerRetention:
+def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to: str) -> LayerReport:
     base = layer.get_base_layer()
     before = base.dequantize(torch.float32).clone()
     dense = layer.dense_with(here)
@@ -164,7 +164,7 @@ def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to:
     return measure_layer(name, to, before, dense, after, step)
 
 
-def _measure_experts(name: str, wrapper: ParamWrapper, here: Sequence[str], to: str) -> LayerRetention:
+def _measure_experts(name: str, wrapper: ParamWrapper, here: Sequence[str], to: str) -> LayerReport:
     """One projection of frozen experts (E, N, K): all of them together."""
     experts, projection = wrapper.get_base_layer(), wrapper.parameter_name
     before = experts.dequantize(projection, torch.float32)
@@ -178,7 +178,7 @@ def _measure_experts(name: str, wrapper: ParamWrapper, here: Sequence[str], to: 
     return measure_layer(label, to, before, dense, after, step)
 
 
-def _measure_dense(name: str, layer: LoraLayer, here: Sequence[str], to: str) -> LayerRetention:
+def _measure_dense(name: str, layer: LoraLayer, here: Sequence[str], to: str) -> LayerReport:
     """A layer of PEFT's own, over a dense weight (or parameter, or embedding)."""
     base = layer.get_base_layer()
     weight = getattr(base, getattr(layer, "parameter_name", None) or "weight")
@@ -258,7 +258,7 @@ def _with_gscale(q: QuantizedMatrix, gscale: Tensor) -> QuantizedMatrix | None:
 
 def _warnings(report: MergeReport) -> list[str]:
     found = []
-    if not sum(layer.sums[1] for layer in report.layers):
+    if not report.weights.size:
         return ["the adapter adds nothing to any weight (B A = 0): the merged model is the base model"]
     if not report.merge_aware:
         if report.to == "nvfp4" and report.steps is not None:

@@ -1,7 +1,7 @@
 """Freeze a model in place: replace its linears, one after the other, by :class:`~peft_nvfp4.nn.frozen_linear.FrozenLinear`, and experts
 that are 3-D parameters by :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` (not with ``backend="bf16"``: they are dense already).
 
-The whole walk is planned and checked (:mod:`.freeze_plan`) before the first layer changes, so a bad weight or a wrong option
+The whole walk is planned and checked (:mod:`.plan`) before the first layer changes, so a bad weight or a wrong option
 leaves the model as it was. Then layers are converted one at a time and the dense weight of each is freed before the next: the
 peak stays about one layer above the larger of "before" and "after".
 """
@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..fusion.attach import detach
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.registry import BACKENDS
@@ -223,6 +225,17 @@ def frozen_modules(model: nn.Module) -> list[tuple[str, FrozenLinear | FrozenExp
     return [*frozen_layers(model), *frozen_experts(model)]
 
 
+def frozen_matrices(model: nn.Module) -> Iterator[tuple[str, FrozenLinear | FrozenExperts, FrozenOptions]]:
+    """(dotted name without the wrapping of adapters, module, options) of every frozen linear, and of every projection of frozen
+    experts."""
+    for name, module in frozen_modules(model):
+        name = name.replace(".base_layer", "")
+        if isinstance(module, FrozenExperts):
+            yield from ((f"{name}.{projection}", module, options) for projection, options in module.options.items())
+        else:
+            yield name, module, module.options
+
+
 def frozen_bytes(model: nn.Module) -> int:
     """Bytes that the frozen weights of a model occupy: all layouts and scales, without biases, heads and embeddings."""
     seen: dict[int, int] = {}
@@ -237,10 +250,6 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     """Replace every frozen linear by the dense ``nn.Linear`` it computes with, and frozen experts by dense ones, in place; the
     inverse of :func:`freeze_model` up to the format's error. Layers inside an adapter are left alone (merge or unload the adapter
     first)."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    from ..fusion.attach import detach  # not at the top: it imports the backends
-
     detach(model)  # a fused norm would go on quantising
     dense: dict[int, nn.Module] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
