@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from peft_nvfp4 import PactConfig
-from peft_nvfp4.checkpoints.files import Stored
+from peft_nvfp4.checkpoints.load import Stored
 from peft_nvfp4.checkpoints.layouts import COMPRESSED_TENSORS, MODELOPT
 from peft_nvfp4.checkpoints.load import PackedLinear, check_loaded, dense_linear, frozen_layer, packed_linears
 from peft_nvfp4.checkpoints.settings import Published

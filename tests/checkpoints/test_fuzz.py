@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from peft_nvfp4 import NVFP4LoraConfig, PactConfig
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
-from peft_nvfp4.checkpoints.files import check_files, check_indices, stored_in
+from peft_nvfp4.checkpoints.load import check_files, check_indices, stored_in
 from peft_nvfp4.checkpoints.settings import read_settings
 from peft_nvfp4.lora import fingerprint
 from peft_nvfp4.lora.config import SIDE_CAR

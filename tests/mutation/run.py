@@ -40,8 +40,7 @@ TESTS = {
     "lora/merge.py": ["merge", "merge_aware", "experts_adapters", "mutants"],
     "calibration/gptq.py": ["gptq", "mutants"],
     "checkpoints/layouts.py": ["layouts", "layouts_scales", "layouts_hostile", "mutants"],
-    "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_scales", "layouts_hostile", "streaming_load"],
-    "checkpoints/files.py": ["mutants", "layouts_hostile"],
+    "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_scales", "layouts_hostile", "streaming_load", "mutants"],
 }
 """Module -> names of the test files that are about it."""
 

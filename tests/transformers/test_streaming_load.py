@@ -171,7 +171,7 @@ def test_at_most_one_group_is_dense(saved, monkeypatch):
     monkeypatch.setattr(PactQuantizer, "collect", collect)
     model = load(saved[0])
     assert len(held) == 14 and max(map(len, held)) == 2 and held[-1] == [], held
-    assert not model.hf_quantizer._held and not model.hf_quantizer._stored
+    assert not model.hf_quantizer._held and not model.hf_quantizer.state.stored
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not run: pages are counted in /proc")

@@ -1,5 +1,6 @@
-"""Freeze a model in place: replace its linears, one after the other, by :class:`~peft_nvfp4.nn.frozen_linear.FrozenLinear`, and experts
-that are 3-D parameters by :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` (not with ``backend="bf16"``: they are dense already).
+"""Freeze a model in place: replace its linears, one after the other, by :class:`~peft_nvfp4.nn.frozen_linear.FrozenLinear`, and
+experts that are 3-D parameters by :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` (not with ``backend="bf16"``: they
+are dense already).
 
 The whole walk is planned and checked (:mod:`.plan`) before the first layer changes, so a bad weight or a wrong option
 leaves the model as it was. Then layers are converted one at a time and the dense weight of each is freed before the next: the
@@ -80,8 +81,7 @@ def freeze_model(
             if on_frozen is not None:
                 on_frozen(name, linear, frozen)
         modules[id(linear)] = weights[id(linear.weight)] = frozen
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, frozen)
+        model.set_submodule(name, frozen)
         del linear
     for name in tqdm(mixtures, desc="Freezing experts", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
         original = model.get_submodule(name)
@@ -89,8 +89,7 @@ def freeze_model(
             options = expert_options(name, FrozenOptions(weight_layouts, gradients, activations=activations), accuracy)
             modules[id(original)] = FrozenExperts.quantize(original, backend, options)
             _carry_attributes(original, modules[id(original)])
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, modules[id(original)])
+        model.set_submodule(name, modules[id(original)])
     by_choice = [name for name, module in model.named_modules() if backend == "bf16" and is_experts(module)]
     _warn_dense_share(model, (*skip_modules, *by_choice))
     if backend != "bf16":
@@ -253,12 +252,11 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     detach(model)  # a fused norm would go on quantising
     dense: dict[int, nn.Module] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
-        parent_name, _, child = name.rpartition(".")
-        if not isinstance(layer, FrozenLinear | FrozenExperts) or isinstance(
-            parent := model.get_submodule(parent_name), BaseTunerLayer
-        ):
+        if not isinstance(layer, FrozenLinear | FrozenExperts):
+            continue
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), BaseTunerLayer):
             continue
         if id(layer) not in dense:
             dense[id(layer)] = layer.to_experts() if isinstance(layer, FrozenExperts) else layer.to_linear()
-        setattr(parent, child, dense[id(layer)])
+        model.set_submodule(name, dense[id(layer)])
     return model

@@ -69,8 +69,8 @@ def _refuse_another_backend(name: str, module: nn.Module, backend: str) -> None:
 
 
 def plan_experts(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: bool = True) -> list[str]:
-    """Dotted names of the modules to replace by :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts`, after the checks that :func:`plan`
-    makes of linears. Experts that carry an adapter already stay dense, and so do all of a dense backend."""
+    """Dotted names of the modules to replace by frozen experts (:mod:`peft_nvfp4.nn.experts`), after the checks that
+    :func:`plan` makes of linears. Experts that carry an adapter already stay dense, and so do all of a dense backend."""
     lists = (getattr(model, key, None) for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
     fp32 = tuple(name for kept in lists for name in kept or ())
     names, inside_tuner = [], ()

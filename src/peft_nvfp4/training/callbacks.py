@@ -1,4 +1,4 @@
-"""Callbacks and contexts for long runs: losses that are not finite, memory that is not enough, runs that have to repeat bit for bit.
+"""For long runs: losses that are not finite, memory that is not enough, runs that have to repeat bit for bit.
 
 >>> trainer = Trainer(..., callbacks=[StopOnNonFinite()])
 >>> with memory_advice(trainer), deterministic(0):
