@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from peft_nvfp4 import PactConfig
 from peft_nvfp4.quantization.freeze import frozen_layers
-from peft_nvfp4.transformers import mapped
+from peft_nvfp4.transformers import checkpoint
 from peft_nvfp4.transformers.quantizer import PactQuantizer
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -190,10 +190,10 @@ def test_release_gives_pages_back_and_keeps_what_was_written(tmp_path):
         b += 1
         if resident() < 15_000:
             pytest.skip("not run: this safetensors does not map files")
-        mapped.release([str(tmp_path / "x.safetensors")])
+        checkpoint.release([str(tmp_path / "x.safetensors")])
         assert resident() < 1_000
         assert torch.equal(b, torch.ones(8)) and torch.equal(a.sum(), expected)
-    mapped.release([str(tmp_path / "absent")])
+    checkpoint.release([str(tmp_path / "absent")])
 
 
 # ---------------------------------------------------------------------------------------------- broken files

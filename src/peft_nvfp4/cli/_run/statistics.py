@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from peft import PeftModel, get_peft_model
+
 from ...diagnostics.plots import PERCENT, short
 from ...diagnostics.statistics import Statistics, TensorStatistics, tensor_statistics
+from ...fusion.loss_attach import attach_loss
+from ...lora.config import NVFP4LoraConfig
 from . import models, texts
 
 
@@ -31,11 +35,6 @@ def measure(
     Args:
         lora: fields of ``NVFP4LoraConfig``; without an adapter.
     """
-    from peft import PeftModel, get_peft_model
-
-    from ...fusion.loss_attach import attach_loss
-    from ...lora.config import NVFP4LoraConfig
-
     if adapter is None and name is None:
         raise ValueError("give a model, an adapter, or both")
     device = models.default_device()
@@ -61,8 +60,6 @@ def measure(
 # ---------------------------------------------------------------------------------------------- as a table
 
 
-
-
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f}"
 
@@ -76,14 +73,3 @@ def cells(name: str, site: str, s: TensorStatistics) -> tuple[str, ...]:
 
 HEADER = ("layer", "tensor", "error", "underfl.", "satur.", "amax", "scales")
 """Of :func:`cells`."""
-
-
-# ---------------------------------------------------------------------------------------------- as a picture
-
-
-
-
-
-
-
-
