@@ -21,9 +21,9 @@ from _fuzz import (
     spoiled,
     words,
 )
+from _hypothesis import json_values, tried
 from conftest import tiny_llama
 from published_checkpoints import CT_SETTINGS, IDS, MODELOPT_SETTINGS, OLD_MODELOPT, write
-from test_properties import json_values, tried
 
 pytest.importorskip("hypothesis")
 from hypothesis import example, given
