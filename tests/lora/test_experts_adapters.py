@@ -29,7 +29,7 @@ from peft_nvfp4 import NVFP4LoraConfig, attach, dense_share, dequantize_model, f
 from peft_nvfp4.lora.fingerprint import base_record, source_fingerprint
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, frozen_experts, linear_of
 from peft_nvfp4.nn.registry import BACKENDS
-from peft_nvfp4.training.offload.layers import computing
+from peft_nvfp4.training.offload.frozen_methods import computing
 
 # ---------------------------------------------------------------------------------------------- freezing a model
 

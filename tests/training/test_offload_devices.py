@@ -12,10 +12,10 @@ from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.training.offload.enable import (
     _owner,
-    computing,
     enable_offload,
     offload_status,
 )
+from peft_nvfp4.training.offload.frozen_methods import computing
 
 # ---------------------------------------------------------------------------------------------- several processes and devices
 

@@ -28,7 +28,7 @@ from ..numerics.formats import BLOCK, E2M1_MAX, E4M3_NAN, GRADIENT, GRADIENT_STO
 from ..numerics.reference import e4m3_decode
 from ..ops import fused
 from ..training.cuda_graphs import GraphedForward
-from ..training.offload.layers import computing
+from ..training.offload.frozen_methods import computing
 
 SITES = ("weight", "input", "gradient")
 NUMBERS = ("error", "underflow", "saturation", "amax", "scale_min", "scale_max")

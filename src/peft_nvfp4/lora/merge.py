@@ -33,7 +33,7 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import QuantizedMatrix
 from ..quantization.freeze import frozen_layers, frozen_modules
 from ..quantization.sites import fused_siblings
-from ..training.offload.layers import computing
+from ..training.offload.frozen_methods import computing
 from .experts import ParamWrapper
 from .layer import FrozenLoraLinear
 from .merge_aware import requantized

@@ -35,9 +35,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .layers import ATTRIBUTE, ON_DEVICE, Offload, OffloadStatus, computing, packed_modules, packed_parameters
-
-__all__ = ["OffloadStatus", "computing", "disable_offload", "enable_offload", "find_layers", "offload_status", "offloaded"]
+from ..cuda_graphs import GraphedForward
+from .frozen_methods import ON_DEVICE, packed_modules, packed_parameters
+from .layers import ATTRIBUTE, Offload, OffloadStatus
 
 
 def enable_offload(model: nn.Module) -> None:
@@ -121,8 +121,6 @@ def _move_the_rest(owner: Offload) -> None:
 
 
 def _refuse(model: nn.Module, layers: list[nn.Module]) -> None:
-    from ..cuda_graphs import GraphedForward  # not at the top: graphs need nothing of this
-
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(places) > 1 or any(hasattr(m, "_hf_hook") for m in model.modules()):
         raise ValueError(
