@@ -40,7 +40,7 @@ from peft_nvfp4.memory import BUILTIN, Settings, estimate
 CASES = "ddp-nvfp4 ddp-nvfp4-transient ddp-nvfp4-graphs ddp-nf4 ddp-bf16 fsdp2-nvfp4 fsdp2-nvfp4-transient fsdp2-nf4 fsdp2-bf16"
 STRATEGIES, BACKENDS = ("ddp", "fsdp2"), ("nvfp4", "nf4", "bf16")
 OPTIONS = {
-    "transient": "weight_layouts='transient'",
+    "transient": "memory='small' (measured with one layout of weights, and nothing recomputed)",
     "graphs": "recorded steps",
     "ckpt": "checkpointing of every decoder layer",
     "paper": "one term for every activation",
@@ -64,7 +64,7 @@ def lora_config(backend: str, options: set[str]) -> LoraConfig:
 def own_fields(options: set[str]) -> dict[str, str]:
     """Of ``NVFP4LoraConfig``, and of the estimator."""
     return {
-        "weight_layouts": "transient" if "transient" in options else "cached",
+        "memory": "small" if "transient" in options else "fast",
         "accuracy": "paper" if "paper" in options else "balanced",
     }
 

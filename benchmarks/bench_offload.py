@@ -1,4 +1,4 @@
-"""Models larger than the card: ``NVFP4LoraConfig(offload="cpu")`` under a cap on the GPU's memory.
+"""Models larger than the card: ``peft_nvfp4.enable_offload`` under a cap on the GPU's memory.
 
     python benchmarks/bench_offload.py --out results                 # on an H200: about two minutes, 30 GB of the host's memory
     python benchmarks/bench_offload.py --parts tiny --device cpu     # does it run?
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from peft_nvfp4 import NVFP4LoraConfig, attach_loss, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_offload, freeze_model
 from peft_nvfp4.memory import Settings, estimate, parse_bytes, usable
 from peft_nvfp4.memory.settings import CONTEXT
 from peft_nvfp4.numerics.formats import packed_bytes
@@ -104,8 +104,11 @@ def fill(module: nn.Module, device: torch.device) -> None:
 
 def tuned(base: nn.Module, backend: str, layouts: str, offload: str | None, device: torch.device) -> nn.Module:
     torch.manual_seed(1)
-    settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend, "weight_layouts": layouts}
-    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY, offload=offload)).to(device).train()
+    settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend}
+    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY))  # of the layouts that the base has
+    if offload:
+        enable_offload(model)
+    model.to(device).train()
     attach_loss(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
@@ -234,7 +237,7 @@ def too_large(name: str, args: argparse.Namespace, device: torch.device) -> dict
     settings = Settings(
         backend="nvfp4",
         accuracy=ACCURACY,
-        weight_layouts="transient",
+        memory="small",
         batch=1,
         sequence=args.seq,
         checkpointing=True,

@@ -201,13 +201,6 @@ def test_disabling_brings_everything_back():
     assert offload_status(model).layers == 3
 
 
-def test_the_field_is_saved_and_read(tmp_path):
-    model = tuned("nvfp4 cached", "cpu")
-    model.save_pretrained(tmp_path)
-    config = NVFP4LoraConfig.from_pretrained(str(tmp_path))
-    assert config.offload == "cpu"
-
-
 def test_what_is_written_to_the_host_is_copied_again():
     """A buffer that holds a layer is no reason not to fetch it, once other bytes were loaded into the model."""
     model, plain = tuned("nvfp4 cached", "cpu"), tuned("nvfp4 cached", None)

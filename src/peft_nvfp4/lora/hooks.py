@@ -134,20 +134,20 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
     on. How backward computes is the base's, whatever the config says."""
     if config.calibration is not None and not any(getattr(layer, "calibrated", False) for _, layer in frozen_modules(model)):
         raise ValueError("a calibration replaces dense weights, and this base is frozen: load it without quantization_config")
-    more = False
+    asked, more = config.options, False
     for name, layer, options in frozen_matrices(model):
-        wanted = config.options.frozen_at(name)
+        wanted = asked.frozen_at(name)
         terms = layer.backend == "nvfp4" and not getattr(layer, "calibrated", False) and options.terms != wanted.terms
-        if layer.backend != config.backend or terms:
+        if layer.backend != asked.backend or terms:
             raise ValueError(
                 f"the base is frozen already: {name} is {layer.backend!r} with terms={options.terms}, this config asks for "
-                f"{config.backend!r} with terms={wanted.terms}{_presets(model, config.accuracy)}. Give the same settings, use a "
+                f"{asked.backend!r} with terms={wanted.terms}{_presets(model, asked.accuracy)}. Give the same settings, use a "
                 "plain LoraConfig (which takes the base as it is), or reload the base model."
             )
-        more |= config.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
+        more |= asked.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
     if more:
         warnings.warn(
-            f"the base is frozen already, and keeps more than memory={config.memory!r} asks for. Freeze it with the same word "
+            f"the base is frozen already, and keeps more than memory={asked.memory!r} asks for. Freeze it with the same word "
             "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'",
             stacklevel=6,
         )
