@@ -144,11 +144,11 @@ class BackwardPass:
     """Backward through one layer at a time.
 
     Args:
-        inputs: inputs(layer, batch) -> its hidden states.
+        inputs: of every layer, the hidden states of every batch.
         grads: of the last layer's output, one for each batch.
     """
 
-    def __init__(self, stack: Stack, inputs: Callable[[int, int], Tensor], grads: list[Tensor], device: torch.device):
+    def __init__(self, stack: Stack, inputs: list[list[Tensor]], grads: list[Tensor], device: torch.device):
         self.stack, self.inputs, self.grads, self.device = stack, inputs, grads, device
 
     def collect(self, index: int, linears: dict[str, NVFP4FrozenLinear]) -> dict[str, Moments]:
@@ -177,7 +177,7 @@ class BackwardPass:
             self.grads[batch] = self._backward(index, batch).cpu()
 
     def _backward(self, index: int, batch: int) -> Tensor:
-        hidden = self.inputs(index, batch).to(self.device).requires_grad_()
+        hidden = self.inputs[index][batch].to(self.device).requires_grad_()
         with torch.enable_grad():
             output = self.stack.run(index, batch, hidden)
             return torch.autograd.grad(output, hidden, self.grads[batch].to(self.device, output.dtype))[0]
