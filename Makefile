@@ -72,9 +72,11 @@ build-ext: $(VENV)/.base
 	$(BIN)/python -m pip install -q --no-deps $(CUTLASS)
 	$(BIN)/python csrc/build.py
 
-lint:
-	$(BIN)/python -m pip install -q ruff
+# style, and the contract of the packages (pyproject.toml, importlinter): a package imports only what stands below it
+lint: $(VENV)/.base
+	$(BIN)/python -m pip install -q -e ".[dev]"
 	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/lint-imports
 
 clean:
 	rm -rf $(VENV) $(VENV)-audit $(OLDEST) demo-out

@@ -32,11 +32,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from wire import WireCount, count_bytes, count_ddp
 
 from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
 from peft_nvfp4.memory import BUILTIN, Settings, estimate
-from peft_nvfp4.training.distributed import WireCount, count_bytes
-from peft_nvfp4.training.distributed.wire import count_ddp
 
 CASES = "ddp-nvfp4 ddp-nvfp4-transient ddp-nvfp4-graphs ddp-nf4 ddp-bf16 fsdp2-nvfp4 fsdp2-nvfp4-transient fsdp2-nf4 fsdp2-bf16"
 STRATEGIES, BACKENDS = ("ddp", "fsdp2"), ("nvfp4", "nf4", "bf16")

@@ -3,9 +3,7 @@ that they keep for backward."""
 
 import torch
 import transformers as hf
-from peft import get_peft_model
-
-from peft_nvfp4 import NVFP4LoraConfig
+from _low_level import adapted_model
 
 SIZES = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
@@ -20,7 +18,7 @@ def tuned(family: str, **settings):
     config = getattr(hf, f"{family}Config")(**SIZES, **FAMILIES[family], pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = getattr(hf, f"{family}ForCausalLM")(config)
     settings = {"target_modules": "all-linear", "fused": False} | settings
-    return get_peft_model(model, NVFP4LoraConfig(r=4, init_lora_weights=False, **settings))
+    return adapted_model(model, r=4, init_lora_weights=False, **settings)
 
 
 def loss_and_gradients(model):

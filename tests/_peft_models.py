@@ -17,19 +17,12 @@ IDS = torch.arange(32).reshape(2, 16) * 7 % 128
 DEFAULTS = dict(
     backend="nvfp4",
     accuracy="high",
-    weight_layouts="cached",
-    gradients="nvfp4",
-    activations="bf16",
-    fused=True,
-    recompute_mlp=False,
-    recompute_attention=False,
-    cuda_graphs=False,
-    skip_modules=None,
+    memory="fast",
     calibration=None,
+    skip_modules=[],
     merge_aware=False,
-    offload=None,
 )
-"""Of the fields that are ours, written out: a default that changes is a change for users."""
+"""Of the fields that are ours, as a side-car has them, written out: a default that changes is a change for users."""
 U = 2.0**-8  # largest relative error of rounding to BF16
 
 

@@ -2,12 +2,12 @@
 
 accelerate launch --config_file examples/multi_gpu/ddp.yaml examples/multi_gpu/train.py --model MODEL --data train.jsonl
 accelerate launch --config_file examples/multi_gpu/fsdp2.yaml examples/multi_gpu/train.py --model MODEL --data train.jsonl \\
-    --weight_layouts transient
+    --memory small
 torchrun --nproc-per-node 2 examples/multi_gpu/train.py --model MODEL --data train.jsonl         # DDP as well
 
 (MODEL and train.jsonl: python examples/qlora_data.py FOLDER writes FOLDER/model and FOLDER/train.jsonl.)
 
-DDP where a model fits on each card, FSDP2 where it does not. Under FSDP2 weight_layouts="transient" keeps and sends one layout of
+DDP where a model fits on each card, FSDP2 where it does not. Under FSDP2 memory="small" keeps and sends one layout of
 the weights instead of two. A run that was interrupted goes on with --resume, on as many processes as there are: exactly, if batch
 times processes times accumulate stays what it was. If a process dies, the launcher ends the others; on several hosts, where it
 cannot see all of them, they end after --timeout seconds of waiting.
@@ -29,7 +29,7 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--data", required=True, help="JSON lines with a field 'text'")
 parser.add_argument("--output", default="multi-gpu-out")
 parser.add_argument("--backend", default="nvfp4", choices=["nvfp4", "nf4", "bf16"])
-parser.add_argument("--weight_layouts", default="cached", choices=["cached", "transient"])
+parser.add_argument("--memory", default="fast", choices=["fast", "small"])
 parser.add_argument("--max_steps", type=int, default=20)
 parser.add_argument("--save_steps", type=int, default=10)
 parser.add_argument("--max_length", type=int, default=128)
@@ -66,7 +66,7 @@ config = NVFP4LoraConfig(
     target_modules="all-linear",
     task_type="CAUSAL_LM",
     backend=args.backend,
-    weight_layouts=args.weight_layouts,
+    memory=args.memory,
 )
 model = get_peft_model(model, config)
 data = load_dataset("json", data_files=args.data, split="train")

@@ -1,12 +1,12 @@
-"""``recompute_attention``: the codes of attention's output are made anew from the output that attention keeps. The same bits, and
-less kept by exactly those codes; where attention keeps no output (plain matrix products), nothing changes."""
+"""The codes of attention's output are made anew from the output that attention keeps. The same bits as with kept codes, and less
+kept by exactly those; where attention keeps no output (plain matrix products), nothing changes."""
 
 import pytest
 import torch
 from _dataflow_models import IDS, kept_bytes, tuned
 
-from peft_nvfp4 import attach, detach
 from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.nn import nvfp4
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear, kept_by_attention
 from peft_nvfp4.numerics.formats import padded_k
 
@@ -19,11 +19,11 @@ def run(model) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("family, accuracy", [("Llama", "paper"), ("Llama", "high"), ("Qwen2", "balanced"), ("Mistral", "paper")])
-def test_attention_output_is_kept_once(family, accuracy):
+def test_attention_output_is_kept_once(family, accuracy, monkeypatch):
     results, sizes = {}, {}
     for again in (False, True):
-        model = tuned(family, accuracy=accuracy)
-        attach(model, recompute_attention=again)
+        model = tuned(family, accuracy=accuracy, fused=True)
+        monkeypatch.setattr(nvfp4, "kept_by_attention", kept_by_attention if again else lambda x: False)
         sizes[again] = kept_bytes(model, IDS.repeat(2, 1)) - kept_bytes(model, IDS)
         results[again] = run(model)
     width, terms = model.config.num_attention_heads * 16, 2 if accuracy == "high" else 1
@@ -37,14 +37,17 @@ def test_attention_output_is_kept_once(family, accuracy):
 @pytest.mark.parametrize(
     "how", ["eager attention", "Phi3", "checkpointing", "reentrant", "bfloat16", "autocast", "dropout", "centred"]
 )
-def test_the_same_gradients(how):
+def test_the_same_gradients(how, monkeypatch):
     """Where attention keeps no output, or (Phi-3, whose heads are laid out otherwise) another copy, codes are kept as without."""
     results, sizes = {}, {}
     for again in (False, True):
         model = tuned(
-            "Phi3" if how == "Phi3" else "Llama", accuracy="paper", **({"lora_dropout": 0.3} if how == "dropout" else {})
+            "Phi3" if how == "Phi3" else "Llama",
+            accuracy="paper",
+            fused=True,
+            lora_dropout=0.3 if how == "dropout" else 0.0,
         ).train()
-        attach(model, recompute_attention=again)
+        monkeypatch.setattr(nvfp4, "kept_by_attention", kept_by_attention if again else lambda x: False)
         if how == "eager attention":
             model.base_model.model.set_attn_implementation("eager")
         elif how == "bfloat16":
@@ -67,8 +70,7 @@ def test_the_same_gradients(how):
 
 def test_an_output_overwritten_after_the_linear_is_noticed():
     """The kept tensor is attention's own: autograd's version check guards it like any other."""
-    model = tuned("Llama", accuracy="paper", target_modules=["o_proj"])
-    attach(model, recompute_attention=True)
+    model = tuned("Llama", accuracy="paper", fused=True, target_modules=["o_proj"])
     o_proj = model.base_model.model.model.layers[1].self_attn.o_proj
     q = torch.randn(1, 8, 4, 16, requires_grad=True).transpose(1, 2)  # the memory of a projection's output
     x = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(1, 8, 64)
@@ -78,11 +80,3 @@ def test_an_output_overwritten_after_the_linear_is_noticed():
         x.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_detaching_keeps_codes_again():
-    model = tuned("Llama", accuracy="paper")
-    before = kept_bytes(model, IDS)
-    attach(model, recompute_attention=True)
-    detach(model)
-    assert kept_bytes(model, IDS) == before

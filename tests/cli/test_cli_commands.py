@@ -98,7 +98,7 @@ def test_debug_shows_the_traceback(app):
 
 def test_estimate(app, tmp_path):
     text = plain(run(app, "estimate", "llama-1b", "--card", "RTX 5080", "--png", tmp_path / "e.png").stdout)
-    assert "it fits. Largest batch at this length: 22" in text and "35,984 bytes per token and layer" in text
+    assert "it fits. Largest batch at this length: 23" in text and "33,672 bytes per token and layer" in text
     assert (tmp_path / "e.png").stat().st_size > 10_000
     found = json_of(app, "estimate", "llama-1b", "--batch", "64", "--max-memory", "16GiB")
     assert not found["fits"] and found["plan"]["batch"] * found["plan"]["accumulation"] == 64
@@ -107,13 +107,13 @@ def test_estimate(app, tmp_path):
 
 def test_estimate_reads_a_config_and_says_what_is_wrong(app, world):
     assert json_of(app, "estimate", world / "model")["parameters"] > 0
-    assert "must be one of" in run(app, "estimate", "llama-1b", "--backend", "int8", code=1).stderr
+    assert "unknown backend" in run(app, "estimate", "llama-1b", "--backend", "int8", code=1).stderr
     assert "unknown card" in run(app, "estimate", "llama-1b", "--card", "GTX", code=1).stderr
     assert "no amount of memory" in run(app, "estimate", "llama-1b", "--max-memory", "much", code=1).stderr
 
 
 def test_estimate_of_one_of_several_gpus(app, tmp_path):
-    large = ("--layouts", "transient", "--checkpointing", "--batch", "2", "--gpus", "4", "--max-memory", "16GiB")
+    large = ("--memory", "small", "--checkpointing", "--batch", "2", "--gpus", "4", "--max-memory", "16GiB")
     found = json_of(app, "estimate", "llama-8b", *large, "--strategy", "fsdp2", "--png", tmp_path / "e.png")
     assert found["settings"]["cards"] == 4 and found["settings"]["strategy"] == "fsdp2"
     assert found["peak_bytes"] == sum(found["categories"].values()) and "layers gathered" in found["categories"]
@@ -125,11 +125,13 @@ def test_estimate_of_one_of_several_gpus(app, tmp_path):
     assert "strategy must be one of ddp, fsdp2" in run(app, "estimate", "llama-8b", "--strategy", "tp", code=1).stderr
 
 
-def test_estimate_keeps_the_output_of_attention_once(app):
-    """In Llama-1B's layers 2,048 values a token as codes of two terms: 2 x (1,024 + 128 + 4) bytes."""
-    twice, once = (json_of(app, "estimate", "llama-1b", *extra) for extra in ((), ("--recompute-attention",)))
-    assert twice["saved_per_token_and_layer"] - once["saved_per_token_and_layer"] == 2312
-    assert once["settings"]["recompute_attention"] and once["peak_bytes"] < twice["peak_bytes"]
+def test_estimate_of_small_memory(app):
+    """In Llama-1B's layers 8,192 inner values a token as codes of two terms: 2 x (4,096 + 512 + 4) bytes."""
+    fast, small, smallest = (json_of(app, "estimate", "llama-1b", "--memory", word) for word in ("fast", "small", "smallest"))
+    assert fast["saved_per_token_and_layer"] - small["saved_per_token_and_layer"] == 9224
+    assert small["settings"]["memory"] == "small" and fast["peak_bytes"] > small["peak_bytes"] > smallest["peak_bytes"]
+    assert smallest["offloaded_bytes"] > small["offloaded_bytes"] == 0
+    assert "memory must be one of fast, small, smallest" in run(app, "estimate", "llama-1b", "--memory", "none", code=1).stderr
 
 
 def test_estimate_of_a_mixture(app, tmp_path):
@@ -140,9 +142,9 @@ def test_estimate_of_a_mixture(app, tmp_path):
     assert found["fits"] and found["largest_batch"] >= 4 and found["saved_besides_per_layer"] > 0
     # rank 16: q, and of 8 experts gate and up with an adapter of rank 32, down
     assert found["trained_parameters"] == 32 * (16 * 2 * 4096 + 8 * (32 * (4096 + 2 * 14336) + 16 * (14336 + 4096)))
-    text = plain(run(app, "estimate", tmp_path, "--recompute-mlp").stdout)
+    text = plain(run(app, "estimate", tmp_path, "--memory", "small").stdout)
     assert "Note: what experts keep does not depend on the routing" in text and "upper bounds." in text
-    assert "MiB a layer besides" in text and "Note: recompute_mlp does not concern experts." in text
+    assert "MiB a layer besides" in text and "Note: memory='small' recomputes nothing of experts." in text
     words = plain(run(app, "estimate", tmp_path, "--targets", "w1", code=1).stderr)
     assert "w1 and w3 are one parameter, gate_up_proj" in words
 
@@ -194,21 +196,21 @@ def test_other_backends_and_a_yaml_file(app, world, tmp_path, backend):
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["use_rslora"] is True
 
 
-def test_keeping_the_output_of_attention_once(app, world, tmp_path):
-    """By a flag, which leaves alone what else a file says of the adapter, or by the file."""
-    (tmp_path / "c.yaml").write_text("lora:\n  use_rslora: true\n")
-    (tmp_path / "d.yaml").write_text("recompute_attention: true\n")
-    args = ("train", world / "model", world / "data.jsonl", "--steps", "1", "--batch", "2")
-    for name, extra, expected in (
-        ("plain", (), False),
-        ("flag", ("--recompute-attention",), True),
-        ("file", ("--config", tmp_path / "d.yaml"), True),
-        ("both", ("--config", tmp_path / "c.yaml", "--recompute-attention"), True),
-    ):
+def test_memory_by_a_flag_and_by_a_file(app, world, tmp_path):
+    """A flag leaves alone what else a file says of the adapter."""
+    (tmp_path / "c.yaml").write_text("memory: smallest\nlora:\n  use_rslora: true\n")
+    args = ("train", world / "model", world / "data.jsonl", "--steps", "1", "--batch", "2", "--config", tmp_path / "c.yaml")
+    for name, extra, expected in (("file", (), "smallest"), ("both", ("--memory", "small"), "small")):
         run(app, *args, "-o", tmp_path / name, *extra)
-        assert json.loads((tmp_path / name / "nvfp4_adapter.json").read_text())["recompute_attention"] is expected, name
+        assert json.loads((tmp_path / name / "nvfp4_adapter.json").read_text())["memory"] == expected, name
+        assert f"memory: {expected}" in (tmp_path / name / "train.yaml").read_text()  # what --resume reads
     assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["use_rslora"] is True
-    assert "recompute_attention: true" in (tmp_path / "flag" / "train.yaml").read_text()  # what --resume reads
+
+
+def test_options_of_other_versions_are_refused(app, world, tmp_path):
+    (tmp_path / "old.yaml").write_text("weight_layouts: transient\n")
+    found = plain(run(app, "train", world / "model", world / "data.jsonl", "--config", tmp_path / "old.yaml", code=1).stderr)
+    assert "unknown options: weight_layouts; known: " in found and "Leave the others out" in found
 
 
 def test_max_memory_chooses_what_fits(app, world, tmp_path):

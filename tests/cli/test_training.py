@@ -7,12 +7,13 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from _low_level import adapted_model
 from _steps import steps as optimizer_steps
 from conftest import tiny_llama
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, prepare_model_for_kbit_training
 from torch import nn
 
-from peft_nvfp4 import NVFP4LoraConfig, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, detach, freeze_model
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
 
@@ -31,7 +32,7 @@ def adapted(seed: int = 1, dtype: torch.dtype = torch.float32, **settings) -> Pe
     """A tiny Llama with an adapter that depends on the seed alone."""
     base = tiny_llama(dtype)
     torch.manual_seed(seed)
-    return get_peft_model(base, config(**settings))
+    return adapted_model(base, make=config, **settings)
 
 
 def adapter(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -389,7 +390,7 @@ def test_freezing_an_evaluated_model(backend):
     frozen = logits(freeze_model(model, backend))
     assert distance(frozen, dense) < 0.3 and (backend == "bf16") == torch.equal(frozen, dense)
     torch.manual_seed(1)
-    model = get_peft_model(model, config(backend=backend, fused=False))  # fused: FP32 sums in another order flip a rounding
+    model = detach(get_peft_model(model, config(backend=backend)))  # fused: FP32 sums in another order flip a rounding
     assert torch.equal(logits(model), frozen), "B is zero"
     losses = fit(model, 4)
     assert losses[-1] < losses[0]

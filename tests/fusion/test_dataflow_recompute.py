@@ -179,12 +179,7 @@ def test_a_recomputed_product_stays_within_fp16():
         assert torch.isfinite(mlp.down_proj.lora_A["default"].weight.grad).all()
 
 
-def test_the_configuration_asks_for_recomputing():
-    """It reaches the MLPs of nvfp4. Other backends keep their activations otherwise and ignore it, like the other words for
-    nvfp4."""
-    for recompute in (False, True):
-        model = tuned("Llama", fused=True, recompute_mlp=recompute)
+def test_small_memory_asks_for_recomputing():
+    for memory, recompute in (("fast", False), ("small", True), ("smallest", True)):
+        model = tuned("Llama", fused=True, memory=memory)
         assert [m.recompute for m in model.modules() if isinstance(m, FusedGatedMLP)] == [recompute] * 2
-    others = [tuned("Llama", fused=True, backend="bf16", activations="nvfp4", recompute_mlp=word) for word in (False, True)]
-    (loss, kept), (again, made) = map(loss_and_gradients, others)
-    assert loss == again and torch.equal(kept, made)

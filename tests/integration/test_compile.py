@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from _low_level import adapted_model
 from conftest import tiny_llama
 from peft import get_peft_model
 from torch import nn
@@ -47,7 +48,7 @@ class MLP(nn.Module):
 def mlp(**settings) -> nn.Module:
     torch.manual_seed(0)
     usual = dict(r=4, lora_alpha=8, target_modules=["up_proj", "down_proj"], init_lora_weights=False)
-    return get_peft_model(MLP(), NVFP4LoraConfig(**{**usual, **settings})).train()
+    return adapted_model(MLP(), **{**usual, **settings}).train()
 
 
 def llama(**settings) -> nn.Module:

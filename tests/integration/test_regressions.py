@@ -17,9 +17,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.flash_attention import get_target_dtype
 
-from peft_nvfp4 import BACKENDS, FrozenLinear, NVFP4LoraConfig, freeze_model, register, unregister
+from peft_nvfp4 import BACKENDS, FrozenLinear, NVFP4LoraConfig, detach, freeze_model, register, unregister
 from peft_nvfp4.autograd import lora
 from peft_nvfp4.autograd.frozen_linear import Branch, lora_branch
+from peft_nvfp4.fusion.attach import attached
 from peft_nvfp4.kernels import bf16_matmul
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.lora.layer import FrozenLoraLinear
@@ -182,8 +183,6 @@ def test_hooks_survive_freezing(backend):
 FIRST = dict(target_modules=["v_proj"], accuracy="paper", skip_modules=["q_proj"], **RANDOM)
 OTHERS = [  # (field, other value, what the message says of both)
     ("accuracy", "high", ("terms=1", "terms=2")),
-    ("gradients", "bf16", ("gradients='nvfp4'", "gradients='bf16'")),
-    ("weight_layouts", "transient", ("'cached'", "'transient'")),
     ("backend", "nf4", ("'nvfp4'", "'nf4'")),  # was refused before
 ]
 
@@ -198,6 +197,17 @@ def test_a_further_config_must_ask_for_the_same_base(llama, field, value, named)
     assert list(model.peft_config) == ["default"] == model.active_adapters
     unchanged(model, before)
     assert_same_bits(logits(model), y, "logits")
+
+
+@pytest.mark.parametrize("field, value", [("memory", "small"), ("memory", "fast")])
+@pytest.mark.parametrize("layer", [{}, {"gradients": "bf16"}, {"weight_layouts": "transient"}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*keeps more than")
+def test_how_backward_computes_is_the_bases(llama, layer, field, value):
+    model = freeze_model(llama(), accuracy="paper", skip_modules=["q_proj"], **layer)
+    before = {name: frozen.options for name, frozen in frozen_layers(model)}
+    model = get_peft_model(model, config(**FIRST | {field: value})).get_base_model()
+    after = {name.replace(".base_layer", ""): frozen.options for name, frozen in frozen_layers(model)}
+    assert after == before and attached(model)
 
 
 def test_a_further_config_freezes_nothing_more(llama):
@@ -241,7 +251,7 @@ def test_a_side_car_that_cannot_be_had(tmp_path, monkeypatch):
     read = lambda: NVFP4LoraConfig.from_pretrained("someone/adapter", cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match=f"someone/adapter.*{SIDE_CAR}"):
         read()
-    assert read().own_fields() == NVFP4LoraConfig().own_fields() and download.call_count == 2
+    assert read().options == NVFP4LoraConfig().options and download.call_count == 2
 
 
 @pytest.mark.parametrize("edit", ("numpy", "data"))
@@ -286,7 +296,8 @@ def test_full_precision_sums_puts_the_flag_back(monkeypatch, flag):
 @pytest.mark.parametrize("kind", (torch.bfloat16, torch.float16, "dora"), ids=str)
 def test_inputs_are_quantised_once(llama, monkeypatch, kind, fused):
     """Two layers, sites q/k/v, o, gate/up, down. Fused norms and MLPs emit what they produce quantised, which leaves o."""
-    model = get_peft_model(llama(), config(accuracy="paper", use_dora=kind == "dora", target_modules="all-linear", fused=fused))
+    model = get_peft_model(llama(), config(accuracy="paper", use_dora=kind == "dora", target_modules="all-linear"))
+    model = model if fused else detach(model)
     calls, quantize = [], fused_ops.quantize_terms
     monkeypatch.setattr(fused_ops, "quantize_terms", lambda x, *args: calls.append(x.dtype) or quantize(x, *args))
     with nullcontext() if kind == "dora" else torch.autocast("cpu", dtype=kind):

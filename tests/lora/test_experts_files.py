@@ -8,10 +8,10 @@ import published_checkpoints as published
 import pytest
 import torch
 from _frozen_experts import ATTENTION_DENSE, adapted, assert_equal, experts_of, logits
+from _mixtures import IDS, by_family, mixtral, qwen3_moe
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_moe import IDS, by_family, mixtral, qwen3_moe
 from transformers import AutoModelForCausalLM
 
 from peft_nvfp4 import PactConfig, dequantize_model, export_checkpoint, freeze_model
@@ -28,14 +28,14 @@ def stored(folder):
     return {key for file in folder.glob("*.safetensors") for key in safe_open(file, "pt").keys()}
 
 
-@pytest.mark.parametrize("layouts", ("cached", "transient"))
+@pytest.mark.parametrize("memory", ("fast", "small"))
 @by_family
-def test_streaming_load_save_and_reload(make, layouts, tmp_path):
+def test_streaming_load_save_and_reload(make, memory, tmp_path):
     """Quantised while loading from shards that split experts: the bytes of freezing in place; saved, reloaded, made dense."""
     make().to(torch.bfloat16).save_pretrained(tmp_path / "dense", max_shard_size="30KB")
-    config = PactConfig(weight_layouts=layouts)
+    config = PactConfig(memory=memory)
     streamed = loaded(tmp_path / "dense", quantization_config=config)
-    in_place = freeze_model(loaded(tmp_path / "dense"), weight_layouts=layouts, progress=False)
+    in_place = freeze_model(loaded(tmp_path / "dense"), weight_layouts=config.options.frozen.weight_layouts, progress=False)
     assert len(frozen_experts(streamed)) == 2
     assert_equal(streamed.state_dict(), in_place.state_dict())
     assert torch.equal(logits(streamed), logits(in_place))

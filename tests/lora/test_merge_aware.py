@@ -6,11 +6,12 @@ import pytest
 import torch
 from _assertions import assert_same_bits, unit
 from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_same_packed, inputs, layer_of, packed
+from _low_level import adapted_model
 from _steps import steps
 from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig, ops
+from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, ops
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.lora.merge_aware import dense_merged, requantized
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
@@ -25,7 +26,7 @@ def config(**settings):
 
 
 def mlp(dtype=torch.float32, **settings):
-    return get_peft_model(Mlp().to(dtype), config(target_modules=list(LAYERS), **settings))
+    return adapted_model(Mlp().to(dtype), make=config, target_modules=list(LAYERS), **settings)
 
 
 def lora_layers(model):
@@ -44,7 +45,7 @@ def adam_steps(model, n=3):
 @pytest.mark.parametrize("accuracy", ("paper", "high"))
 def test_merged_logits_are_the_trained_functions(fused, dtype, accuracy):
     """After a few steps: logits with and without autograd, then merged in place, are the same bits; a plain adapter's are not."""
-    model = get_peft_model(tiny_llama(dtype), config(fused=fused, accuracy=accuracy))
+    model = adapted_model(tiny_llama(dtype), make=config, fused=fused, accuracy=accuracy)
     adam_steps(model)
     trained = model(input_ids=IDS).logits.detach()  # in training mode, with autograd
     model.eval()
@@ -269,21 +270,25 @@ def test_a_recorded_forward_pass_follows_the_adapter():
 @pytest.mark.parametrize(
     "settings, named",
     (
-        (dict(backend="bf16"), "backend='bf16'"),
-        (dict(backend="nf4"), "backend='nf4'"),
+        (dict(backend="bf16"), "'bf16'"),
+        (dict(backend="nf4"), "'nf4'"),
         (dict(lora_dropout=0.1), "lora_dropout=0.1"),
         (dict(lora_bias=True), "lora_bias=True"),
         (dict(use_dora=True), "use_dora"),
         (dict(init_lora_weights="mica"), "init_lora_weights='mica'"),
-        (dict(cuda_graphs=True), "cuda_graphs=True"),
     ),
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
 def test_refused(settings, named):
     if settings.get("backend") == "nf4":
         pytest.importorskip("bitsandbytes")
-    with pytest.raises(ValueError, match=f"merge_aware=True does not go with {named}"):
+    with pytest.raises(ValueError, match=f"merge_aware=True .*does not go with {named}"):
         config(**settings)
+
+
+def test_recording_is_refused():
+    with pytest.raises(ValueError, match="merge_aware=True"):
+        enable_cuda_graphs(get_peft_model(tiny_llama(), config()))
 
 
 def test_dense_targets_are_refused():

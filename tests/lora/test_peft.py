@@ -253,7 +253,7 @@ def test_an_adapter_of_stock_peft_loads(stock):
     """No side-car: own fields get their defaults. With backend="bf16" its logits are stock PEFT's (bound as above)."""
     root, out = stock
     read = NVFP4LoraConfig.from_pretrained(root / "stock")
-    assert read.own_fields() == NVFP4LoraConfig().own_fields()
+    assert read.options == NVFP4LoraConfig().options
     read.backend = "bf16"
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "base-fp32"), root / "stock", config=read)
     assert len(frozen_lora(model)) == 14

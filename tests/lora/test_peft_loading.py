@@ -15,24 +15,19 @@ from peft.utils.hotswap import hotswap_adapter
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
 from peft_nvfp4.fusion.attach import attached
-from peft_nvfp4.lora.config import OWN_FIELDS, SIDE_CAR
+from peft_nvfp4.fusion.mlp import FusedGatedMLP
+from peft_nvfp4.lora.config import SIDE_CAR
+from peft_nvfp4.quantization.options import NAMES
 
 # ---------------------------------------------------------------------------------------------- the configuration
 
 VALUES = {
     "backend": ["nvfp4", "nf4", "bf16"],
     "accuracy": ["paper", "balanced", "high"],
-    "weight_layouts": ["cached", "transient"],
-    "gradients": ["nvfp4", "nvfp4_sr", "bf16"],
-    "activations": ["bf16", "nvfp4"],
-    "fused": [True, False],
-    "recompute_mlp": [False, True],
-    "recompute_attention": [False, True],
-    "cuda_graphs": [False, True],
-    "skip_modules": [None, [], ["lm_head", "layers.0.mlp"]],
+    "memory": ["fast", "small", "smallest"],
+    "skip_modules": [[], ["lm_head", "layers.0.mlp"]],
     "calibration": [None, "a/folder"],
     "merge_aware": [False, True],
-    "offload": [None, "cpu"],
 }
 by_own_field = pytest.mark.parametrize(
     "field, value", [(f, v) for f, values in VALUES.items() for v in values], ids=lambda v: str(v).replace("'", "")
@@ -42,7 +37,7 @@ by_own_field = pytest.mark.parametrize(
 def test_every_own_field_is_tested():
     stock_fields = {f.name for f in dataclasses.fields(LoraConfig)}
     own = {f.name for f in dataclasses.fields(NVFP4LoraConfig)} - stock_fields
-    assert own == set(VALUES) == set(OWN_FIELDS)
+    assert own == set(VALUES) == set(NAMES)
 
 
 @by_own_field
@@ -71,29 +66,29 @@ def test_configuration_in_a_subfolder(tmp_path):
 def test_configuration_without_a_side_car_gets_defaults(tmp_path):
     config(backend="nf4", accuracy="paper").save_pretrained(str(tmp_path))
     (tmp_path / SIDE_CAR).unlink()
-    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == DEFAULTS
+    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).options.as_json() == DEFAULTS
 
 
 @pytest.mark.parametrize("field", VALUES)
 def test_a_side_car_from_before_a_field_existed(tmp_path, field):
     """The field gets its default."""
-    defaults = NVFP4LoraConfig().own_fields()
-    config(**{field: next(v for v in VALUES[field] if v != defaults[field])}).save_pretrained(str(tmp_path))
+    defaults = NVFP4LoraConfig().options
+    config(**{field: next(v for v in VALUES[field] if v != getattr(defaults, field))}).save_pretrained(str(tmp_path))
     side_car = json.loads((tmp_path / SIDE_CAR).read_text())
     del side_car[field]
     (tmp_path / SIDE_CAR).write_text(json.dumps(side_car))
-    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).own_fields() == defaults
+    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).options == defaults
 
 
 def test_configuration_from_the_hub(tmp_path):
     """A repository in the Hub's cache layout, read offline: the side-car is found there like adapter_config.json."""
     revision = "0" * 40
     repo = tmp_path / "models--someone--adapter"
-    config(backend="nf4", gradients="bf16").save_pretrained(str(repo / "snapshots" / revision))
+    config(backend="nf4", memory="small").save_pretrained(str(repo / "snapshots" / revision))
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(revision)
     read = NVFP4LoraConfig.from_pretrained("someone/adapter", cache_dir=str(tmp_path))
-    assert read.r == 4 and (read.backend, read.gradients) == ("nf4", "bf16")
+    assert read.r == 4 and (read.backend, read.memory) == ("nf4", "small")
 
 
 @pytest.mark.parametrize(
@@ -108,6 +103,11 @@ def test_configuration_from_the_hub(tmp_path):
         pytest.param('{"format_version": "one"}', "", id="version-is-a-word"),
         pytest.param('{"format_version": 2, "backend": "nvfp4"}', "version 2.*upgrade", id="newer-version"),
         pytest.param('{"format_version": 1, "backend": "nvfp4", "flavour": "sweet"}', "unknown.*flavour", id="unknown-field"),
+        pytest.param(
+            '{"format_version": 1, "weight_layouts": "cached", "memory": "fast"}',
+            "unknown settings: weight_layouts; known: .*memory.*Leave the others out",
+            id="a-field-of-another-version",
+        ),
         pytest.param('{"format_version": 1, "backend": "mxfp4"}', "mxfp4", id="unknown-backend"),
         pytest.param('{"format_version": 1, "skip_modules": "lm_head"}', "skip_modules", id="wrong-type"),
     ],
@@ -123,22 +123,6 @@ def test_a_configuration_of_another_method_is_refused(tmp_path):
     IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match="IA3.*not LoRA"):
         NVFP4LoraConfig.from_pretrained(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "settings, known",
-    [
-        pytest.param(dict(backend="int4"), "bf16, nf4, nvfp4", id="backend"),
-        pytest.param(dict(accuracy="best"), "paper, balanced, high", id="accuracy"),
-        pytest.param(dict(weight_layouts="none"), "cached, transient", id="weight_layouts"),
-        pytest.param(dict(gradients="fp8"), "nvfp4, nvfp4_sr, bf16", id="gradients"),
-        pytest.param(dict(activations="fp8"), "bf16, nvfp4", id="activations"),
-    ],
-)
-def test_an_unknown_word_lists_the_known_ones(settings, known):
-    with pytest.raises(ValueError, match=f"{known}.*") as error:
-        config(**settings)
-    assert next(iter(settings.values())) in str(error.value)
 
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -180,13 +164,15 @@ def test_reload_is_bit_equal(llama, tmp_path, backend, dtype, way):
 
 
 def test_fusing_is_decided_once_for_all_adapters(llama):
-    """Of a model, not of an adapter: a first config that does not want it may be followed by one that does, but not undone."""
-    model = get_peft_model(llama(), config(fused=False))
-    assert not attached(model)
-    model.add_adapter("b", config())
-    assert attached(model) and len(model.base_model.nvfp4_report.sites) == 4
-    with pytest.warns(UserWarning, match="fused already.*detach"):
-        model.add_adapter("c", config(fused=False))
+    """Of a model, not of an adapter."""
+    model = get_peft_model(llama(), config())
+    report = model.base_model.nvfp4_report
+    assert attached(model) and len(report.sites) == 4
+    with pytest.warns(UserWarning, match="keeps more than memory='small' asks for"):
+        model.add_adapter("b", config(memory="small"))
+    assert model.base_model.nvfp4_report is report
+    assert not any(m.recompute for m in model.modules() if isinstance(m, FusedGatedMLP))
+    detach(model).add_adapter("c", config())
     assert attached(model) and not attached(get_peft_model(llama(), config(backend="bf16")))
 
 

@@ -31,26 +31,23 @@ PAPER = replace(BENCH, accuracy="paper")
 STOCK = replace(BENCH, adapter_bytes=2)
 LIGER = replace(STOCK, loss="liger")
 GRAPHS = replace(PAPER, cuda_graphs=True)
-SMALL = {"memory": "small"}
 MEASURED = {  # benchmarks/results/train_h200.json, _once.json and _largest.json, Llama-3.2-1B: peak_allocated
     "bf16": (replace(STOCK, backend="bf16"), 9_411_268_096),
     "bf16-liger": (replace(LIGER, backend="bf16-liger"), 7_731_895_808),
     "qlora": (replace(STOCK, backend="nf4"), 7_967_330_816),
     "qlora-liger": (replace(LIGER, backend="nf4-liger"), 6_287_957_504),
-    "paper": (GRAPHS, 3_901_184_512),
-}
-MEASURED_WITH_CODES = {  # the same, before the codes of attention's output were made anew from what attention keeps
+    "paper, codes recomputed": (GRAPHS, 3_901_184_512),
     "paper": (GRAPHS, 3_978_927_616),
-    "small": (replace(GRAPHS, **SMALL), 3_147_545_088),
+    "small": (replace(GRAPHS, memory="small"), 3_147_545_088),
     "balanced": (replace(GRAPHS, accuracy="balanced"), 4_132_100_608),
     "high": (replace(GRAPHS, accuracy="high"), 4_508_637_696),
-    "ckpt": (replace(PAPER, **SMALL, checkpointing=True), 1_917_002_240),
+    "ckpt": (replace(PAPER, memory="small", checkpointing=True), 1_917_002_240),
     "largest": (replace(PAPER, batch=28), 16_541_258_752),
 }
 
 
 def codes_of_attention(shape, settings):
-    """Bytes of the codes of attention's output, of all layers that keep anything."""
+    """Bytes of the codes of attention's output, which backward makes anew since most rows of nvfp4 were measured."""
     terms = ACCURACY[settings.accuracy]["interior"]
     return settings.tokens * codes(shape.q, terms) * (1 if settings.checkpointing else shape.layers)
 
@@ -58,14 +55,10 @@ def codes_of_attention(shape, settings):
 @pytest.mark.parametrize("case", MEASURED)
 def test_measured_peaks(case):
     settings, measured = MEASURED[case]
+    expected = estimate("llama-1b", settings).peak
+    if settings.backend == "nvfp4" and "recomputed" not in case:
+        expected += codes_of_attention(model_shape("llama-1b"), settings)
     # 7 % is what was asked for; 2 % is where the formulas are, and a wrong one of them moves most of these by more
-    assert abs(estimate("llama-1b", settings).peak / measured - 1) < 0.02
-
-
-@pytest.mark.parametrize("case", MEASURED_WITH_CODES)
-def test_measured_peaks_with_the_codes_of_attention(case):
-    settings, measured = MEASURED_WITH_CODES[case]
-    expected = estimate("llama-1b", settings).peak + codes_of_attention(model_shape("llama-1b"), settings)
     assert abs(expected / measured - 1) < 0.02
 
 
@@ -170,7 +163,7 @@ def test_memory_grows_with_what_it_should():
 
 
 def test_categories_add_up_to_the_peak():
-    for settings, _ in (*MEASURED.values(), *MEASURED_WITH_CODES.values()):
+    for settings, _ in MEASURED.values():
         found = estimate("llama-1b", settings)
         assert found.peak == sum(found.categories().values()) == sum(found.groups().values())
         assert found.peak == found.as_dict()["moments"][found.at] == max(found.as_dict()["moments"].values())

@@ -21,6 +21,7 @@ from _estimates import (
     storages,
 )
 from _two_processes import both
+from _wire import count_bytes
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,7 +29,6 @@ from torch.distributed.fsdp import fully_shard
 from peft_nvfp4 import NVFP4LoraConfig, frozen_bytes
 from peft_nvfp4.memory import Settings, estimate, kept, model_shape, run
 from peft_nvfp4.training.callbacks import settings_of
-from peft_nvfp4.training.distributed import count_bytes
 from peft_nvfp4.training.offload.enable import _owner
 
 __all__ = ["as_on_a_gpu"]  # a fixture

@@ -7,7 +7,6 @@ Every run draws the same examples (``derandomize``), about 30 s in all. To searc
 """
 
 import json
-import os
 import struct
 
 import numpy as np
@@ -19,27 +18,19 @@ from _assertions import FORMATS, SEED, assert_same_bits, assert_same_matrix
 pytest.importorskip("hypothesis")
 
 import scalar_nvfp4 as scalar
-from hypothesis import HealthCheck, assume, given, settings
+from _hypothesis import json_values, tried
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, PactConfig, ops
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.autograd.activation_cache import QuantizedInput
-from peft_nvfp4.lora.config import OWN_FIELDS, SIDE_CAR, SIDE_CAR_VERSION
+from peft_nvfp4.lora.config import SIDE_CAR, SIDE_CAR_VERSION
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import BLOCK, GSCALE_EXPONENTS, NVFP4Format, QuantizedMatrix, packed_bytes, padded_k
 from peft_nvfp4.ops import fused
-
-EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "0"))
-
-
-def tried(n):
-    """Examples of one test; always the same ones, unless asked to search."""
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(
-        max_examples=EXAMPLES or n, derandomize=not EXAMPLES, deadline=None, database=None, suppress_health_check=checks
-    )
+from peft_nvfp4.quantization.options import NAMES
 
 
 def from_bits(bits):
@@ -383,13 +374,10 @@ TestSideTable.settings = settings(tried(60), stateful_step_count=25)
 words = {
     "backend": sorted(BACKENDS),
     "accuracy": ["paper", "balanced", "high"],
-    "weight_layouts": ["cached", "transient"],
-    "gradients": ["nvfp4", "nvfp4_sr", "bf16"],
-    "activations": ["bf16", "nvfp4"],
+    "memory": ["fast", "small", "smallest"],
 }
 own_settings = st.fixed_dictionaries(
     {name: st.sampled_from(known) for name, known in words.items()}
-    | {name: st.booleans() for name in ("fused", "recompute_mlp", "recompute_attention", "cuda_graphs")}
     | {"skip_modules": st.none() | st.lists(st.from_regex(r"[a-z_.]{1,12}", fullmatch=True), max_size=3)}
 )
 plain_settings = st.fixed_dictionaries(
@@ -401,11 +389,6 @@ plain_settings = st.fixed_dictionaries(
         "use_rslora": st.booleans(),
     }
 )
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=5,
-)
 
 
 @tried(25)
@@ -415,9 +398,9 @@ def test_settings_survive_a_folder(tmp_path_factory, own, plain):
     config = NVFP4LoraConfig(**own, **plain)
     config.save_pretrained(str(folder))
     read = NVFP4LoraConfig.from_pretrained(str(folder))
-    assert read.own_fields() == config.own_fields()
+    assert read.options == config.options
     assert {name: getattr(read, name) for name in plain} == plain
-    assert not set(OWN_FIELDS) & json.loads((folder / "adapter_config.json").read_text()).keys()
+    assert not set(NAMES) & json.loads((folder / "adapter_config.json").read_text()).keys()
 
 
 @tried(120)
@@ -443,7 +426,7 @@ def adapter_folder(tmp_path_factory):
         st.builds(
             lambda own, name, value: {"format_version": SIDE_CAR_VERSION, **own, name: value},
             own_settings,
-            st.sampled_from([*OWN_FIELDS, "format_version", "loftq_iter", "x"]),
+            st.sampled_from([*NAMES, "format_version", "loftq_iter", "x"]),
             json_values,
         ),
     ),
@@ -462,10 +445,8 @@ def test_side_cars_are_read_or_refused(adapter_folder, content, damage):
     else:
         for name, known in words.items():
             assert getattr(config, name) in known
-        for name in ("fused", "recompute_mlp", "recompute_attention", "cuda_graphs", "merge_aware"):
-            assert isinstance(getattr(config, name), bool), name
-        skip = config.skip_modules
-        assert skip is None or isinstance(skip, list) and all(isinstance(module, str) for module in skip)
+        assert isinstance(config.merge_aware, bool)
+        assert isinstance(config.skip_modules, list) and all(isinstance(module, str) for module in config.skip_modules)
 
 
 @tried(120)
@@ -475,6 +456,6 @@ def test_quantization_configs_are_read_or_refused(content):
         config = PactConfig.from_dict(content)
     except (ValueError, TypeError):
         return
-    assert config.accuracy in words["accuracy"] and config.gradients in words["gradients"]
+    assert config.accuracy in words["accuracy"] and config.memory in words["memory"]
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
     assert PactConfig.from_dict(config.to_dict()) == config

@@ -68,7 +68,7 @@ def test_the_configuration_page_is_what_the_code_says():
 def test_the_plan_of_a_70b_is_the_estimators():
     page = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")
     config = json.loads(re.search(r"```json\n(.*?)```", page, re.S)[1])
-    ways = ({"weight_layouts": "transient"}, {"weight_layouts": "cached"}, {"backend": "nf4"}, {"backend": "bf16"})
+    ways = ({"memory": "small"}, {"memory": "fast"}, {"backend": "nf4"}, {"backend": "bf16"})
     cards = sorted(CARDS.values(), key=lambda card: card.memory)
     found = []
     for n in (1, 2, 4, 8):

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from peft_nvfp4 import NVFP4LoraConfig, dequantize_model, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, dequantize_model, detach, freeze_model
 from peft_nvfp4.autograd.frozen_linear import fake_quantize
 from peft_nvfp4.numerics.reference import power_of_two_scale
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -253,8 +253,8 @@ def test_families_compute_the_definition(make, inputs, count, dense):
         assert 0.01 < distance(frozen.eval()(**batch).logits, unquantised) < 1, "quantisation must be visible, not destructive"
     expected, wanted = run(quietly(emulate, frozen), batch)
     torch.manual_seed(5)
-    settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, accuracy="balanced", gradients="bf16", fused=False)
-    logits, grads = run(quietly(get_peft_model, frozen, NVFP4LoraConfig(**settings)), batch)
+    settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, accuracy="balanced")
+    logits, grads = run(detach(quietly(get_peft_model, frozen, NVFP4LoraConfig(**settings))), batch)
     assert distance(logits, expected) < 0.01
     assert grads.keys() == wanted.keys() and len(grads) >= 2 * count
     for name, grad in grads.items():

@@ -6,10 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from _low_level import adapted_model
 from conftest import tiny_llama
-from peft import get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.training.callbacks import CUBLAS, deterministic
 
 
@@ -64,7 +63,7 @@ def test_the_seed_reaches_every_generator():
 
 def run(model: torch.nn.Module, device: str, backend: str, gradients: str) -> tuple[list[float], list[torch.Tensor]]:
     settings = dict(r=4, target_modules="all-linear", lora_dropout=0.1, gradients=gradients, backend=backend)
-    model = get_peft_model(model, NVFP4LoraConfig(**settings)).train()
+    model = adapted_model(model, **settings).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     ids, losses = torch.randint(0, 128, (4, 64), device=device), []
     for _ in range(3):

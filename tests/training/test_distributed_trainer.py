@@ -59,7 +59,8 @@ FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_aft
 def trainer_of(folder, backend: str, strategy: str, batch: int, seed: int = 0, **settings) -> Trainer:
     word, _, layouts = backend.partition(" ")
     torch.manual_seed(seed)
-    config = NVFP4LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", backend=word, weight_layouts=layouts or "cached")
+    memory = "small" if layouts == "transient" else "fast"
+    config = NVFP4LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", backend=word, memory=memory)
     if strategy.startswith("fsdp2"):
         allow_fsdp_on_cpu()
         kind = "SHARDED_STATE_DICT" if "sharded" in strategy else "FULL_STATE_DICT"

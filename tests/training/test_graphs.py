@@ -1,4 +1,4 @@
-"""CUDA cuda_graphs of the decoder: what is replayed, what is not and why, and that the numbers are those of eager code.
+"""CUDA graphs of the decoder: what is replayed, what is not and why, and that the numbers are those of eager code.
 
 On a CPU a recording is played by :class:`Rehearsal`, which runs the recorded function again on the recording's own inputs and
 seeds, as a graph would: all of the bookkeeping around a graph is the same.
@@ -10,10 +10,11 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from _low_level import adapted_model
+from _rehearsal import Rehearsal
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status
-from peft_nvfp4.autograd import lora
 from peft_nvfp4.training import cuda_graphs
 
 SIZES = dict(
@@ -23,39 +24,11 @@ cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 on_devices = pytest.mark.parametrize("device", ["cpu", cuda])
 
 
-class Rehearsal:
-    """Keeps the recording's contract: its own copies of the inputs, gradients in memory of their own, places on the seed tape."""
-
-    def __init__(self, run, inputs, parameters, pool):
-        self.run, self.parameters = run, parameters
-        self.inputs = {name: t.clone() for name, t in inputs.items()}
-        y = run(**self.inputs)
-        torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
-        (self.tape,) = lora._TAPES
-
-    def forward(self, inputs):
-        torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
-        places = dict(self.tape.places)
-        order = iter(range(len(places)))
-        self.tape.draw = lambda: self.tape.buffer[next(order)].clone()
-        lora._TAPES.append(self.tape)
-        try:
-            with torch.enable_grad():
-                self.y = self.run(**self.inputs)
-        finally:
-            lora._TAPES.pop()
-            self.tape.places = places
-        return self.y.detach().clone()
-
-    def backward(self, dy):
-        return list(torch.autograd.grad(self.y, self.parameters, dy, allow_unused=True))
-
-
 def tuned(device="cpu", graphed=True, **settings):
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, pad_token_id=0)).to(device)
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False) | settings
-    model = get_peft_model(model, NVFP4LoraConfig(**settings)).train()
+    model = adapted_model(model, **settings).train()
     if graphed:
         enable_cuda_graphs(model)
         if device == "cpu":
@@ -292,7 +265,8 @@ def test_replicas_of_data_parallel_compute_with_their_own_forward():
 def test_without_cuda_steps_run_and_the_status_says_why():
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
-    model = tuned(graphed=False, cuda_graphs=True)
+    model = tuned(graphed=False)
+    enable_cuda_graphs(model)
     with pytest.warns(UserWarning, match="is on the cpu"):
         model(**batch()).loss.backward()
     assert graph_status(model).graphs == {}

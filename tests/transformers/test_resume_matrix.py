@@ -12,15 +12,16 @@ import transformers as hf
 from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
-from peft_nvfp4 import NVFP4LoraConfig, PactConfig
+from peft_nvfp4 import NVFP4LoraConfig, PactConfig, freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 LORA = dict(r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
 BASES = {
-    "cached": dict(backend="nvfp4"),
-    "transient": dict(backend="nvfp4", weight_layouts="transient", gradients="nvfp4_sr"),  # rounding that draws random numbers
+    "fast": dict(backend="nvfp4"),
+    "small": dict(backend="nvfp4", memory="small"),
+    "stochastic": dict(backend="nvfp4"),  # gradients' rounding draws random numbers
     "nf4": dict(backend="nf4"),
     "bf16": dict(backend="bf16"),
     "pact": {},  # quantised while loading, plain LoraConfig
@@ -44,6 +45,8 @@ def cells(saved_base, tmp_path_factory):
 
 
 def make_base(folder, base):
+    if base == "stochastic":
+        return freeze_model(hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), gradients="nvfp4_sr")
     loading = {"pact": PactConfig, "bitsandbytes": lambda: hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
     kwargs = {"quantization_config": loading[base]()} if base in loading else {}
     return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)

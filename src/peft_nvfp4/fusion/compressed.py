@@ -1,4 +1,5 @@
-"""NVFP4 activations for backends that do not compute with them: ``activations="nvfp4"`` of ``nf4`` and ``bf16``.
+"""NVFP4 activations for backends that do not compute with them: ``activations="nvfp4"`` (of ``memory="small"``) with
+``nf4`` and ``bf16``.
 
 The forward pass is the backend's own, bit for bit. Only what is kept for backward changes: the norms keep the codes of their
 output and 1/rms instead of their input, gated MLPs the codes of gate and up, LoRA branches the codes of what they read: 0.56

@@ -30,9 +30,10 @@ class NVFP4LoraConfig(LoraConfig):
     :class:`~peft_nvfp4.quantization.options.Options`: ``backend``, ``accuracy``, ``memory``, ``calibration``, ``skip_modules``,
     ``merge_aware``.
 
-    RMSNorms and gated MLPs are fused (:func:`peft_nvfp4.attach`; ``model.base_model.nvfp4_report`` says what was found,
-    :func:`peft_nvfp4.detach` undoes it). :func:`peft_nvfp4.enable_cuda_graphs` records training steps. A base that is frozen
-    already keeps its layouts and its rounding of gradients.
+    Where codes are kept for backward, RMSNorms and gated MLPs are fused (:func:`peft_nvfp4.attach`;
+    ``model.base_model.nvfp4_report`` says what was found, :func:`peft_nvfp4.detach` undoes it).
+    :func:`peft_nvfp4.enable_cuda_graphs` records training steps. A base that is frozen already keeps its layouts and its rounding
+    of gradients.
 
     Raises:
         ValueError, TypeError: an unknown word in one of these fields, or fields that exclude each other; the message says which.
@@ -42,12 +43,12 @@ class NVFP4LoraConfig(LoraConfig):
     accuracy: str = option("accuracy")
     memory: str = option("memory")
     calibration: str | None = option("calibration")
-    skip_modules: tuple[str, ...] = option("skip_modules")
+    skip_modules: list[str] = option("skip_modules")
     merge_aware: bool = option("merge_aware")
 
     def __post_init__(self) -> None:
         self._post_init_of_peft()
-        for name, value in vars(self.options).items():  # checked, a list as a tuple
+        for name, value in self.options.as_json().items():
             setattr(self, name, value)
         if not registered():
             warnings.warn(

@@ -29,7 +29,7 @@ from .. import ops
 from ..autograd.lora import Branch, lora_branch, no_autocast
 from ..nn.frozen_linear import FrozenLinear
 from ..numerics.matmul import exact_matmul
-from ..training.offload.layers import computing
+from ..training.offload.frozen_methods import computing
 from . import inits, merge_aware
 from .inits import RESIDUAL_INITS
 

@@ -35,9 +35,9 @@ class Options:
         backend: storage and arithmetic of the frozen linears. ``"nvfp4"``: PACT, W4A4. ``"nf4"``: QLoRA through bitsandbytes.
             ``"bf16"``: plain LoRA. Changing this word is the only change needed to compare them.
         accuracy: (nvfp4) terms in which activations are quantised, a second one for what the first left over. ``"high"``: two
-            everywhere, closest to BF16 activations. ``"balanced"``: two where a norm feeds the linears, a sixth less memory for
+            everywhere, closest to BF16 activations. ``"balanced"``: two where a norm feeds the linears, 14 % less memory for
             backward and a sixth less work in the forward FP4 GEMMs. ``"paper"``: one everywhere, as PACT does, half of that work
-            and 22 % less memory than ``"high"``. What each costs in accuracy: ``docs/accuracy.md``.
+            and 21 % less memory than ``"high"``. What each costs in accuracy: ``docs/accuracy.md``.
         memory: what is kept. ``"fast"``: (nvfp4) a forward and a backward layout of every weight, 9 bits a weight; (nf4, bf16)
             activations as they are. ``"small"``: (nvfp4) one layout of 4.5 bits, the backward one is made at each use with the
             same bits, and the MLP's inner activation is recomputed in backward from the codes of gate and up, a quarter less
@@ -79,7 +79,7 @@ class Options:
         if self.merge_aware and self.backend != "nvfp4":
             raise ValueError(f"merge_aware=True trains the rounding of an NVFP4 merge: it does not go with {self.backend!r}")
         names = () if self.skip_modules is None else self.skip_modules
-        if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"skip_modules is a list of module names, not a string or other values: {names!r}")
         object.__setattr__(self, "skip_modules", tuple(names))
         object.__setattr__(self, "calibration", None if self.calibration is None else str(self.calibration))

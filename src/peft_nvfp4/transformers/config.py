@@ -42,7 +42,7 @@ class PactConfig(QuantizationConfigMixin):
 
     accuracy: str = option("accuracy")
     memory: str = option("memory")
-    skip_modules: tuple[str, ...] = option("skip_modules")
+    skip_modules: list[str] = option("skip_modules")
     quant_method: str = METHOD
     format_version: int = FORMAT_VERSION
 
@@ -56,7 +56,7 @@ class PactConfig(QuantizationConfigMixin):
                 f"format_version {self.format_version} of the {METHOD} layout is newer than this package, which reads up to "
                 f"{FORMAT_VERSION}: upgrade peft_nvfp4"
             )
-        self.skip_modules = self.options.skip_modules
+        self.skip_modules = list(self.options.skip_modules)
 
     @property
     def options(self) -> Options:

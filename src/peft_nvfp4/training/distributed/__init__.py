@@ -15,7 +15,7 @@ reach DDP through the same parameters, at once at the end of backward.
 ``weight_scales`` (N, Kp/16), the backward layout (K, Np/2) and (K, Np/16)). FSDP2 cuts dimension 0, so a shard is whole rows:
 whole blocks of 16 with their scales, padded by FSDP2 where the rows do not divide. Scales are stored unswizzled and a kernel
 arranges them when it loads them, after the all-gather: the 128-row tile of that arrangement never meets a shard's edge. What
-travels is what is stored, 4.5 bits a weight and layout, not 16. With ``weight_layouts="transient"`` one layout travels and is
+travels is what is stored, 4.5 bits a weight and layout, not 16. With ``memory="small"`` one layout travels and is
 kept; with ``"cached"`` both, which saves the time of remaking one and costs twice the bytes. NF4 goes the same way: its codes are
 a column of bytes; their scales (0.13 bits a weight) stay whole on every process. Adapters are sharded as FSDP2 shards any
 parameter: optimizers, sharded and full checkpoints and ``clip_grad_norm_`` are FSDP2's own.
@@ -43,14 +43,11 @@ if torch.distributed.is_available():
     from .base import base_checksums, broadcast_base, check_same_base
     from .hooks import register, registered, unregister
     from .resume import last_checkpoint, make_resumable
-    from .wire import WireCount, count_bytes
 
     __all__ = [
-        "WireCount",
         "base_checksums",
         "broadcast_base",
         "check_same_base",
-        "count_bytes",
         "last_checkpoint",
         "make_resumable",
         "register",
