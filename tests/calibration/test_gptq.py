@@ -434,7 +434,6 @@ def test_moments_are_the_means_over_all_tokens():
     # FP32 sums of 300 products
     for got, a, b in ((moments.h, values, values), (moments.c, x, values)):
         torch.testing.assert_close(got.double(), a.double().T @ b.double() / 300, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(moments.mean.double(), x.double().mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_moments_leave_masked_tokens_out():
@@ -443,7 +442,7 @@ def test_moments_leave_masked_tokens_out():
     masked, rows = Moments(32), Moments(32)
     masked.add(x, mask=mask)
     rows.add(x[mask])
-    assert masked.count == int(mask.sum()) and torch.equal(masked.h, rows.h) and torch.equal(masked.mean, rows.mean)
+    assert masked.count == int(mask.sum()) and torch.equal(masked.h, rows.h)
     before = masked.h.clone()
     masked.add(x, mask=torch.zeros(4, 16))
     assert torch.equal(masked.h, before)

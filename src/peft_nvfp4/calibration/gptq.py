@@ -177,7 +177,7 @@ def gptq(
     """
     options = options or GPTQOptions()
     device = weights[0].device
-    k = moments.mean.numel()
+    k = moments.h.shape[0]
     if any(w.ndim != 2 or w.shape[1] != k for w in weights):
         raise ValueError(f"{name}: weights must be (N, {k}), got {[tuple(w.shape) for w in weights]}")
     if options.asymmetric and moments.c is None:

@@ -1,8 +1,7 @@
 """One decoder layer: collect the moments of its sites, solve for its weights, put frozen linears in their place, measure errors.
 
 While moments are collected, the layer's linears are dense and read D(Q(x)), as they will: what reaches a later site of the layer
-has gone through quantised inputs already. With ``true_sequential`` the sites are done one after the other instead, each fed by
-frozen linears: one more run of the layer per site.
+has gone through quantised inputs already.
 
 **Where a second NVFP4 term pays.** The presets give two terms to all norm outputs. A survey finds out what one term costs at each
 site of this model: every layer is run on some data with one site's input rounded and everything else exact, and the error of the
@@ -39,10 +38,6 @@ from .moments import Moments
 from .store import replace_linear, share_centre
 
 
-class Reached(Exception):
-    """The site that a run was for has its input."""
-
-
 @dataclass
 class SiteInput:
     """What is known of one site: the linears that read one input.
@@ -77,9 +72,8 @@ class SiteInput:
         self._last = None
 
 
-def run_dense(layer: nn.Module, sites: Sequence[SiteInput], run: Callable[[], Tensor], visit: Callable) -> Tensor | None:
-    """Output of the layer (None if ``visit`` raised :class:`Reached`) with dense linears that read D(x~); ``visit(site, x,
-    values)`` sees the input of each site once."""
+def run_dense(layer: nn.Module, sites: Sequence[SiteInput], run: Callable[[], Tensor], visit: Callable) -> Tensor:
+    """Output of the layer with dense linears that read D(x~); ``visit(site, x, values)`` sees the input of each site once."""
     visited: set[int] = set()
 
     def forward_of(site: SiteInput, linear: nn.Linear) -> Callable:
@@ -96,8 +90,6 @@ def run_dense(layer: nn.Module, sites: Sequence[SiteInput], run: Callable[[], Te
     with standing_in({linear: forward_of(site, linear) for site, linear in pairs}), torch.no_grad():
         try:
             return run()
-        except Reached:
-            return None
         finally:
             for site in sites:
                 site.forget()

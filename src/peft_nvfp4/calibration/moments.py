@@ -5,7 +5,6 @@ For inputs x~ (K,), as the layer multiplies them, that is D(Q(x)):
 
     H = E[x~ x~^T]  (K, K)        the error of the output is  E|(W - V) x~|^2 = tr((W - V) H (W - V)^T)
     C = E[x x~^T]   (K, K)        for the asymmetric target: x is the input that the layer should have seen
-    mu = E[x]       (K,)          the centre of the site
 
 Kept as running means in FP32: the sum over a batch is formed by one product with FP32 accumulation and then averaged into what is
 there, so no sum grows with the number of tokens. On a GPU, BF16 inputs (D(Q(x)) of one term is exact in BF16) go through tensor
@@ -41,14 +40,12 @@ class Moments:
     Attributes:
         h: (K, K) float32.
         c: (K, K) float32, or None.
-        mean: (K,) float32, mean of x where given, else of x~.
         count: tokens seen.
     """
 
     def __init__(self, k: int, device: torch.device | str = "cpu", cross: bool = False):
         self.h = torch.zeros(k, k, device=device)
         self.c = torch.zeros(k, k, device=device) if cross else None
-        self.mean = torch.zeros(k, device=device)
         self.count = 0
 
     def add(self, values: Tensor, x: Tensor | None = None, mask: Tensor | None = None) -> None:
@@ -62,12 +59,12 @@ class Moments:
         Raises:
             ValueError: a shape does not fit, or x is missing where a cross moment is collected.
         """
-        k = self.mean.numel()
+        k = self.h.shape[0]
         if values.shape[-1] != k or (x is not None and x.shape != values.shape):
             raise ValueError(f"expected inputs (..., {k}), got {tuple(values.shape)} and {None if x is None else tuple(x.shape)}")
         if self.c is not None and x is None:
             raise ValueError("the cross moment E[x x~^T] needs x as well as x~")
-        values, x = self._rows(values, mask), None if x is None else self._rows(x, mask)
+        values = self._rows(values, mask)
         tokens = values.shape[0]
         if not tokens:
             return
@@ -75,9 +72,7 @@ class Moments:
         old, new = 1.0 - tokens / self.count, 1.0 / self.count
         _average(self.h, values, values, old, new)
         if self.c is not None:
-            _average(self.c, x, values, old, new)
-        seen = values if x is None else x
-        self.mean.mul_(old).add_(seen.sum(0, dtype=torch.float32), alpha=new)
+            _average(self.c, self._rows(x, mask), values, old, new)
 
     def _rows(self, t: Tensor, mask: Tensor | None) -> Tensor:
         """(tokens, K) of the tokens that count, on this device."""
@@ -144,11 +139,11 @@ class BackwardPass:
     """Backward through one layer at a time.
 
     Args:
-        inputs: inputs(layer, batch) -> its hidden states.
+        inputs: of every layer, the hidden states of every batch.
         grads: of the last layer's output, one for each batch.
     """
 
-    def __init__(self, stack: Stack, inputs: Callable[[int, int], Tensor], grads: list[Tensor], device: torch.device):
+    def __init__(self, stack: Stack, inputs: list[list[Tensor]], grads: list[Tensor], device: torch.device):
         self.stack, self.inputs, self.grads, self.device = stack, inputs, grads, device
 
     def collect(self, index: int, linears: dict[str, NVFP4FrozenLinear]) -> dict[str, Moments]:
@@ -177,7 +172,7 @@ class BackwardPass:
             self.grads[batch] = self._backward(index, batch).cpu()
 
     def _backward(self, index: int, batch: int) -> Tensor:
-        hidden = self.inputs(index, batch).to(self.device).requires_grad_()
+        hidden = self.inputs[index][batch].to(self.device).requires_grad_()
         with torch.enable_grad():
             output = self.stack.run(index, batch, hidden)
             return torch.autograd.grad(output, hidden, self.grads[batch].to(self.device, output.dtype))[0]

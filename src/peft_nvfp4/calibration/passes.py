@@ -1,7 +1,7 @@
 """The passes of a calibration over one list of layers: collect, solve, freeze, run, layer after layer.
 
 What a pass collects and how a layer is solved is :mod:`peft_nvfp4.calibration.layer`; here is their order, and what waits where:
-hidden states on the CPU or on disk, one layer at a time on the GPU, finished layers in the :class:`~.store.Store`.
+hidden states on the CPU, one layer at a time on the GPU, finished layers in the :class:`~.store.Store`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,34 +20,10 @@ from tqdm.auto import tqdm
 from ..nn.frozen_linear import FrozenOptions
 from ..quantization.sites import input_terms
 from .data import Batch, token_mask
-from .layer import Reached, SiteInput, choose_terms, freeze_site, run_dense, site_errors, solve_backward, survey_layer
+from .layer import SiteInput, choose_terms, freeze_site, run_dense, site_errors, solve_backward, survey_layer
 from .moments import BackwardPass, Moments, last_gradient
 from .store import Store, install, stored_tensors
 from .structure import capture, on_device, sites
-
-
-class Hidden:
-    """The hidden states of all batches, on the CPU or on disk."""
-
-    def __init__(self, states: list[Tensor], folder: Path | None, name: str = "hidden"):
-        self._folder, self._name = folder, name
-        self._states: list[Tensor | None] = [None] * len(states)
-        for i, state in enumerate(states):
-            self[i] = state
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __getitem__(self, i: int) -> Tensor:
-        if self._folder is None:
-            return self._states[i]
-        return torch.load(self._folder / f"{self._name}_{i}.pt", weights_only=True)
-
-    def __setitem__(self, i: int, state: Tensor) -> None:
-        if self._folder is None:
-            self._states[i] = state.cpu()
-        else:
-            torch.save(state.cpu(), self._folder / f"{self._name}_{i}.pt")
 
 
 class Run:
@@ -68,17 +43,14 @@ class Run:
         options: Any,  # CalibrationOptions
         device: torch.device,
         store: Store | None,
-        folder: Path | None,
     ):
         self.model, self.data = model, data
         self.name, self.planned, self.options, self.device, self.store = name, planned, options, device, store
         self.rows: dict[str, dict] = {}
         self.survey: list[dict] = []
         self.stack = capture(model, name, data, device)
-        self.hidden = Hidden(self.stack.hidden, folder)
-        self.inputs: list[Hidden] = []  # of every layer, for the backward passes
-        self._folder = folder
-        self.stack.hidden = []
+        self.hidden, self.stack.hidden = self.stack.hidden, []
+        self.inputs: list[list[Tensor]] = []  # of every layer, for the backward passes
         self.masks = [token_mask(batch) for batch in data]
         if options.method == "gptq":
             self._check_tokens(model)
@@ -88,8 +60,7 @@ class Run:
         """With few tokens, GPTQ makes up for errors along directions that are chance. On a correlated Gaussian layer one token
         per input leaves the W4A16 error at 4.5 %, four at 3.7, 64 at 3.5 (rounding to nearest: 9.4); with white inputs it may end
         above rounding to nearest."""
-        shapes = [self.hidden[i].shape for i in range(len(self.hidden))]
-        tokens = sum(s.numel() // s[-1] if m is None else int(m.sum()) for s, m in zip(shapes, self.masks))
+        tokens = sum(h.numel() // h.shape[-1] if m is None else int(m.sum()) for h, m in zip(self.hidden, self.masks))
         widest = max(model.get_submodule(n).in_features for n in self.planned)
         if tokens < widest:
             warnings.warn(
@@ -125,7 +96,7 @@ class Run:
         key = f"survey {self.name}"
         stored = self.store.manifest.get(key) if self.store else None
         if stored is None:
-            surveys, hidden = [], [self.hidden[i].to(self.device) for i in range(min(2, len(self.hidden)))]
+            surveys, hidden = [], [h.to(self.device) for h in self.hidden[:2]]
             for index in self._bar("Surveying", progress):
                 with on_device(self.stack.layers[index], self.device), torch.no_grad():
                     surveys += survey_layer(self.stack, index, self._sites(index, hidden), hidden, f"{self.name}.{index}")
@@ -151,11 +122,10 @@ class Run:
             else:
                 row, tensors = self._solve(layer, index, name)
             if self.options.backward == "gptq":
-                count = min(self.options.backward_batches, len(self.hidden))
-                self.inputs.append(Hidden([self.hidden[i] for i in range(count)], self._folder, f"input_{index}"))
+                self.inputs.append(self.hidden[: self.options.backward_batches])
             with torch.no_grad():
-                for i in range(len(self.hidden)):
-                    self.hidden[i] = self.stack.run(index, i, self.hidden[i].to(self.device))
+                for i, hidden in enumerate(self.hidden):  # in place: they are kept once
+                    self.hidden[i] = self.stack.run(index, i, hidden.to(self.device)).cpu()
         if not finished:
             row.update(seconds=round(time.perf_counter() - start, 2), peak_gib=round(_peak(self.device), 3))
             if self.store:
@@ -171,15 +141,15 @@ class Run:
         prefix = f"{self.name}.{index}."
         return [n.removeprefix(prefix) for n in self.planned if n.startswith(prefix)]
 
-    def _sites(self, index: int, hidden: Hidden | list[Tensor]) -> list[SiteInput]:
+    def _sites(self, index: int, hidden: list[Tensor]) -> list[SiteInput]:
         """The sites of a layer as the first batch shows them, and further ones while there are linears that none has reached
         (experts of a router, a branch for images)."""
         layer, left = self.stack.layers[index], self._names(index)
         reached = []
-        for batch in range(len(hidden)):
+        for batch, states in enumerate(hidden):
             if not left:
                 break
-            for names in sites(self.stack, index, hidden[batch].to(self.device), left, batch):
+            for names in sites(self.stack, index, states.to(self.device), left, batch):
                 terms = max(self.terms[f"{self.name}.{index}.{n}"] for n in names)
                 reached.append(SiteInput(names, [layer.get_submodule(n) for n in names], terms))
                 left = [n for n in left if n not in names]
@@ -187,22 +157,20 @@ class Run:
 
     def _solve(self, layer: nn.Module, index: int, name: str) -> tuple[dict, dict[str, Tensor]]:
         """(the row of the report, the tensors to be kept)."""
-        waiting = self._sites(index, self.hidden)
-        reached = {n for site in waiting for n in site.names}
+        group = self._sites(index, self.hidden)
+        reached = {n for site in group for n in site.names}
         missed = [n for n in self._names(index) if n not in reached]
-        waiting += [SiteInput([n], [layer.get_submodule(n)], self.terms[f"{name}.{n}"]) for n in missed]
+        group += [SiteInput([n], [layer.get_submodule(n)], self.terms[f"{name}.{n}"]) for n in missed]
         row: dict[str, Any] = {"linears": {}, "sites": [], "not_reached": missed}
         tensors: dict[str, Tensor] = {}
-        while waiting:
-            group = waiting[:1] if self.options.true_sequential else list(waiting)
-            if self.options.centre:
-                self._centres(layer, index, [site for site in group if site.terms == 1], waiting)
-            self._collect(layer, index, group, waiting)
-            for site in group:
-                frozen = self._freeze(layer, site, name, row)
-                for n, linear in frozen.items() if self.store else ():
-                    tensors.update({key: t.cpu() for key, t in stored_tensors(f"{name}.{n}", linear).items()})
-            waiting = waiting[len(group) :]
+        if self.options.centre and any(site.terms == 1 for site in group):
+            self._centres(layer, index, group)
+        if group:
+            self._collect(layer, index, group)
+        for site in group:
+            frozen = self._freeze(layer, site, name, row)
+            for n, linear in frozen.items() if self.store else ():
+                tensors.update({key: t.cpu() for key, t in stored_tensors(f"{name}.{n}", linear).items()})
         return row, tensors
 
     def _freeze(self, layer: nn.Module, site: SiteInput, name: str, row: dict) -> dict:
@@ -216,24 +184,20 @@ class Run:
         site.moments = site.sample = None
         return frozen
 
-    def _visit(self, layer: nn.Module, index: int, group: list[SiteInput], waiting: list[SiteInput], visit: Callable) -> None:
-        """Run the layer on every batch, its ``waiting`` sites dense: ``visit(i, site, x, values, mask, held_out)`` sees batch i
-        at each site of the group, with the masks that fit x."""
-        wanted = {id(site) for site in group}
-        for i in range(len(self.hidden)):
-            hidden = self.hidden[i].to(self.device)
+    def _visit(self, layer: nn.Module, index: int, group: list[SiteInput], visit: Callable) -> None:
+        """Run the dense layer on every batch: ``visit(i, site, x, values, mask, held_out)`` sees batch i at each of its sites,
+        with the masks that fit x."""
+        for i, hidden in enumerate(self.hidden):
+            hidden = hidden.to(self.device)
             masks = self._split(i, hidden)
 
             def look(site: SiteInput, x: Tensor, values: Tensor) -> None:
-                if id(site) in wanted:
-                    visit(i, site, x, values, *(_fitting(mask, x) for mask in masks))
-                    if self.options.true_sequential:
-                        raise Reached
+                visit(i, site, x, values, *(_fitting(mask, x) for mask in masks))
 
-            run_dense(layer, waiting, lambda: self.stack.run(index, i, hidden), look)
+            run_dense(layer, group, lambda: self.stack.run(index, i, hidden), look)
 
-    def _collect(self, layer: nn.Module, index: int, group: list[SiteInput], waiting: list[SiteInput]) -> None:
-        """Moments and samples of a group of sites."""
+    def _collect(self, layer: nn.Module, index: int, group: list[SiteInput]) -> None:
+        """Moments and samples of the layer's sites."""
 
         def visit(i: int, site: SiteInput, x: Tensor, values: Tensor, mask: Tensor | None, held_out: Tensor | None) -> None:
             if self.options.method == "gptq":
@@ -243,20 +207,20 @@ class Run:
                 rows = _rows(x, held_out)
                 site.sample = rows[:: max(1, -(-rows.shape[0] // self.options.report_tokens))].clone()
 
-        self._visit(layer, index, group, waiting, visit)
+        self._visit(layer, index, group, visit)
 
-    def _centres(self, layer: nn.Module, index: int, group: list[SiteInput], waiting: list[SiteInput]) -> None:
-        """Mean inputs of a group of sites."""
+    def _centres(self, layer: nn.Module, index: int, group: list[SiteInput]) -> None:
+        """Mean inputs of the sites with one term."""
         sums: dict[int, Tensor] = {}
         counts: dict[int, int] = {}
 
         def visit(i: int, site: SiteInput, x: Tensor, values: Tensor, mask: Tensor | None, held_out: Tensor | None) -> None:
-            rows = _rows(x, mask)
-            sums[id(site)] = sums.get(id(site), 0) + rows.double().sum(0)
-            counts[id(site)] = counts.get(id(site), 0) + rows.shape[0]
+            if site.terms == 1:
+                rows = _rows(x, mask)
+                sums[id(site)] = sums.get(id(site), 0) + rows.double().sum(0)
+                counts[id(site)] = counts.get(id(site), 0) + rows.shape[0]
 
-        if group:
-            self._visit(layer, index, group, waiting, visit)
+        self._visit(layer, index, group, visit)
         for site in group:
             if counts.get(id(site)):
                 site.centre = (sums[id(site)] / counts[id(site)]).float()
@@ -277,11 +241,9 @@ class Run:
     def _backward(self, progress: bool) -> None:
         """W_b of every layer, from the last to the first."""
         with torch.no_grad():
-            grads = [
-                last_gradient(self.model, self.stack, self.data[i], self.hidden[i], self.device).cpu()
-                for i in range(len(self.inputs[0]))
-            ]
-        steps = BackwardPass(self.stack, lambda index, i: self.inputs[index][i], grads, self.device)
+            batches = list(zip(self.data, self.hidden))[: self.options.backward_batches]
+            grads = [last_gradient(self.model, self.stack, batch, h, self.device).cpu() for batch, h in batches]
+        steps = BackwardPass(self.stack, self.inputs, grads, self.device)
         solver = replace(self.options.gptq, asymmetric=False)
         for index in self._bar("Backward layouts of", progress, backwards=True):
             name = f"{self.name}.{index}"

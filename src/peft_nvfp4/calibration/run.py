@@ -4,7 +4,7 @@
 >>> model = get_peft_model(model, NVFP4LoraConfig(...))        # keeps the frozen linears as they are
 
 Layer by layer: the inputs of a layer come from layers that are quantised already, W4A4, through the package's own linears. One
-layer is on the GPU at a time; activations wait on the CPU or on disk. With an ``output_dir`` every finished layer is kept there,
+layer is on the GPU at a time; activations wait on the CPU. With an ``output_dir`` every finished layer is kept there,
 and the same call goes on where it was interrupted: finished layers are loaded and only run to produce the next one's input, so
 the result has the same bits (on one device) as an uninterrupted run. The :class:`Report` (errors per layer against rounding to
 nearest, time, memory) is kept there too, as JSON and as a picture.
@@ -13,7 +13,6 @@ nearest, time, memory) is kept there too, as JSON and as a picture.
 from __future__ import annotations
 
 import json
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -49,7 +48,6 @@ class CalibrationOptions:
         budget: choose the terms by measured errors instead, adding at most this share to the multiplications of the forward
             products (two terms at all norm outputs add 0.66 in a Llama; backward has one term in any case).
         centre: subtract the mean input, at sites of one term (``accuracy="high"`` has none).
-        true_sequential: the sites of a layer one after the other.
         backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
             the gradient from a few backward passes.
         backward_batches: how many.
@@ -63,7 +61,6 @@ class CalibrationOptions:
     accuracy: str = "high"
     budget: float | None = None
     centre: bool = False
-    true_sequential: bool = False
     backward: str = "requantize"
     backward_batches: int = 16
     weight_layouts: str = "cached"
@@ -173,7 +170,6 @@ def calibrate(
     device: torch.device | str | None = None,
     layers: Sequence[str] | None = None,
     skip_modules: Sequence[str] = (),
-    offload: str = "cpu",
     progress: bool = True,
 ) -> Report:
     """Freeze the linears of a dense model's layers in NVFP4, in place, calibrated on data.
@@ -186,7 +182,6 @@ def calibrate(
         layers: names of the lists of layers to calibrate, in the order in which data passes them
             (``["vision_model.encoder.layers", "text_model.layers"]``); by default the one with most weights, of the text model.
         skip_modules: names (or dotted endings) of modules to leave dense.
-        offload: ``"cpu"`` or ``"disk"``, where activations wait.
 
     Returns:
         What was done and the errors of every layer.
@@ -198,8 +193,6 @@ def calibrate(
     if isinstance(tokenizer, CalibrationOptions):
         raise TypeError("options go by name: calibrate(model, data, options=...)")
     options = options or CalibrationOptions()
-    if offload not in ("cpu", "disk"):
-        raise ValueError(f"offload is 'cpu' or 'disk', got {offload!r}")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     skip_modules = (skip_modules,) if isinstance(skip_modules, str) else tuple(skip_modules)
     layers = (layers,) if isinstance(layers, str) else layers
@@ -217,15 +210,13 @@ def calibrate(
         marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)}
         store = Store(output_dir, marks, settings)
     report = Report(settings, str(device), tokens=count_tokens(data))
-    with tempfile.TemporaryDirectory(dir=output_dir) as folder:
-        for name in names:
-            inside = [n for n in planned if n.startswith(f"{name}.")]
-            waiting = Path(folder) if offload == "disk" else None
-            run = Run(model, name, inside, data, options, device, store, waiting)
-            run.run(progress)
-            report.layers.update(run.rows)
-            if run.survey:
-                report.survey[name] = run.survey
+    for name in names:
+        inside = [n for n in planned if n.startswith(f"{name}.")]
+        run = Run(model, name, inside, data, options, device, store)
+        run.run(progress)
+        report.layers.update(run.rows)
+        if run.survey:
+            report.survey[name] = run.survey
     report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
     _mark_quantised(model)
     if store is not None:
