@@ -11,7 +11,7 @@ import torch
 from _offloaded import BACKENDS, at_rest, batch, late, packed, same, scrambled, steps, tuned
 from peft import LoraConfig
 
-from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, frozen_bytes
+from peft_nvfp4 import enable_cuda_graphs, frozen_bytes
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.training.offload.enable import (
     _owner,
