@@ -32,16 +32,15 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from wire import WireCount, count_bytes, count_ddp
 
 from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
 from peft_nvfp4.memory import BUILTIN, Settings, estimate
-from peft_nvfp4.training.distributed import WireCount, count_bytes
-from peft_nvfp4.training.distributed.wire import count_ddp
 
 CASES = "ddp-nvfp4 ddp-nvfp4-transient ddp-nvfp4-graphs ddp-nf4 ddp-bf16 fsdp2-nvfp4 fsdp2-nvfp4-transient fsdp2-nf4 fsdp2-bf16"
 STRATEGIES, BACKENDS = ("ddp", "fsdp2"), ("nvfp4", "nf4", "bf16")
 OPTIONS = {
-    "transient": "weight_layouts='transient'",
+    "transient": "memory='small' (measured with one layout of weights, and nothing recomputed)",
     "graphs": "recorded steps",
     "ckpt": "checkpointing of every decoder layer",
     "paper": "one term for every activation",
@@ -65,7 +64,7 @@ def lora_config(backend: str, options: set[str]) -> LoraConfig:
 def own_fields(options: set[str]) -> dict[str, str]:
     """Of ``NVFP4LoraConfig``, and of the estimator."""
     return {
-        "weight_layouts": "transient" if "transient" in options else "cached",
+        "memory": "small" if "transient" in options else "fast",
         "accuracy": "paper" if "paper" in options else "balanced",
     }
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from peft_nvfp4 import ops
 from peft_nvfp4.calibration.gptq import GPTQOptions, gptq, gptq_backward
-from peft_nvfp4.calibration.hessian import Moments
+from peft_nvfp4.calibration.moments import Moments
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, WEIGHT_BACKWARD, NVFP4Format, QuantizedMatrix
 
@@ -59,24 +59,15 @@ def nearest(rule: str) -> Callable:
     return lambda w, m, dense: reference.dequantize(ops.quantize_weight(w, NVFP4Format(rule)))
 
 
-def solved(dense_h: bool = False, storage: str = "nvfp4", **options) -> Callable:
-    def run(w, m, dense):
-        q = gptq([w], dense if dense_h else m, GPTQOptions(**options), storage=storage)[0].q
-        return nf4_values(q.packed, q.state) if storage == "nf4" else reference.dequantize(q)
-
-    return run
-
-
-def nf4_values(packed, state) -> Tensor:
-    import bitsandbytes as bnb
-
-    return bnb.functional.dequantize_4bit(packed, state).float()
+def solved(dense_h: bool = False, **options) -> Callable:
+    return lambda w, m, dense: reference.dequantize(gptq([w], dense if dense_h else m, GPTQOptions(**options))[0].q)
 
 
 def nf4_nearest(w, m, dense) -> Tensor:
     import bitsandbytes as bnb
 
-    return nf4_values(*bnb.functional.quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4"))
+    packed, state = bnb.functional.quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4")
+    return bnb.functional.dequantize_4bit(packed, state).float()
 
 
 PLAIN = dict(rule="max6", weighted=False, act_order=False)
@@ -100,8 +91,6 @@ VARIANTS: dict[str, Callable] = {
     "default, lazy blocks of 32": solved(columns=32),
     "default, asymmetric target": solved(asymmetric=True),
     "NF4 to nearest": nf4_nearest,
-    "NF4 GPTQ, absmax, act-order": solved(storage="nf4", rule="max6"),
-    "NF4 GPTQ, mse weighted, act-order": solved(storage="nf4"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Models larger than the card: ``NVFP4LoraConfig(offload="cpu")`` under a cap on the GPU's memory.
+"""Models larger than the card: ``peft_nvfp4.enable_offload`` under a cap on the GPU's memory.
 
     python benchmarks/bench_offload.py --out results                 # on an H200: about two minutes, 30 GB of the host's memory
     python benchmarks/bench_offload.py --parts tiny --device cpu     # does it run?
@@ -11,7 +11,8 @@ Parts:
     70b     Llama-3-70B's shape under 16 GiB without offload: the estimator's figure, and an attempt to allocate its weights
 
 A model is made layer by layer on the GPU, before the cap: random weights, frozen, moved to the host; no copy of the whole in BF16
-exists anywhere. The cap holds PyTorch's allocator to so many bytes less what CUDA takes (``peft_nvfp4.memory.cards.CONTEXT``).
+exists anywhere. The cap holds PyTorch's allocator to so many bytes less what CUDA takes
+(``peft_nvfp4.memory.settings.CONTEXT``).
 
 Times are of a step of 1 x 512 tokens with checkpointing (so most layers are fetched twice). ``compute``: the same step while the
 copies are left out (layers compute with whatever is in the buffers). ``copy``: the copies of a step one after the other with
@@ -36,9 +37,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from peft_nvfp4 import NVFP4LoraConfig, attach_loss, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_offload, freeze_model
 from peft_nvfp4.memory import Settings, estimate, parse_bytes, usable
-from peft_nvfp4.memory.cards import CONTEXT
+from peft_nvfp4.memory.settings import CONTEXT
 from peft_nvfp4.numerics.formats import packed_bytes
 from peft_nvfp4.training.offload.enable import _owner, offload_status
 from peft_nvfp4.training.offload.layers import Offload
@@ -103,8 +104,11 @@ def fill(module: nn.Module, device: torch.device) -> None:
 
 def tuned(base: nn.Module, backend: str, layouts: str, offload: str | None, device: torch.device) -> nn.Module:
     torch.manual_seed(1)
-    settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend, "weight_layouts": layouts}
-    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY, offload=offload)).to(device).train()
+    settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend}
+    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY))  # of the layouts that the base has
+    if offload:
+        enable_offload(model)
+    model.to(device).train()
     attach_loss(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
@@ -233,7 +237,7 @@ def too_large(name: str, args: argparse.Namespace, device: torch.device) -> dict
     settings = Settings(
         backend="nvfp4",
         accuracy=ACCURACY,
-        weight_layouts="transient",
+        memory="small",
         batch=1,
         sequence=args.seq,
         checkpointing=True,

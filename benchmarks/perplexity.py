@@ -60,7 +60,6 @@ RECIPES: dict[str, dict[str, Any]] = {  # what a set of GPTQ weights is calibrat
     "paper": dict(accuracy="paper"),
     "paper, centred": dict(accuracy="paper", centre=True),
     "high": dict(accuracy="high"),
-    "balanced, sites one by one": dict(accuracy="balanced", true_sequential=True),
     "a budget of 0.33": dict(budget=0.33),
     "balanced, centred": dict(accuracy="balanced", centre=True),
     "paper, centred, asymmetric target": dict(accuracy="paper", centre=True, gptq=GPTQOptions(asymmetric=True)),

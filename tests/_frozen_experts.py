@@ -4,8 +4,8 @@ them, and how two results are compared."""
 import pytest
 import torch
 import torch.nn.functional as F
+from _mixtures import IDS
 from peft import get_peft_model
-from test_moe import IDS
 
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts

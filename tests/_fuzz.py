@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_properties import json_values
 
 pytest.importorskip("hypothesis")
+from _hypothesis import json_values
 from hypothesis import strategies as st
 
 import peft_nvfp4

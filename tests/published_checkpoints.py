@@ -1,5 +1,6 @@
 """Checkpoints in the two published NVFP4 layouts, written by other code than the package's: bytes and values in NumPy."""
 
+import copy
 import json
 
 import numpy as np
@@ -137,3 +138,17 @@ def edit_config(folder, settings):
     if settings is not None:
         config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def as_loaded(model, folder):
+    """Through from_pretrained: the buffers of its rotary embedding are then in FP32, which .to(bfloat16) has rounded."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=model.dtype)
+
+
+def dense_model(model, weights):
+    """The same model with the weights' values, by NumPy."""
+    model = copy.deepcopy(model)
+    for name, w in weights.items():
+        model.get_submodule(name).weight.data = w.values().to(model.dtype)
+    return model

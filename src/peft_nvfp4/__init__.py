@@ -19,7 +19,7 @@ from .lora.hooks import register, unregister
 from .lora.inits import preprocess_eora
 from .lora.inspection import AdapterReport, inspect_adapter
 from .lora.merge import merge
-from .lora.merge_report import MergeReport
+from .lora.report import MergeReport
 from .nn.frozen_linear import FrozenLinear, FrozenOptions
 from .nn.registry import BACKENDS
 from .quantization.freeze import dense_share, dequantize_model, freeze_model, frozen_bytes

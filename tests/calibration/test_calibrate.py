@@ -7,10 +7,9 @@ from _calibrations import FAST, IDS, Words, assert_same_model, bits
 from conftest import tiny_llama
 from torch import nn
 
-from peft_nvfp4.calibration import terms as terms_module
 from peft_nvfp4.calibration.gptq import GPTQOptions, gptq, gptq_backward
-from peft_nvfp4.calibration.hessian import Moments
-from peft_nvfp4.calibration.layer import rounded_input
+from peft_nvfp4.calibration.layer import Survey, choose_terms, rounded_input
+from peft_nvfp4.calibration.moments import Moments
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.ops.linear import dequantize_input, quantize_input
@@ -48,25 +47,19 @@ def test_moments_come_from_quantised_predecessors():
 
 
 def test_later_sites_see_rounded_inputs():
-    """The MLP's input is collected behind an attention whose linears read D(Q(x)); with true_sequential, behind frozen ones."""
-    dense, one, two = tiny_llama(), tiny_llama(), tiny_llama()
-    calibrate(one, IDS, options=CalibrationOptions(report_tokens=0), **FAST)
-    calibrate(two, IDS, options=CalibrationOptions(report_tokens=0, true_sequential=True), **FAST)
-    first, second = bits(one), bits(two)
-    for name in first:
-        if "layers.0.self_attn" in name and "o_proj" not in name:
-            assert torch.equal(first[name], second[name]), name
-    assert not torch.equal(first["model.layers.0.mlp.down_proj.weight"], second["model.layers.0.mlp.down_proj.weight"])
-    seen = []
-    two.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach()))
+    """The MLP's inner product is collected behind linears that are dense and read D(Q(x))."""
+    dense, model = tiny_llama(), tiny_llama()
+    calibrate(model, IDS, options=CalibrationOptions(report_tokens=0), **FAST)
+    moments = Moments(176)
+    layer = dense.model.layers[0]
+    for linear in (m for m in layer.modules() if isinstance(m, nn.Linear)):
+        linear.register_forward_pre_hook(lambda m, args: (rounded_input(args[0], 2, None),))
+    layer.mlp.down_proj.register_forward_pre_hook(lambda m, args: moments.add(args[0]))  # after the first hook: rounded
     with torch.no_grad():
         for row in IDS[:-1]:
-            two(row[None])
-    moments = Moments(176)
-    for x in seen:
-        moments.add(rounded_input(x, 2, None))
-    expected = gptq([dense.model.layers[0].mlp.down_proj.weight], moments)[0].q
-    assert torch.equal(two.model.layers[0].mlp.down_proj.weight, expected.codes)
+            dense.model(row[None])
+    expected = gptq([layer.mlp.down_proj.weight], moments)[0].q
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, expected.codes)
 
 
 def test_asymmetric_target_needs_the_input_before_rounding():
@@ -116,14 +109,13 @@ def test_padding_does_not_count():
         assert torch.equal(t, results[1][name]), name
 
 
-def test_the_same_call_gives_the_same_bits_wherever_activations_wait():
+def test_the_same_call_gives_the_same_bits():
     texts = [" ".join("x" * (i * j % 11 + 1) for j in range(30)) for i in range(9)]
     options = CalibrationOptions(seq_len=24, samples=6, report_tokens=16)
-    models = [tiny_llama() for _ in range(3)]
-    for model, offload in zip(models, ("cpu", "cpu", "disk")):
-        calibrate(model, texts, Words(), options, offload=offload, **FAST)
-    assert_same_model(models[0], models[1])
-    assert_same_model(models[0], models[2])
+    models = [tiny_llama() for _ in range(2)]
+    for model in models:
+        calibrate(model, texts, Words(), options, **FAST)
+    assert_same_model(*models)
     other = tiny_llama()
     calibrate(other, texts, Words(), CalibrationOptions(seq_len=24, samples=6, seed=1), **FAST)
     assert any(not torch.equal(t, bits(other)[name]) for name, t in bits(models[0]).items())
@@ -184,8 +176,6 @@ def test_option_refusals():
     for wrong in (dict(method="best"), dict(accuracy="best"), dict(budget=2.0), dict(backward="best"), dict(gradients="best")):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CalibrationOptions(**wrong)
-    with pytest.raises(ValueError, match="offload"):
-        calibrate(tiny_llama(), IDS, offload="tape", **FAST)
     with pytest.raises(ValueError, match="cached"):
         CalibrationOptions(backward="gptq", weight_layouts="transient")
 
@@ -195,10 +185,10 @@ def test_option_refusals():
 
 def test_terms_are_bought_by_gain_per_work():
     def site(name, work, one):
-        return terms_module.Survey([name], work, one, 0.01 * one)
+        return Survey([name], work, one, 0.01 * one)
 
     surveys = [site("a", 10, 1.0), site("b", 40, 8.0), site("c", 30, 2.9), site("d", 20, 0.1)]
-    chosen = {b: [n for n, t in terms_module.choose(surveys, b).items() if t == 2] for b in (0.0, 0.1, 0.5, 0.7, 0.8, 1.0)}
+    chosen = {b: [n for n, t in choose_terms(surveys, b).items() if t == 2] for b in (0.0, 0.1, 0.5, 0.7, 0.8, 1.0)}
     assert chosen == {
         0.0: [],
         0.1: ["a"],  # b gains more, but does not fit

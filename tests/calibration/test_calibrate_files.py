@@ -15,6 +15,7 @@ from conftest import tiny_llama
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig
+from peft_nvfp4.calibration.passes import summary
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.quantization.freeze import frozen_layers
 
@@ -131,7 +132,7 @@ def test_report(tmp_path):
     assert saved["means"] == pytest.approx(report.means()) and saved["layers"].keys() == report.layers.keys()
     row = saved["layers"]["model.layers.0"]
     assert row["seconds"] > 0 and row["peak_gib"] > 0 and len(row["linears"]) == 7
-    assert "W4A4 error" in report.summary(row) and "2 layers" in str(report)
+    assert "W4A4 error" in summary(row) and "2 layers" in str(report)
     pytest.importorskip("matplotlib")
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
 

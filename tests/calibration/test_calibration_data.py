@@ -14,7 +14,7 @@ from torch import nn
 from peft_nvfp4.autograd.frozen_linear import rounded_input
 from peft_nvfp4.calibration.data import batches, count_tokens
 from peft_nvfp4.calibration.gptq import gptq
-from peft_nvfp4.calibration.hessian import Moments
+from peft_nvfp4.calibration.moments import Moments
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.quantization.freeze import frozen_layers
 

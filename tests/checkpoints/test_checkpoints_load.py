@@ -13,9 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from peft_nvfp4 import PactConfig
-from peft_nvfp4.checkpoints.files import Stored
 from peft_nvfp4.checkpoints.layouts import COMPRESSED_TENSORS, MODELOPT
-from peft_nvfp4.checkpoints.load import PackedLinear, check_loaded, dense_linear, frozen_layer, packed_linears
+from peft_nvfp4.checkpoints.load import PackedLinear, Stored, check_loaded, dense_linear, frozen_layer, packed_linears
 from peft_nvfp4.checkpoints.settings import Published
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.numerics.formats import GSCALE_EXPONENTS

@@ -19,9 +19,9 @@ from _fuzz import (
     spoiled,
     words,
 )
+from _hypothesis import json_values, tried
 from conftest import tiny_llama
 from published_checkpoints import CT_SETTINGS, IDS, MODELOPT_SETTINGS, OLD_MODELOPT, write
-from test_properties import json_values, tried
 
 pytest.importorskip("hypothesis")
 from hypothesis import example, given
@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from peft_nvfp4 import NVFP4LoraConfig, PactConfig
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
-from peft_nvfp4.checkpoints.files import check_files, check_indices, stored_in
+from peft_nvfp4.checkpoints.load import check_files, check_indices, stored_in
 from peft_nvfp4.checkpoints.settings import read_settings
 from peft_nvfp4.lora import fingerprint
 from peft_nvfp4.lora.config import SIDE_CAR

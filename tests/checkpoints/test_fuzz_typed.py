@@ -15,7 +15,7 @@ from _fuzz import (
     nothing_is_run,  # noqa: F401  a fixture of every test here
     spoil,
 )
-from test_properties import tried
+from _hypothesis import tried
 
 pytest.importorskip("hypothesis")
 pytest.importorskip("typer")

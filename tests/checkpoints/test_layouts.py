@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from _pact_models import LORA, assert_same_state, load, logits
 from _steps import steps
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
@@ -16,6 +17,8 @@ from published_checkpoints import (
     IDS,
     MODELOPT_SETTINGS,
     OLD_MODELOPT,
+    as_loaded,
+    dense_model,
     edit_config,
     quantised,
     tensors,
@@ -42,22 +45,6 @@ from peft_nvfp4.quantization.freeze import frozen_layers
 from peft_nvfp4.transformers import published
 
 LAYOUTS = ["compressed-tensors", "modelopt"]
-LORA = dict(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def load(folder, cls=AutoModelForCausalLM, dtype=torch.bfloat16, **settings):
-    return cls.from_pretrained(folder, quantization_config=PactConfig(**settings), dtype=dtype)
-
-
-def logits(model, ids=IDS):
-    with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
-
-
-def assert_same_state(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    assert a.keys() == b.keys()
-    assert [key for key in a if a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])] == []
 
 
 def assert_holds(model, weights, reciprocal_of=None):
@@ -71,20 +58,6 @@ def assert_holds(model, weights, reciprocal_of=None):
         assert not layer.weight[:, k // 2 :].any() and not layer.weight_scales[:, k // 16 :].any(), name
         assert layer.weight_gscale.view(torch.float32).item() == (w.g if reciprocal_of is None else reciprocal_of(w)), name
         assert {p.dtype for p in layer.parameters()} == {torch.uint8}
-
-
-def as_loaded(model, folder):
-    """Through from_pretrained: the buffers of its rotary embedding are then in FP32, which .to(bfloat16) has rounded."""
-    model.save_pretrained(folder)
-    return type(model).from_pretrained(folder, dtype=model.dtype)
-
-
-def dense_model(model, weights):
-    """The same model with the weights' values, by NumPy."""
-    model = copy.deepcopy(model)
-    for name, w in weights.items():
-        model.get_submodule(name).weight.data = w.values().to(model.dtype)
-    return model
 
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -109,7 +82,7 @@ def test_bits_and_logits_are_those_that_were_written(tmp_path, layout):
         layer._store(layer.forward_layout._replace(codes=codes, scales=scales, gscale=torch.tensor([w.g])))
         assert torch.equal(layer.dequantize(torch.float32), values), name
         layer.shares_input = loaded.get_submodule(name).shares_input
-        published.put(by_hand, name, layer)
+        by_hand.set_submodule(name, layer)
     assert_same_state(loaded, by_hand)
     assert torch.equal(logits(loaded), logits(by_hand))
     assert torch.equal(logits(loaded.dequantize()), logits(dense_model(as_loaded(model, tmp_path / "dense"), weights)))

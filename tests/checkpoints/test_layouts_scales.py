@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from _pact_models import load, logits
 from conftest import tiny_llama
-from published_checkpoints import quantised, write
-from test_layouts import as_loaded, dense_model, load, logits
+from published_checkpoints import as_loaded, dense_model, quantised, write
 
 from peft_nvfp4 import freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers

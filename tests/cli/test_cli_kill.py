@@ -99,9 +99,9 @@ def test_the_whole_way_on_the_real_model(tmp_path):
         rows = [{"text": row.text, "label": data.LABELS[row.label].strip()} for row in part]
         path.write_text("\n".join(map(json.dumps, rows)))
     out = tmp_path / "out"
-    small = ["--dtype", "fp32", "--layers", "6"]
+    small = ["--dtype", "fp32", "--layers", "2"]
     args = ["train", model, files[0], "-o", out, "--steps", "8", "--save-every", "2", "--batch", "4", "--limit", "64"]
-    process = start(*args, "--lr", "5e-4", "--max-length", "64", *small)
+    process = start(*args, "--lr", "2e-3", "--max-length", "64", *small)  # less is lost in a merge into NVFP4
     wait_for(process, out / "checkpoint-4" / "trainer_state.json")
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -299,7 +299,7 @@ def test_bytes_that_were_written_in_place_are_looked_at_again():
 def test_experts_know_their_significands():
     """As a layer does: looked at again where scales are loaded or written, nowhere else; not made up where there are none yet."""
     from _frozen_experts import OPTIONS, experts_of
-    from test_moe import mixtral
+    from _mixtures import mixtral
 
     experts = FrozenExperts.quantize(experts_of(mixtral()), "nvfp4", OPTIONS)
     state, empty = copy.deepcopy(experts.state_dict()), copy.deepcopy(experts).to("meta")

@@ -18,9 +18,9 @@ from _frozen_experts import (
     plain,
     routed,
 )
+from _mixtures import IDS, by_family, mixtral, qwen3_moe
 from _two_processes import both
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_moe import IDS, by_family, mixtral, qwen3_moe
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -29,7 +29,7 @@ from peft_nvfp4 import NVFP4LoraConfig, attach, dense_share, dequantize_model, f
 from peft_nvfp4.lora.fingerprint import base_record, source_fingerprint
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, frozen_experts, linear_of
 from peft_nvfp4.nn.registry import BACKENDS
-from peft_nvfp4.training.offload.layers import computing
+from peft_nvfp4.training.offload.frozen_methods import computing
 
 # ---------------------------------------------------------------------------------------------- freezing a model
 

@@ -8,10 +8,10 @@ import published_checkpoints as published
 import pytest
 import torch
 from _frozen_experts import ATTENTION_DENSE, adapted, assert_equal, experts_of, logits
+from _mixtures import IDS, by_family, mixtral, qwen3_moe
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_moe import IDS, by_family, mixtral, qwen3_moe
 from transformers import AutoModelForCausalLM
 
 from peft_nvfp4 import PactConfig, dequantize_model, export_checkpoint, freeze_model

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 
 import pytest
@@ -97,29 +98,35 @@ def test_stock_adapter_on_a_dense_base(tmp_path):
 # ---------------------------------------------------------------------------------------------- does not bind
 
 
+UP = "base_model.model.model.layers.0.mlp.up_proj"
+
+
 @pytest.mark.parametrize(
     "change, problem",
     (
-        (lambda t: t.update({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)}), "no such module"),
-        (lambda t: t.update({"base_model.model.extra.weight": torch.zeros(4)}), "the base has no such parameter"),
-        (lambda t: t.pop("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"), "mlp.up_proj: holds A only"),
         (
-            lambda t: [t.pop(f"base_model.model.model.layers.0.mlp.up_proj.lora_{x}.weight") for x in "AB"],
-            "mlp.up_proj: is a target of the adapter, which holds no weights for it",
+            lambda t: t.update({UP.replace("0", "9") + ".lora_A.weight": torch.zeros(4, 64)}),
+            "layers.9.mlp.up_proj: the base has no place for lora_A.weight",
+        ),
+        (lambda t: t.update({"base_model.model.extra.weight": torch.zeros(4)}), "extra.weight: the base has no place for it"),
+        (lambda t: t.pop(f"{UP}.lora_B.weight"), "mlp.up_proj: the adapter holds no lora_B.weight"),
+        (
+            lambda t: [t.pop(f"{UP}.lora_{x}.weight") for x in "AB"],
+            "no lora_A.weight, though its config names this target, the adapter holds no lora_B.weight",
         ),
         (
-            lambda t: t.update({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(4, 32)}),
-            "are for 32 inputs and 176 outputs, the base has 64 and 176",
+            lambda t: t.update({f"{UP}.lora_A.weight": torch.zeros(4, 32)}),
+            "lora_A.weight has the shape .4, 32., and the base takes .4, 64.",
         ),
         (
-            lambda t: t.update({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(3, 64)}),
-            "have different ranks",
+            lambda t: t.update({f"{UP}.lora_A.weight": torch.zeros(3, 64)}),
+            "lora_A.weight has the shape .3, 64., and the base takes .4, 64.",
         ),
         (
             lambda t: t.update({"base_model.model.model.norm.weight": torch.zeros(63)}),
-            "has the shape .63,., the base holds .64,.",
+            "norm.weight: it has the shape .63,., and the base takes .64,.",
         ),
-        (lambda t: t.update({"base_model.model.model.layers.0.mlp.up_proj.weight": torch.zeros(176, 64)}), "torch.uint8"),
+        (lambda t: t.update({f"{UP}.weight": torch.zeros(176, 64)}), "up_proj.weight: the base has no place for it"),
     ),
     ids=("module", "parameter", "half", "missing", "shape", "rank", "norm", "packed"),
 )
@@ -128,7 +135,7 @@ def test_does_not_bind(tmp_path, change, problem):
     rewrite(tmp_path, change)
     report = inspect_adapter(frozen(), tmp_path)
     assert not report.binds and report.logit_change is None
-    assert len(report.problems) == 1 and pytest.importorskip("re").search(problem, report.problems[0])
+    assert len(report.problems) == 1 and re.search(problem, report.problems[0])
     assert "DOES NOT BIND" in str(report)
 
 
@@ -138,10 +145,33 @@ def test_another_models_adapter_does_not_bind(tmp_path):
     assert not report.binds and len(report.problems) == 14 and "and 9 more" in str(report)
 
 
-def test_modules_to_save_bind(tmp_path):
-    saved(tmp_path, modules_to_save=["lm_head"])
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {"modules_to_save": ["lm_head"]},
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"rank_pattern": {"up_proj": 2}},
+        {"target_modules": ["embed_tokens", "q_proj", "up_proj", "down_proj"]},
+        {"target_modules": ["up_proj"], "layers_to_transform": [1]},
+    ),
+    ids=lambda settings: " ".join(settings),
+)
+def test_every_kind_of_adapter_binds(tmp_path, settings):
+    saved(tmp_path, **settings)
     report = inspect_adapter(frozen(), tmp_path)
-    assert report.binds and report.layers == 14
+    assert report.binds and report.logit_change > 0, report.problems
+    targets = settings.get("target_modules", "all-linear")
+    assert report.layers == (14 if targets == "all-linear" else 1 if len(targets) == 1 else 7)
+    assert report.ranks == ([2, 4] if "rank_pattern" in settings else [4])
+
+
+def test_a_base_without_the_targets_is_a_problem(tmp_path):
+    saved(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["c_attn"]}))
+    report = inspect_adapter(frozen(), tmp_path)
+    assert not report.binds and "c_attn" in report.problems[0]
 
 
 def test_what_is_no_adapter_is_refused(tmp_path):

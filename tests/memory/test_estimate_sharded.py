@@ -1,13 +1,10 @@
-"""The estimator for several GPUs: against what FSDP2 cuts and gathers of a real model, and its arithmetic."""
+"""The estimator for several GPUs: its arithmetic. Against FSDP2 itself: test_estimate_kept."""
 
 from dataclasses import replace
 
 import pytest
-import torch
-from _two_processes import both
-from conftest import tiny_llama
 
-from peft_nvfp4.memory import Settings, card, estimate, fit, largest_batch, model_shape, room, sharding, usable, weights
+from peft_nvfp4.memory import Settings, card, estimate, fit, kept, largest_batch, room, run, usable
 
 LARGE = {  # Llama 3.1 70B's config.json, what matters of it
     **{"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256},
@@ -25,12 +22,12 @@ def test_shares_add_up(backend):
         assert one.static[name] == -(-count // 4), name
     gradients = alone.moments["optimizer"]["gradients"]
     assert one.moments["optimizer"]["gradients"] == -(-gradients // 4)
-    assert one.moments["optimizer"][sharding.LAYER] == one.moments["optimizer"][sharding.ROOT] == 0
+    assert one.moments["optimizer"][run.LAYER] == one.moments["optimizer"][run.ROOT] == 0
 
 
 def test_activations_are_those_of_one_card():
     alone, four = estimate(LARGE, ALONE), estimate(LARGE, FOUR)
-    own = {sharding.LAYER, sharding.ROOT, sharding.SCATTERED, "gradients"}
+    own = {run.LAYER, run.ROOT, run.SCATTERED, "gradients"}
     for name, parts in alone.moments.items():
         assert {k: v for k, v in parts.items() if k not in own} == {k: v for k, v in four.moments[name].items() if k not in own}
 
@@ -43,9 +40,9 @@ def test_two_layers_are_gathered_in_the_layouts_that_are_kept():
     for memory, more in (("small", 0), ("fast", n * 9 // 16 + 7 * 4)):
         found = estimate(LARGE, replace(FOUR, memory=memory))
         # the last norm, of 2 * 8192 bytes, is spread over the layers: less than 1 KiB each
-        assert found.moments["layer"][sharding.LAYER] == pytest.approx(2 * (layer + more), abs=1024)
-        assert found.moments["final norm"][sharding.LAYER] == pytest.approx(layer + more, abs=512)
-    assert found.moments["layer"][sharding.ROOT] == 2 * 2 * 128256 * 8192
+        assert found.moments["layer"][run.LAYER] == pytest.approx(2 * (layer + more), abs=1024)
+        assert found.moments["final norm"][run.LAYER] == pytest.approx(layer + more, abs=512)
+    assert found.moments["layer"][run.ROOT] == 2 * 2 * 128256 * 8192
 
 
 def test_scales_of_nf4_stay_whole():
@@ -54,12 +51,12 @@ def test_scales_of_nf4_stay_whole():
     whole = alone.static[WEIGHTS[0]] - n // 2
     assert four.static[WEIGHTS[0]] == whole + n // 2 // 4
     assert whole == n // 64 + 4 * n // (64 * 256) + 7 * 80 * 4 * (16 + 256 + 1)  # a byte for 64, four for 256 of those, tables
-    assert four.moments["layer"][sharding.LAYER] < 2 * (alone.static[WEIGHTS[0]] // 80 + alone.static["adapters"] // 80 + 2**15)
+    assert four.moments["layer"][run.LAYER] < 2 * (alone.static[WEIGHTS[0]] // 80 + alone.static["adapters"] // 80 + 2**15)
 
 
 def test_ddp_holds_everything_and_its_buckets():
     alone, two = estimate("llama-8b", Settings()), estimate("llama-8b", Settings(cards=2))
-    assert two.peak == alone.peak + weights.gradients(two.shape, two.settings)
+    assert two.peak == alone.peak + kept.gradients(two.shape, two.settings)
     assert two.groups()["adapters and optimizer"] > alone.groups()["adapters and optimizer"]
     assert estimate("llama-8b", Settings(cards=2)).peak == estimate("llama-8b", Settings(cards=8)).peak
 
@@ -90,45 +87,3 @@ def test_paged_state_on_the_host_is_shared():
 def test_wrong_settings(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(FOUR, **wrong)
-
-
-# ---------------------------------------------------------------------------------------------- against FSDP2 itself
-
-
-def sharded(rank: int, backend: str, memory: str) -> tuple[int, int, int]:
-    """Bytes of this process's shares, and of what a step gathers for one layer."""
-    from peft import get_peft_model
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from peft_nvfp4 import NVFP4LoraConfig
-    from peft_nvfp4.training.distributed import count_bytes
-
-    config = NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend, memory=memory)
-    model = get_peft_model(tiny_llama(tie_word_embeddings=False, intermediate_size=192), config)
-    mesh = init_device_mesh("cpu", (2,))
-    base = model.get_base_model()
-    for layer in base.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    shares = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
-    with count_bytes() as count:
-        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    layer_bytes = sum(p.numel() * p.element_size() for p in base.model.layers[0].parameters())
-    return shares, count.payload["all_gather"], layer_bytes
-
-
-@pytest.mark.parametrize("memory", ["fast", "small"])
-def test_shares_and_gathered_bytes_are_those_of_fsdp2(memory):
-    (shares, gathered, layer_bytes), other = both(sharded, "nvfp4", memory)
-    shape = replace(model_shape(tiny_llama(tie_word_embeddings=False, intermediate_size=192).config), dtype_bytes=4)
-    settings = Settings(rank=4, memory=memory, cards=2, strategy="fsdp2")
-    alone = weights.static(shape, settings)
-    expected = {name: n for name, n in estimate(shape, settings).static.items() if name != "optimizer"}
-    # all rows are even in number; global scales of 4 bytes are cut in two as well
-    assert shares == sum(expected.values())
-    one = sharding.layer_bytes(shape, settings, alone)
-    assert layer_bytes == one - 64 * 4 // 2  # the last norm is the root's, the estimate spreads it over two layers
-    # forward and backward gather each layer once, the root once
-    root = alone["embedding and head"] + 64 * 4
-    assert gathered == 2 * 2 * layer_bytes + root

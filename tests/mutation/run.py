@@ -37,11 +37,10 @@ TESTS = {
     "numerics/reference.py": ["reference", "reference_layout", "reference_rounding", "properties", "ops_matmul", "mutants"],
     "ops/__init__.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
     "lora/layer.py": ["lora", "lora_adapters", "lora_merging", "inits", "merge", "merge_aware", "residual_inits"],
-    "lora/merge.py": ["merge", "merge_aware", "experts_adapters", "mutants"],
+    "lora/merge.py": ["merge", "report", "merge_aware", "experts_adapters", "mutants"],
     "calibration/gptq.py": ["gptq", "mutants"],
     "checkpoints/layouts.py": ["layouts", "layouts_scales", "layouts_hostile", "mutants"],
-    "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_scales", "layouts_hostile", "streaming_load"],
-    "checkpoints/files.py": ["mutants", "layouts_hostile"],
+    "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_scales", "layouts_hostile", "streaming_load", "mutants"],
 }
 """Module -> names of the test files that are about it."""
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _frozen_experts import BACKEND, OPTIONS, assert_equal, experts_of, frozen, loop, plain, routed
+from _mixtures import IDS, by_family, mixtral
 from peft import get_peft_model
-from test_moe import IDS, by_family, mixtral
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model

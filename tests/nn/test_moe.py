@@ -2,38 +2,10 @@
 their share, and the rest works around them. (Packed experts: test_experts*.py.)"""
 
 import pytest
-import torch
+from _mixtures import IDS, by_family, gpt_oss
 from peft import get_peft_model
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, dense_share, freeze_model, merge
-
-IDS = torch.arange(24).reshape(2, 12) * 7 % 128
-COMMON = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=128, head_dim=16)
-
-
-def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**COMMON, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))
-
-
-def qwen3_moe():
-    settings = dict(intermediate_size=64, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **settings))
-
-
-def gpt_oss():
-    sizes = dict(intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2)
-    return GptOssForCausalLM(GptOssConfig(**COMMON, **sizes))
-
-
-by_family = pytest.mark.parametrize("make", (mixtral, qwen3_moe))
 
 
 def test_dense_experts_are_named_with_their_share():

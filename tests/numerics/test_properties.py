@@ -7,7 +7,6 @@ Every run draws the same examples (``derandomize``), about 30 s in all. To searc
 """
 
 import json
-import os
 import struct
 
 import numpy as np
@@ -19,8 +18,9 @@ from _assertions import FORMATS, SEED, assert_same_bits, assert_same_matrix
 pytest.importorskip("hypothesis")
 
 import scalar_nvfp4 as scalar
+from _hypothesis import json_values, tried
 from _products import multiplied
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
@@ -32,16 +32,6 @@ from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import BLOCK, GSCALE_EXPONENTS, NVFP4Format, QuantizedMatrix, packed_bytes, padded_k
 from peft_nvfp4.ops import linear
 from peft_nvfp4.quantization.options import NAMES
-
-EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "0"))
-
-
-def tried(n):
-    """Examples of one test; always the same ones, unless asked to search."""
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(
-        max_examples=EXAMPLES or n, derandomize=not EXAMPLES, deadline=None, database=None, suppress_health_check=checks
-    )
 
 
 def from_bits(bits):
@@ -399,11 +389,6 @@ plain_settings = st.fixed_dictionaries(
         "bias": st.sampled_from(["none", "all", "lora_only"]),
         "use_rslora": st.booleans(),
     }
-)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=5,
 )
 
 

@@ -17,8 +17,8 @@ from peft import IA3Config, get_peft_model
 from safetensors.torch import save_file
 
 from peft_nvfp4 import merge
-from peft_nvfp4.checkpoints.files import Stored, check_files, check_indices, stored_in
 from peft_nvfp4.checkpoints.layouts import MODELOPT, reciprocal
+from peft_nvfp4.checkpoints.load import Stored, check_files, check_indices, stored_in
 
 sys.path.insert(0, str(Path(__file__).parent / "mutation"))
 
@@ -94,7 +94,7 @@ def test_reciprocals_of_all_significands():
         assert_same_bits(found, (1.0 / g.double()).float(), "rounded once")
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints/files.py
+# ---------------------------------------------------------------------------------------------- checkpoints/load.py: files
 
 
 def index(folder, name):

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from _low_level import adapted_model
+from _rehearsal import Rehearsal
+from _sharded import batch, shard, tuned
 from _two_processes import Failed, both
+from _wire import count_bytes, count_ddp
 from conftest import tiny_llama
 from peft import get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.training import distributed
-from peft_nvfp4.training.distributed.wire import count_ddp
 
 BACKENDS = ("nvfp4 cached", "nvfp4 transient", "nf4", "bf16")
 
@@ -24,17 +25,6 @@ BACKENDS = ("nvfp4 cached", "nvfp4 transient", "nf4", "bf16")
 # of n terms is off by about sqrt(n) * 2**-24 of its size; the longest here has 176 (the MLP's width), and 28 of them follow each
 # other (2 layers, 7 products, forward and backward). One code that differed would show as 1e-3.
 NOISE = 28 * 176**0.5 * 2**-24
-
-
-def tuned(backend: str, dtype=torch.float32, **settings):
-    word, _, layouts = backend.partition(" ")
-    model = tiny_llama(dtype)
-    settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, weight_layouts=layouts or "cached") | settings
-    return adapted_model(model, backend=word, **settings).train()
-
-
-def batch() -> torch.Tensor:
-    return torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(1))
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -60,13 +50,6 @@ def mean_loss(loss: torch.Tensor) -> float:
 def farthest(got: dict, wanted: dict) -> float:
     assert got.keys() == wanted.keys() and len(got) == 28
     return max(((got[name] - g).abs().max() / g.abs().max()).item() for name, g in wanted.items())
-
-
-def shard(model, policy=None):
-    policy = policy or MixedPrecisionPolicy()
-    for layer in model.get_base_model().model.layers:
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
 
 
 def stored_bytes(model) -> dict[str, torch.Tensor]:
@@ -186,8 +169,6 @@ def test_bases_of_other_settings_are_named():
 
 def ddp_graphs(rank: int, graphed: bool):
     """Three steps of SGD; recordings are rehearsed, as on any CPU."""
-    from test_graphs import Rehearsal
-
     model, ids = tuned("nvfp4 cached", lora_dropout=0.1), batch()
     if graphed:
         enable_cuda_graphs(model)
@@ -235,7 +216,7 @@ def fsdp_step(rank: int, backend: str, checkpointing: bool, supervised: bool):
             name = f"{name}.base_layer.weight"
             module.register_forward_pre_hook(lambda m, _, name=name: seen.update({name: m.base_layer.weight.detach().clone()}))
     mine = ids[2 * rank : 2 * rank + 2]
-    with distributed.count_bytes() as wire:
+    with count_bytes() as wire:
         here = model(input_ids=mine, labels=mine).loss
         here.backward()
     same = all(torch.equal(p, packed[name]) for name, p in stored_bytes(model).items())

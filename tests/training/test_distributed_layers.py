@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import torch
+from _sharded import batch, shard, tuned
 from _two_processes import both
-from test_distributed import batch, shard, tuned
 
 from peft_nvfp4 import enable_cuda_graphs, frozen_bytes, graph_status
 from peft_nvfp4.training.distributed.hooks import plain_parameters

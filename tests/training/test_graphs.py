@@ -1,4 +1,4 @@
-"""CUDA cuda_graphs of the decoder: what is replayed, what is not and why, and that the numbers are those of eager code.
+"""CUDA graphs of the decoder: what is replayed, what is not and why, and that the numbers are those of eager code.
 
 On a CPU a recording is played by :class:`Rehearsal`, which runs the recorded function again on the recording's own inputs and
 seeds, as a graph would: all of the bookkeeping around a graph is the same.
@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers as hf
 from _low_level import adapted_model
+from _rehearsal import Rehearsal
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status
-from peft_nvfp4.autograd import seeds
 from peft_nvfp4.training import cuda_graphs
 
 SIZES = dict(
@@ -22,34 +22,6 @@ SIZES = dict(
 )
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 on_devices = pytest.mark.parametrize("device", ["cpu", cuda])
-
-
-class Rehearsal:
-    """Keeps the recording's contract: its own copies of the inputs, gradients in memory of their own, places on the seed tape."""
-
-    def __init__(self, run, inputs, parameters, pool):
-        self.run, self.parameters = run, parameters
-        self.inputs = {name: t.clone() for name, t in inputs.items()}
-        y = run(**self.inputs)
-        torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
-        (self.tape,) = seeds.TAPES
-
-    def forward(self, inputs):
-        torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
-        places = dict(self.tape.places)
-        order = iter(range(len(places)))
-        self.tape.draw = lambda: self.tape.buffer[next(order)].clone()
-        seeds.TAPES.append(self.tape)
-        try:
-            with torch.enable_grad():
-                self.y = self.run(**self.inputs)
-        finally:
-            seeds.TAPES.pop()
-            self.tape.places = places
-        return self.y.detach().clone()
-
-    def backward(self, dy):
-        return list(torch.autograd.grad(self.y, self.parameters, dy, allow_unused=True))
 
 
 def tuned(device="cpu", graphed=True, **settings):

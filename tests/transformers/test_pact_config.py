@@ -1,20 +1,13 @@
-"""PactConfig in from_pretrained: the same bits as freezing a loaded model, classes of models, training with stock PEFT and
-TRL, saving, reloading, and back to dense. How it streams, and what it does with broken files: test_streaming_load.py."""
+"""PactConfig in from_pretrained: the same bits as freezing a loaded model, classes of models, saving, reloading, and back to
+dense. How it streams, and what it does with broken files: test_streaming_load.py; training: test_pact_training.py."""
 
 import copy
-import difflib
 import json
-import runpy
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from _steps import steps
+from _pact_models import IDS, assert_same_state, dense, dense_files, load, logits, with_adapter
 from conftest import tiny_llama
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 from transformers import (
     AutoModel,
@@ -32,63 +25,18 @@ from transformers import (
 )
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from peft_nvfp4 import NVFP4LoraConfig, PactConfig, dequantize_model, freeze_model, ops, prepare_model_for_nvfp4_training
-from peft_nvfp4.fusion.mlp import FusedGatedMLP
-from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
+from peft_nvfp4 import NVFP4LoraConfig, PactConfig, dequantize_model, freeze_model, ops
 from peft_nvfp4.numerics.formats import WEIGHT
 from peft_nvfp4.quantization.freeze import frozen_layers
-from peft_nvfp4.training.offload.enable import offloaded
 from peft_nvfp4.transformers.config import LOADING
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-IDS = torch.arange(32).reshape(2, 16) * 7 % 128
 SMALL = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
 )
-LORA = dict(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-
 
 @pytest.fixture
 def folder(tmp_path):
-    """A dense Llama in BF16, in several files."""
-    tiny_llama(torch.bfloat16).save_pretrained(tmp_path / "dense", max_shard_size="60kB")
-    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 2
-    return tmp_path / "dense"
-
-
-def load(folder, cls=AutoModelForCausalLM, dtype=torch.bfloat16, **settings):
-    return cls.from_pretrained(folder, quantization_config=PactConfig(**settings), dtype=dtype)
-
-
-def dense(folder, cls=AutoModelForCausalLM, dtype=torch.bfloat16):
-    return cls.from_pretrained(folder, dtype=dtype)
-
-
-def assert_same_state(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    assert a.keys() == b.keys()
-    assert [key for key in a if a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])] == []
-
-
-def logits(model, ids=IDS):
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=ids).logits
-
-
-def backward(model):
-    """Loss and gradients of one step."""
-    model.train()
-    loss = model(input_ids=IDS, labels=IDS).loss
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return loss.detach(), grads
-
-
-def with_adapter(model, config=LoraConfig, **settings):
-    torch.manual_seed(1)
-    return get_peft_model(model, config(**LORA, init_lora_weights=False, **settings))
+    return dense_files(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- the settings
@@ -247,7 +195,7 @@ def test_sizes_for_device_maps(folder):
         estimate = sum(
             p.numel() * quantizer.param_element_size(planned, name, p)
             for name, p in planned.named_parameters()
-            if name.removesuffix(".weight") in quantizer.planned
+            if name.removesuffix(".weight") in quantizer.state.planned
         )
         actual = sum(layer.frozen_bytes() for _, layer in frozen_layers(model))
         assert 0.95 * actual <= estimate <= actual, "padding of 176 columns and global scales are not in the estimate"
@@ -375,209 +323,3 @@ def test_dequantize(folder, tmp_path):
     assert_same_state(back, dense(tmp_path / "back"))
     back(input_ids=IDS, labels=IDS).loss.backward()
     assert back.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0
-
-
-# ---------------------------------------------------------------------------------------------- adapters
-
-
-def test_stock_and_own_adapters_give_the_model_frozen_by_an_adapter(folder):
-    """A plain LoraConfig on a PactConfig base, NVFP4LoraConfig on it, and NVFP4LoraConfig on the dense model: one model."""
-    expected = with_adapter(dense(folder), NVFP4LoraConfig)
-    loss, grads = backward(expected)
-    assert "RMSNorm+quantise" in str(expected.base_model.nvfp4_report)
-    for config in (LoraConfig, NVFP4LoraConfig):
-        model = with_adapter(load(folder), config)
-        assert str(model.base_model.nvfp4_report) == str(expected.base_model.nvfp4_report)
-        assert_same_state(model, expected)
-        its_loss, its_grads = backward(model)
-        assert torch.equal(its_loss, loss) and its_grads.keys() == grads.keys() and len(grads) == 28
-        assert all(torch.equal(its_grads[name], grads[name]) for name in grads)
-    with pytest.raises(ValueError, match=r"frozen already.*frozen with accuracy='paper', this config says 'high'"):
-        with_adapter(load(folder, accuracy="paper"), NVFP4LoraConfig)
-
-
-@pytest.mark.parametrize("config", [LoraConfig, NVFP4LoraConfig])
-@pytest.mark.parametrize("memory", ["fast", "small", "smallest"])
-def test_memory_of_a_loaded_model(folder, config, memory):
-    """A plain LoraConfig takes the word from the model; NVFP4LoraConfig its own, over the layouts that are there."""
-    settings = {} if config is LoraConfig else {"memory": memory}
-    model = with_adapter(load(folder, memory=memory), config, **settings)
-    assert {layer.options for _, layer in frozen_layers(model)} <= {
-        replace(PactConfig(memory=memory).options.frozen, terms=terms) for terms in (1, 2)
-    }
-    assert {m.recompute for m in model.modules() if isinstance(m, FusedGatedMLP)} == {memory != "fast"}
-    assert offloaded(model) == (memory == "smallest")
-
-
-@pytest.mark.parametrize("prepare", [prepare_model_for_kbit_training, prepare_model_for_nvfp4_training])
-def test_prepared_model_learns(folder, prepare):
-    model = prepare(load(folder))
-    assert model.is_gradient_checkpointing and not any(p.requires_grad for p in model.parameters())
-    dtype = torch.float32 if prepare is prepare_model_for_kbit_training else torch.bfloat16
-    assert model.model.embed_tokens.weight.dtype == model.model.norm.weight.dtype == model.lm_head.weight.dtype == dtype
-    assert {p.dtype for _, layer in frozen_layers(model) for p in layer.parameters()} == {torch.uint8}
-    torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(**LORA))
-    model.train()
-    losses = steps(model, IDS, 5, lr=2e-2)
-    assert losses[-1] < losses[0] - 0.5, losses
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_checkpointing_changes_no_gradient(folder, reentrant):
-    kwargs = None if reentrant is None else {"use_reentrant": reentrant}
-    model = with_adapter(prepare_model_for_nvfp4_training(load(folder), gradient_checkpointing_kwargs=kwargs))
-    _, grads = backward(with_adapter(prepare_model_for_nvfp4_training(load(folder), use_gradient_checkpointing=False)))
-    _, again = backward(model)
-    assert grads.keys() == again.keys() and all(torch.equal(grads[name], again[name]) for name in grads)
-
-
-def test_adapter_saves_and_reloads(folder, tmp_path):
-    model = with_adapter(load(folder))
-    model.save_pretrained(tmp_path / "adapter")
-    load(folder).save_pretrained(tmp_path / "packed")
-    for base in (load(folder), AutoModelForCausalLM.from_pretrained(tmp_path / "packed")):
-        again = PeftModel.from_pretrained(base, tmp_path / "adapter")
-        assert torch.equal(logits(model), logits(again))
-    auto = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", quantization_config=PactConfig(), dtype=torch.bfloat16)
-    assert torch.equal(logits(model), logits(auto))
-
-
-def test_base_of_an_adapter_is_saved_only_without_it(folder, tmp_path):
-    expected = logits(load(folder))
-    model = with_adapter(load(folder))
-    for call in (lambda: model.get_base_model().save_pretrained(tmp_path / "no"), model.get_base_model().dequantize):
-        with pytest.raises(ValueError, match="carries an adapter"):
-            call()
-    base = model.unload()
-    base.save_pretrained(tmp_path / "packed")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")), expected)
-    merged = with_adapter(load(folder)).merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    assert torch.equal(logits(dense(tmp_path / "merged")), logits(merged))
-    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
-
-
-def test_parameter_count_is_the_dense_model_s(folder, tmp_path):
-    plain, model = dense(folder), load(folder)
-    for settings in ({}, dict(exclude_embeddings=True)):
-        assert model.num_parameters(**settings) == plain.num_parameters(**settings)
-    assert with_adapter(model).get_base_model().num_parameters(only_trainable=True) == 2 * 4 * (
-        64 * 4 + 64 + 32 + 32 + 64 + 3 * (64 + 176)
-    )
-    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
-    for settings in ({}, dict(exclude_embeddings=True)):
-        assert load(tmp_path / "tied").num_parameters(**settings) == dense(tmp_path / "tied").num_parameters(**settings)
-    assert copy.deepcopy(model).num_parameters.__self__ is not model
-
-
-def test_deep_copy(folder):
-    model = load(folder)
-    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
-
-
-def test_works_without_bitsandbytes(folder, tmp_path):
-    """In a process that cannot import it: load, prepare with stock PEFT, count, train, save."""
-    code = f"""
-import sys
-sys.modules["bitsandbytes"] = None
-import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM
-from peft_nvfp4 import PactConfig
-model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, quantization_config=PactConfig(), dtype=torch.bfloat16)
-model = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(r=4, target_modules="all-linear"))
-ids = torch.arange(32).reshape(2, 16)
-model.train()
-assert model.is_gradient_checkpointing
-model(input_ids=ids, labels=ids).loss.backward()
-assert model.get_base_model().num_parameters() > 100_000
-model.save_pretrained({str(tmp_path / "adapter")!r})
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
-# ---------------------------------------------------------------------------------------------- the script
-
-
-def run_script(name, monkeypatch, model, data, output, steps):
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [name, "--model", str(model), "--data", str(data), "--output", str(output), "--max_steps", str(steps)],
-    )
-    return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-
-
-def tiny_tokenizer(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<unk>", *(f"w{i}" for i in range(126))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<pad>").save_pretrained(
-        folder
-    )
-
-
-def body(name):
-    return (EXAMPLES / name).read_text().split('"""', 2)[2].splitlines()
-
-
-def check_scripts(monkeypatch, model, data, out, steps):
-    pytest.importorskip("bitsandbytes")
-    pytest.importorskip("trl")
-    for script in ("qlora_script.py", "qlora_script_nvfp4.py"):
-        globals_ = run_script(script, monkeypatch, model, data, out / script, steps)
-        trainer = globals_["trainer"]
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        assert len(losses) == steps and all(torch.isfinite(torch.tensor(losses)))
-        trained = {n: p for n, p in trainer.model.named_parameters() if "lora_B" in n}
-        assert len(trained) == 7 * trainer.model.config.num_hidden_layers
-        assert all(p.abs().max() > 0 for p in trained.values()), "B starts at zero"
-        assert (out / script / "adapter_model.safetensors").is_file()
-        if script == "qlora_script_nvfp4.py":
-            assert len(frozen_layers(trainer.model)) > 0
-            assert all(isinstance(layer, NVFP4FrozenLinear) for _, layer in frozen_layers(trainer.model))
-            assert trainer.model.is_gradient_checkpointing
-            again = PeftModel.from_pretrained(load(model), out / script)
-            assert all(torch.equal(p.float(), trained[n].float()) for n, p in again.named_parameters() if "lora_B" in n)
-
-
-def test_the_public_script_differs_in_the_config_only():
-    changed = [
-        line
-        for line in difflib.unified_diff(body("qlora_script.py"), body("qlora_script_nvfp4.py"), lineterm="", n=0)
-        if line[0] in "+-" and line[:3] not in ("+++", "---") and line[1:].strip()
-    ]
-    assert [line for line in changed if line[0] == "+"] == [
-        "+from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "+from peft_nvfp4 import PactConfig",
-        "+quantization_config = PactConfig()",
-    ]
-    assert "peft_nvfp4" not in "\n".join(body("qlora_script.py"))
-
-
-def test_both_scripts_run(tmp_path, monkeypatch):
-    tiny_llama(torch.bfloat16).save_pretrained(tmp_path / "model")
-    tiny_tokenizer(tmp_path / "model")
-    rows = [{"text": " ".join(f"w{(7 * i + j) % 126}" for j in range(12))} for i in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    check_scripts(monkeypatch, tmp_path / "model", tmp_path / "train.jsonl", tmp_path, steps=2)
-
-
-@pytest.mark.slow
-def test_both_scripts_run_on_the_packaged_model(tmp_path, monkeypatch):
-    import smollm2_reviews as data
-
-    try:
-        data.model_folder(), data.movie_reviews()
-    except FileNotFoundError as error:
-        pytest.skip(f"not run: {error}")
-    monkeypatch.setattr(sys, "argv", ["qlora_data.py", str(tmp_path), "--rows", "16", "--layers", "2"])
-    runpy.run_path(str(EXAMPLES / "qlora_data.py"), run_name="__main__")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    check_scripts(monkeypatch, tmp_path / "model", tmp_path / "train.jsonl", tmp_path, steps=2)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from peft_nvfp4 import PactConfig
 from peft_nvfp4.quantization.freeze import frozen_layers
-from peft_nvfp4.transformers import mapped
+from peft_nvfp4.transformers import checkpoint
 from peft_nvfp4.transformers.quantizer import RELEASE_BYTES, PactQuantizer
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -181,7 +181,7 @@ def test_at_most_one_group_is_dense(saved, monkeypatch):
     monkeypatch.setattr(PactQuantizer, "collect", collect)
     model = load(saved[0])
     assert len(held) == 14 and max(map(len, held)) == 2 and held[-1] == [], held
-    assert not model.hf_quantizer._held and not model.hf_quantizer._stored
+    assert not model.hf_quantizer._held and not model.hf_quantizer.state.stored
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not run: pages are counted in /proc")
@@ -200,10 +200,10 @@ def test_release_gives_pages_back_and_keeps_what_was_written(tmp_path):
         b += 1
         if resident() < 15_000:
             pytest.skip("not run: this safetensors does not map files")
-        mapped.release([str(tmp_path / "x.safetensors")])
+        checkpoint.release([str(tmp_path / "x.safetensors")])
         assert resident() < 1_000
         assert torch.equal(b, torch.ones(8)) and torch.equal(a.sum(), expected)
-    mapped.release([str(tmp_path / "absent")])
+    checkpoint.release([str(tmp_path / "absent")])
 
 
 # ---------------------------------------------------------------------------------------------- broken files

@@ -120,12 +120,12 @@ def _content(row: Any) -> Any:
 def _ids(values: Any) -> Tensor:
     """Token ids as a tensor."""
     try:
-        found = torch.as_tensor(values)
+        ids = torch.as_tensor(values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"token ids are integers, in rows of one length ({error})") from error
-    if found.is_floating_point() and found.numel():
-        raise ValueError(f"token ids are integers, got {found.dtype}")
-    return found
+    if ids.is_floating_point() and ids.numel():
+        raise ValueError(f"token ids are integers, got {ids.dtype}")
+    return ids
 
 
 def _unpadded(row: Mapping) -> Tensor:

@@ -29,17 +29,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..numerics import reference
-from ..numerics.formats import SCALE_RULES, QuantizedMatrix
+from ..numerics.formats import BLOCK, SCALE_RULES, QuantizedMatrix
 from ..numerics.matmul import exact_matmul
-from .hessian import Moments
-from .levels import Levels, NF4Levels, NVFP4Levels
+from .levels import NVFP4Levels
+from .moments import Moments
 
 DAMPING_STEPS = (1.0, 10.0, 100.0)
 """Multiples of the damping that are tried before GPTQ gives up."""
@@ -86,7 +86,7 @@ class Factor(NamedTuple):
 class Solution(NamedTuple):
     """What came out for one weight."""
 
-    q: Any  # QuantizedMatrix, or NF4Matrix
+    q: QuantizedMatrix
     damping: float | None  # None: rounded to nearest, GPTQ was not possible
 
 
@@ -116,8 +116,8 @@ def factorize(h: Tensor, options: GPTQOptions) -> Factor | None:
     return None
 
 
-def solve(target: Tensor, factor: Factor, levels: Levels, scale: Tensor, columns: int) -> Tensor:
-    """Codes (N, K) of a target (N, K) float32, with the scales (N, K / levels.block) fixed.
+def solve(target: Tensor, factor: Factor, levels: NVFP4Levels, scale: Tensor, columns: int) -> Tensor:
+    """Codes (N, K) of a target (N, K) float32, with the scales (N, K / 16) fixed.
 
     Works on the transpose, so that a column is contiguous. Nothing in the loop waits for the GPU.
     """
@@ -129,13 +129,13 @@ def solve(target: Tensor, factor: Factor, levels: Levels, scale: Tensor, columns
     for start in range(0, w.shape[0], columns):
         stop = min(start + columns, w.shape[0])
         block = w[start:stop]
-        factors = scale[order[start:stop] // levels.block]
-        thresholds = levels.thresholds(factors)
+        scales = scale[order[start:stop] // BLOCK]
+        thresholds = levels.thresholds(scales)
         errors = torch.empty_like(block)
-        rows = zip(block, u[start:stop, start:stop], diagonal[start:stop], factors, thresholds, codes[start:stop], errors)
-        for j, (column, u_row, u_jj, its_factor, its_thresholds, out, error) in enumerate(rows):
-            its_codes, values = levels.round(column, its_thresholds, its_factor)
-            out.copy_(its_codes)
+        rows = zip(block, u[start:stop, start:stop], diagonal[start:stop], scales, thresholds, codes[start:stop], errors)
+        for j, (column, u_row, u_jj, column_scale, column_thresholds, column_codes, error) in enumerate(rows):
+            rounded, values = levels.round(column, column_thresholds, column_scale)
+            column_codes.copy_(rounded)
             torch.div(column - values, u_jj, out=error)
             block[j + 1 :].addr_(u_row[j + 1 :], error, alpha=-1.0)
         w[stop:].addmm_(u[start:stop, stop:].T, errors, alpha=-1.0)
@@ -159,27 +159,25 @@ def gptq(
     options: GPTQOptions | None = None,
     *,
     gscale: Tensor | None = None,
-    storage: str = "nvfp4",
     name: str = "weight",
 ) -> list[Solution]:
     """Quantise the weights of the linears that read one input.
 
     Args:
         weights: each (N_i, K), any floating dtype, on the device where the work is to be done.
-        moments: of their input, see :class:`~peft_nvfp4.calibration.hessian.Moments`.
+        moments: of their input, see :class:`~peft_nvfp4.calibration.moments.Moments`.
         gscale: (1,) global scale; by default the one that fits the largest value of all the weights.
-        storage: ``"nvfp4"`` or ``"nf4"``.
         name: of the site, for warnings.
 
     Returns:
-        One :class:`Solution` for each weight, its ``q`` a ``QuantizedMatrix`` (or ``NF4Matrix``).
+        One :class:`Solution` for each weight.
 
     Raises:
         ValueError: shapes do not fit; an asymmetric target without cross moments; NaN or Inf in a weight.
     """
     options = options or GPTQOptions()
     device = weights[0].device
-    k = moments.mean.numel()
+    k = moments.h.shape[0]
     if any(w.ndim != 2 or w.shape[1] != k for w in weights):
         raise ValueError(f"{name}: weights must be (N, {k}), got {[tuple(w.shape) for w in weights]}")
     if options.asymmetric and moments.c is None:
@@ -193,7 +191,7 @@ def gptq(
         _warn(factor, options, name)
         if factor is not None and options.asymmetric:
             target = asymmetric_target(target, moments, factor)
-        levels = _levels(storage, options.rule, target, gscale, weights[0].dtype)
+        levels = NVFP4Levels(options.rule, ops.weight_gscale(target) if gscale is None else gscale.to(device))
         parts = target.split(sizes)
         importance = factor.importance if factor is not None and options.weighted else None
         if importance is None and factor is not None and bool((factor.importance == 0).any()):
@@ -219,20 +217,11 @@ def _warn(factor: Factor | None, options: GPTQOptions, name: str) -> None:
         warnings.warn(f"{name}: its Hessian needed a damping of {factor.damping:g}, not {options.damping:g}", stacklevel=3)
 
 
-def _levels(storage: str, rule: str, target: Tensor, gscale: Tensor | None, dtype: torch.dtype) -> Levels:
-    if storage == "nf4":
-        return NF4Levels(rule, target.device, dtype)
-    if storage != "nvfp4":
-        raise ValueError(f"storage is 'nvfp4' or 'nf4', got {storage!r}")
-    gscale = ops.weight_gscale(target) if gscale is None else gscale.to(target.device)
-    return NVFP4Levels(rule, gscale)
-
-
-def _nearest(target: Tensor, levels: Levels, scale: Tensor) -> Tensor:
+def _nearest(target: Tensor, levels: NVFP4Levels, scale: Tensor) -> Tensor:
     """Codes (N, K), every column by itself."""
     scale = scale.T.contiguous()
     columns = [
-        levels.round(column, levels.thresholds(scale[k // levels.block]), scale[k // levels.block])[0]
+        levels.round(column, levels.thresholds(scale[k // BLOCK]), scale[k // BLOCK])[0]
         for k, column in enumerate(target.T.contiguous())
     ]
     return torch.stack(columns, dim=1)

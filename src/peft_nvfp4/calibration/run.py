@@ -4,14 +4,15 @@
 >>> model = get_peft_model(model, NVFP4LoraConfig(...))        # keeps the frozen linears as they are
 
 Layer by layer: the inputs of a layer come from layers that are quantised already, W4A4, through the package's own linears. One
-layer is on the GPU at a time; activations wait on the CPU or on disk. With an ``output_dir`` every finished layer is kept there,
+layer is on the GPU at a time; activations wait on the CPU. With an ``output_dir`` every finished layer is kept there,
 and the same call goes on where it was interrupted: finished layers are loaded and only run to produce the next one's input, so
-the result has the same bits (on one device) as an uninterrupted run.
+the result has the same bits (on one device) as an uninterrupted run. The :class:`Report` (errors per layer against rounding to
+nearest, time, memory) is kept there too, as JSON and as a picture.
 """
 
 from __future__ import annotations
 
-import tempfile
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,16 +25,16 @@ from torch import nn
 from ..nn.frozen_linear import FrozenOptions
 from ..quantization.freeze import _mark_quantised, frozen_layers, plan
 from ..quantization.sites import check_accuracy
-from .check import check_layer
 from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions
 from .passes import Run
-from .report import Report
-from .store import PARTS, Store, digest, install, load_layer, model_digest, read_manifest
+from .store import Store, check_layer, digest, install, load_layer, model_digest, read_manifest
 from .structure import find_stack
 
 METHODS = ("gptq", "nearest")
 BACKWARDS = ("requantize", "gptq")
+KEYS = ("w4a4", "w4a16", "weight")
+TITLES = {"w4a4": "output, W4A4", "w4a16": "output, W4A16", "weight": "weight"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class CalibrationOptions:
         budget: choose the terms by measured errors instead, adding at most this share to the multiplications of the forward
             products (two terms at all norm outputs add 0.66 in a Llama; backward has one term in any case).
         centre: subtract the mean input, at sites of one term (``accuracy="high"`` has none).
-        true_sequential: the sites of a layer one after the other.
         backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
             the gradient from a few backward passes.
         backward_batches: how many.
@@ -61,7 +61,6 @@ class CalibrationOptions:
     accuracy: str = "high"
     budget: float | None = None
     centre: bool = False
-    true_sequential: bool = False
     backward: str = "requantize"
     backward_batches: int = 16
     weight_layouts: str = "cached"
@@ -96,6 +95,71 @@ class CalibrationOptions:
         FrozenOptions(self.weight_layouts, self.gradients)  # validates
 
 
+@dataclass
+class Report:
+    """Attributes:
+    settings: of the calibration.
+    device: where it ran.
+    tokens: of calibration, without padding: fewer than asked for, where the data held fewer.
+    layers: dotted name -> {"linears": {name: errors in per cent}, "seconds", "peak_gib", "sites", "not_reached"}.
+    survey: list of layers -> the measured sites, where terms were chosen under a budget.
+    dense: planned linears outside of the calibrated layers, left as they were.
+    """
+
+    settings: dict[str, Any]
+    device: str = "cpu"
+    tokens: int = 0
+    layers: dict[str, dict] = field(default_factory=dict)
+    survey: dict[str, list[dict]] = field(default_factory=dict)
+    dense: list[str] = field(default_factory=list)
+
+    def means(self) -> dict[str, float]:
+        """Every error, averaged over all linears."""
+        rows = [r for layer in self.layers.values() for r in layer["linears"].values()]
+        keys = [key for key in (*KEYS, *(f"{k}_nearest" for k in KEYS), "a4") if any(key in r for r in rows)]
+        return {key: sum(r[key] for r in rows if key in r) / sum(key in r for r in rows) for key in keys}
+
+    def __str__(self) -> str:
+        means, seconds = self.means(), sum(row.get("seconds", 0) for row in self.layers.values())
+        lines = [f"{len(self.layers)} layers in {seconds:.0f} s on {self.device}, {self.tokens:,} tokens of calibration"]
+        lines += [
+            f"{TITLES[key]} error: {means[key]:.2f} % (to nearest {means[f'{key}_nearest']:.2f} %)"
+            for key in KEYS
+            if key in means
+        ]
+        if self.dense:
+            lines.append(f"left dense: {len(self.dense)} linears outside of these layers ({self.dense[0]}, ...)")
+        return "\n".join(lines)
+
+    def save(self, folder: Path) -> None:
+        """``report.json``, and ``report.png`` where matplotlib is installed."""
+        content = {**asdict(self), "means": self.means()}
+        (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return
+        self._draw(Figure(figsize=(11, 7.5), layout="constrained")).savefig(folder / "report.png", dpi=120)
+
+    def _draw(self, figure):
+        """One panel per error, one line per linear name; dashed: to nearest."""
+        axes = figure.subplots(2, 2).flat
+        names = list(dict.fromkeys(n for row in self.layers.values() for n in row["linears"]))
+        for axis, key in zip(axes, KEYS):
+            for number, n in enumerate(names):
+                for style, suffix in (("-", ""), (":", "_nearest")):
+                    values = [row["linears"].get(n, {}).get(key + suffix, float("nan")) for row in self.layers.values()]
+                    axis.plot(values, style, color=f"C{number % 10}", label=None if suffix else n.rpartition(".")[2], lw=1.2)
+            axis.set(title=f"{TITLES[key]} error, % (dotted: to nearest)", xlabel="layer", ylim=(0, None))
+        axes = list(figure.axes)
+        axes[0].legend(fontsize=7, ncols=2)
+        rows = list(self.layers.values())
+        axes[3].bar(range(len(rows)), [row.get("seconds", 0) for row in rows], color="0.7")
+        axes[3].set(title="seconds (bars), peak GiB (line)", xlabel="layer")
+        axes[3].twinx().plot([row.get("peak_gib", 0) for row in rows], color="C3")
+        return figure
+
+
 def calibrate(
     model: nn.Module,
     data: Any,
@@ -106,7 +170,6 @@ def calibrate(
     device: torch.device | str | None = None,
     layers: Sequence[str] | None = None,
     skip_modules: Sequence[str] = (),
-    offload: str = "cpu",
     progress: bool = True,
 ) -> Report:
     """Freeze the linears of a dense model's layers in NVFP4, in place, calibrated on data.
@@ -119,7 +182,6 @@ def calibrate(
         layers: names of the lists of layers to calibrate, in the order in which data passes them
             (``["vision_model.encoder.layers", "text_model.layers"]``); by default the one with most weights, of the text model.
         skip_modules: names (or dotted endings) of modules to leave dense.
-        offload: ``"cpu"`` or ``"disk"``, where activations wait.
 
     Returns:
         What was done and the errors of every layer.
@@ -131,8 +193,6 @@ def calibrate(
     if isinstance(tokenizer, CalibrationOptions):
         raise TypeError("options go by name: calibrate(model, data, options=...)")
     options = options or CalibrationOptions()
-    if offload not in ("cpu", "disk"):
-        raise ValueError(f"offload is 'cpu' or 'disk', got {offload!r}")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     skip_modules = (skip_modules,) if isinstance(skip_modules, str) else tuple(skip_modules)
     layers = (layers,) if isinstance(layers, str) else layers
@@ -150,11 +210,13 @@ def calibrate(
         marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)}
         store = Store(output_dir, marks, settings)
     report = Report(settings, str(device), tokens=count_tokens(data))
-    with tempfile.TemporaryDirectory(dir=output_dir) as folder:
-        for name in names:
-            inside = [n for n in planned if n.startswith(f"{name}.")]
-            waiting = Path(folder) if offload == "disk" else None
-            Run(model, name, inside, data, options, device, store, waiting).run(report, progress)
+    for name in names:
+        inside = [n for n in planned if n.startswith(f"{name}.")]
+        run = Run(model, name, inside, data, options, device, store)
+        run.run(progress)
+        report.layers.update(run.rows)
+        if run.survey:
+            report.survey[name] = run.survey
     report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
     _mark_quantised(model)
     if store is not None:
@@ -208,7 +270,7 @@ def apply_calibration(
     if manifest["fingerprint"].get("model") != model_digest(model):
         raise ValueError(f"the calibration in {folder} was made for other weights than this model's")
     for name in expected:
-        check_layer(model.get_submodule(name), name, folder, manifest, PARTS)
+        check_layer(model.get_submodule(name), name, folder, manifest)
     done = []
     for name in expected:
         entry, settings = manifest["layers"][name], manifest["settings"]

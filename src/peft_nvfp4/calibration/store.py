@@ -6,6 +6,10 @@
 
 Every file is written under another name and renamed, the manifest last: whatever kills the process, what the manifest lists is
 whole. The fingerprint covers settings, data and the model's weights; a folder made from something else is refused, not mixed.
+
+A folder is looked at before anything of a model is replaced. What is damaged in it is an error that names the file, and leaves
+the model as it was: of every linear the tensors are compared with what it needs, by the headers of the files. Read are scales and
+centres, in which not every byte is a value.
 """
 
 from __future__ import annotations
@@ -14,17 +18,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..nn.frozen_linear import FrozenOptions, frozen
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..numerics.formats import QuantizedMatrix
-from .check import check_manifest
+from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS, QuantizedMatrix, padded_k
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -46,13 +50,13 @@ class Store:
         self.manifest = {"format_version": VERSION, "fingerprint": dict(fingerprint), "settings": dict(settings)}
         self.manifest.update({part: {} for part in PARTS})
         if (self.folder / MANIFEST).is_file():
-            found = read_manifest(self.folder)
-            differs = [key for key, value in fingerprint.items() if found["fingerprint"].get(key) != value]
+            stored = read_manifest(self.folder)
+            differs = [key for key, value in fingerprint.items() if stored["fingerprint"].get(key) != value]
             if differs:
                 raise ValueError(
                     f"{self.folder} holds a calibration with other {' and '.join(differs)}; give another output_dir, or delete it"
                 )
-            self.manifest = found
+            self.manifest = stored
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def finished(self, layer: str, part: str = "layers") -> dict | None:
@@ -89,7 +93,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         newer = manifest["format_version"] > VERSION
         if not newer:
-            check_manifest(manifest, PARTS)
+            _check_manifest(manifest)
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no calibration: {MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -100,31 +104,106 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def _check_manifest(manifest: Mapping[str, Any]) -> None:
+    """It has the shape that :class:`Store` writes.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: what is wrong with it; the caller names the file.
+    """
+    settings = manifest["settings"]
+    FrozenOptions(settings["weight_layouts"], settings["gradients"])
+    if not _names(settings["layers"]) or not isinstance(settings["backward"], str):
+        raise ValueError("settings name no layers")
+    if not isinstance(manifest["fingerprint"], dict):
+        raise ValueError("no fingerprint")
+    for part in PARTS:
+        for name, entry in manifest[part].items():
+            file = entry["file"]
+            plain = isinstance(file, str) and "\0" not in file and file == PurePosixPath(file).name == PureWindowsPath(file).name
+            if not plain:
+                raise ValueError(f"{name} is in {file!r}, which is no file of this folder")
+            if part == "layers":
+                _check_sites(name, entry)
+
+
+def _check_sites(name: str, entry: Mapping[str, Any]) -> None:
+    if not isinstance(entry["sites"], list) or not all(_names(group) for group in entry["sites"]):
+        raise ValueError(f"the linears of {name} are not in groups of names")
+    linears = [n for group in entry["sites"] for n in group]
+    if sorted(linears) != sorted(entry["linears"]):
+        raise ValueError(f"the groups of {name} do not hold its linears, each once")
+    for n in linears:
+        FrozenOptions(terms=entry["linears"][n]["terms"])
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+def check_layer(layer: nn.Module, name: str, folder: str | Path, manifest: Mapping[str, Any]) -> None:
+    """The files of one layer hold what its linears need.
+
+    Raises:
+        ValueError: naming tensor and file.
+    """
+    linears = [n for group in manifest["layers"][name]["sites"] for n in group]
+    for part in PARTS:
+        if name not in manifest[part]:
+            continue
+        path = Path(folder) / manifest[part][name]["file"]
+        try:
+            with safe_open(path, "pt") as file:
+                for n in linears:
+                    _check_linear(layer, n, f"{name}.{n}.", file, path, backward=part == "backward")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} is missing, truncated or damaged: {error}") from error
+
+
+def _check_linear(layer: nn.Module, n: str, prefix: str, file: Any, path: Path, backward: bool) -> None:
+    try:
+        linear = layer.get_submodule(n)
+    except AttributeError:
+        linear = None
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(f"{path} holds {prefix[:-1]}, which is no linear of this model")
+    rows, columns = (linear.in_features, linear.out_features) if backward else (linear.out_features, linear.in_features)
+    width, stem = padded_k(columns), "backward_" if backward else "weight_"
+    codes = "backward_weight" if backward else "weight"
+    shapes = {codes: (rows, width // 2), f"{stem}scales": (rows, width // BLOCK), f"{stem}gscale": (4,)}
+    keys = set(file.keys())
+    if not backward and f"{prefix}input_centre" in keys:
+        shapes["input_centre"] = (4 * columns,)
+    for leaf, shape in shapes.items():
+        key = f"{prefix}{leaf}"
+        if key not in keys:
+            raise ValueError(f"{key} is missing in {path}")
+        header = file.get_slice(key)
+        dtype, stored = header.get_dtype(), tuple(header.get_shape())
+        if dtype != "U8" or stored != shape:
+            raise ValueError(f"{key} in {path} is {dtype} {stored}, expected U8 {shape}")
+        if leaf != codes and not _possible(leaf, file.get_tensor(key)):
+            raise ValueError(f"{key} in {path} is corrupt: it holds NaN, or values that it cannot have")
+
+
+def _possible(leaf: str, stored: Tensor) -> bool:
+    if leaf.endswith("_scales"):
+        return not stored.numel() or int(stored.amax()) <= E4M3_MAX_BITS
+    values = stored.clone().view(torch.float32)  # a copy: in a mapped file, four bytes may lie anywhere
+    if leaf == "input_centre":
+        return bool(values.isfinite().all())
+    return bool(((values >= 2.0 ** GSCALE_EXPONENTS[0]) & (values <= 2.0 ** GSCALE_EXPONENTS[1])).all())
+
+
+# ---------------------------------------------------------------------------------------------- frozen linears
+
+
 def stored_tensors(name: str, layer: NVFP4FrozenLinear) -> dict[str, Tensor]:
     """What a layer's file keeps of one linear."""
-    found = {key: getattr(layer, key) for key in STORED}
-    return {f"{name}.{key}": t.detach() for key, t in found.items() if t is not None}
-
-
-def build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOptions) -> NVFP4FrozenLinear:
-    """The frozen layer with the stored bits, in place of ``linear``."""
-    device = linear.weight.device
-    at = {key: t.to(device) for key, t in tensors.items()}
-    n, k = linear.out_features, linear.in_features
-    q = QuantizedMatrix(at["weight"], at["weight_scales"], at["weight_gscale"].view(torch.float32), k)
-    layer = NVFP4FrozenLinear(k, n, linear.bias, linear.weight.dtype, options, q)
-    if "backward_weight" in at and layer.backward_weight is not None:
-        layer.backward_weight = frozen(at["backward_weight"])
-        layer.backward_scales, layer.backward_gscale = frozen(at["backward_scales"]), frozen(at["backward_gscale"])
-    if "input_centre" in at:
-        layer.set_centre(at["input_centre"].view(torch.float32))
-    return layer.train(linear.training)
-
-
-def share_centre(layers: Sequence[NVFP4FrozenLinear]) -> None:
-    """Linears of a site recognise a shared input by the identity of its centre."""
-    for layer in layers[1:]:
-        layer.input_centre = layers[0].input_centre
+    tensors = {key: getattr(layer, key) for key in STORED}
+    return {f"{name}.{key}": t.detach() for key, t in tensors.items() if t is not None}
 
 
 def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, Tensor], layouts: str, gradients: str) -> None:
@@ -132,16 +211,41 @@ def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, T
     for group in entry["sites"]:
         built = []
         for n in group:
-            linear, prefix = layer.get_submodule(n), f"{name}.{n}."
-            own = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-            terms = entry["linears"][n]["terms"]
-            new = build(linear, own, FrozenOptions(layouts, gradients, terms))
-            new.shares_input, new.calibrated = len(group) > 1, True
-            parent, _, child = n.rpartition(".")
-            setattr(layer.get_submodule(parent), child, new)
-            built.append(new)
-        if built[0].input_centre is not None:
-            share_centre(built)
+            prefix = f"{name}.{n}."
+            stored = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+            options = FrozenOptions(layouts, gradients, entry["linears"][n]["terms"])
+            built.append(_build(layer.get_submodule(n), stored, options))
+            replace_linear(layer, n, built[-1], len(group) > 1)
+        share_centre(built)
+
+
+def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOptions) -> NVFP4FrozenLinear:
+    """The frozen layer with the stored bits, in place of ``linear``."""
+    device = linear.weight.device
+    tensors = {key: t.to(device) for key, t in tensors.items()}
+    n, k = linear.out_features, linear.in_features
+    q = QuantizedMatrix(tensors["weight"], tensors["weight_scales"], tensors["weight_gscale"].view(torch.float32), k)
+    layer = NVFP4FrozenLinear(k, n, linear.bias, linear.weight.dtype, options, q)
+    if "backward_weight" in tensors and layer.backward_weight is not None:
+        layer.backward_weight = frozen(tensors["backward_weight"])
+        layer.backward_scales, layer.backward_gscale = frozen(tensors["backward_scales"]), frozen(tensors["backward_gscale"])
+    if "input_centre" in tensors:
+        layer.set_centre(tensors["input_centre"].view(torch.float32))
+    return layer.train(linear.training)
+
+
+def replace_linear(layer: nn.Module, name: str, new: NVFP4FrozenLinear, shares_input: bool) -> None:
+    """Put a calibrated linear in the place of the one of this name."""
+    new.shares_input, new.calibrated = shares_input, True
+    parent, _, child = name.rpartition(".")
+    setattr(layer.get_submodule(parent), child, new)
+
+
+def share_centre(linears: Sequence[NVFP4FrozenLinear]) -> None:
+    """Linears of a site recognise a shared input by the identity of its centre, where it has one."""
+    if linears[0].input_centre is not None:
+        for linear in linears[1:]:
+            linear.input_centre = linears[0].input_centre
 
 
 # ---------------------------------------------------------------------------------------------- fingerprint

@@ -44,14 +44,14 @@ class Stack:
         layers: its members.
         hidden: for every batch, the input of the first layer.
         calls: for every batch, for every layer, its other arguments.
-        tuples: layers return a tuple whose first item is the hidden states.
+        tuples: layers return a tuple whose first item is the hidden states; None until one has run.
     """
 
     name: str
     layers: nn.ModuleList
     hidden: list[Tensor]
     calls: list[list[Call]]
-    tuples: bool
+    tuples: bool | None = None
 
     def run(self, index: int, batch: int, hidden: Tensor) -> Tensor:
         """Output of layer ``index`` for a batch."""
@@ -74,15 +74,25 @@ def find_stack(model: nn.Module, planned: Sequence[str], name: str | None = None
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     if name is not None:
-        found = [n for n in lists if n == name or n.endswith(f".{name}")]
-        if len(found) != 1:
-            raise ValueError(f"{name!r} names {len(found)} lists of layers of this model; it has {', '.join(lists) or 'none'}")
-        return found[0]
+        matches = [n for n in lists if n == name or n.endswith(f".{name}")]
+        if len(matches) != 1:
+            raise ValueError(f"{name!r} names {len(matches)} lists of layers of this model; it has {', '.join(lists) or 'none'}")
+        return matches[0]
     sizes = {n: sum(model.get_submodule(p).weight.numel() for p in planned if p.startswith(f"{n}.")) for n in lists}
     best = max(sizes, key=lambda n: (sizes[n], -len(n)), default=None)
     if best is None or not sizes[best]:
         raise ValueError("this model has no list of layers with linears to calibrate; name it: calibrate(..., layers=...)")
     return best
+
+
+@contextmanager
+def on_device(layer: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """Within the context the layer is on ``device``; and where it was, afterwards."""
+    home = next(layer.parameters()).device
+    try:
+        yield layer.to(device)
+    finally:
+        layer.to(home)
 
 
 @contextmanager
@@ -116,13 +126,12 @@ def capture(model: nn.Module, name: str, data: Sequence[Batch], device: torch.de
         ValueError: the model does something between its layers, or calls them in another way than one after the other.
     """
     layers = model.get_submodule(name)
-    stack = Stack(name, layers, [], [], False)
+    stack = Stack(name, layers, [], [])
     with torch.no_grad(), modes_kept(model), outside_on(model, layers, device):
         model.eval()
-        stack.tuples = _returns_tuples(model, layers, data[0], device)
         for batch in data:
             record: list[tuple[Tensor, Call]] = []
-            with standing_in({layer: _recorder(stack, i, record) for i, layer in enumerate(layers)}):
+            with standing_in({layer: _recorder(stack, i, record, device) for i, layer in enumerate(layers)}):
                 try:
                     call_model(model, batch, device)
                 except _Stop:
@@ -144,7 +153,11 @@ def _on_cpu(call: Call, memo: dict[int, Tensor]) -> Call:
     return Call(tree_map(move, call.args), tree_map(move, call.kwargs))
 
 
-def _recorder(stack: Stack, index: int, record: list[tuple[Tensor, Call]]) -> Callable:
+def _recorder(stack: Stack, index: int, record: list[tuple[Tensor, Call]], device: torch.device) -> Callable:
+    """Stands in for a layer. The first one also runs once, to see whether layers return tuples."""
+    layer = stack.layers[index]
+    inner = layer.forward
+
     def forward(*args, **kwargs):
         args = list(args)
         hidden = args.pop(0) if args else kwargs.pop("hidden_states")
@@ -154,35 +167,14 @@ def _recorder(stack: Stack, index: int, record: list[tuple[Tensor, Call]]) -> Ca
                 "another order; layers cannot be calibrated one after the other"
             )
         record.append((hidden, Call(tuple(args), kwargs)))
+        if stack.tuples is None:
+            with on_device(layer, device):
+                stack.tuples = isinstance(inner(hidden.clone(), *args, **kwargs), tuple)
         if index + 1 == len(stack.layers):
             raise _Stop
         return (hidden,) if stack.tuples else hidden
 
     return forward
-
-
-def _returns_tuples(model: nn.Module, layers: nn.ModuleList, batch: Batch, device: torch.device) -> bool:
-    """Whether a layer returns a tuple: the first one is run on one batch."""
-    found: list[bool] = []
-    first = layers[0]
-    inner = first.forward
-
-    def forward(*args, **kwargs):
-        home = next(first.parameters()).device
-        try:
-            found.append(isinstance(first.to(device) and inner(*args, **kwargs), tuple))
-        finally:
-            first.to(home)
-        raise _Stop
-
-    with standing_in({first: forward}):
-        try:
-            call_model(model, batch, device)
-        except _Stop:
-            pass
-    if not found:
-        raise ValueError("a forward pass does not reach the layers")
-    return found[0]
 
 
 def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch: int = 0) -> list[list[str]]:
@@ -207,10 +199,10 @@ def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch:
 
     with standing_in({layer.get_submodule(n): watch(n, layer.get_submodule(n)) for n in names}), torch.no_grad():
         stack.run(index, batch, hidden)
-    found, seen = [], set()
+    distinct, seen = [], set()
     for _, group in groups:
         group = [n for n in dict.fromkeys(group) if n not in seen]
         seen.update(group)
         if group:
-            found.append(group)
-    return found
+            distinct.append(group)
+    return distinct

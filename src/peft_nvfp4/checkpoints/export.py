@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -99,8 +100,6 @@ def export_checkpoint(
 
 def _packed_layers(model: nn.Module) -> dict[str, NVFP4FrozenLinear]:
     """Name -> layer, after every check."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     if not hasattr(model, "save_pretrained") or not hasattr(getattr(model, "config", None), "to_dict"):
         raise ValueError(f"{type(model).__name__} is no transformers model; a checkpoint for other tools needs its config")
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -106,8 +107,6 @@ def _add_tensors(writer: Any, model: nn.Module, config: Any, dtype: str) -> None
 
 def _check_model(model: nn.Module) -> tuple[Any, str]:
     """(config, GGUF's architecture)."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
     if kind not in ARCHITECTURES or not type(model).__name__.endswith("ForCausalLM"):

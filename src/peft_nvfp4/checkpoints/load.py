@@ -12,22 +12,94 @@ releases, and a float tensor that matches one may be cast before it is converted
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..nn.frozen_linear import FrozenOptions
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS
 from ..ops import dequantize
-from .files import Stored
 from .layouts import PARTS, REFUSED, Layout
 from .settings import INSTEAD, Published
 
 _DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, as its header describes it."""
+
+    key: str
+    file: str
+    dtype: str  # as safetensors writes it: "U8", "BF16"
+    shape: tuple[int, ...]
+    converted: bool = False  # transformers changes the weight that it is or belongs to on loading: splits, merges or permutes it
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.file}"
+
+
+def check_files(files: Sequence[str] | None, packed: bool) -> None:
+    """Every file can be read. (The indices that name them: :func:`check_indices`.)
+
+    Raises:
+        ValueError: a truncated or damaged file; a packed model in a pickle.
+    """
+    for file in files or ():
+        if file.endswith(".safetensors"):
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError as error:
+                raise ValueError(f"{file} is truncated or damaged: {error}. Download it again") from error
+        elif packed:
+            raise ValueError(
+                f"{file} is not a safetensors file; a packed model is read from those only (a pickle can run code). Ask its "
+                "author for safetensors"
+            )
+
+
+def check_indices(files: Sequence[str] | None, folder: str | None) -> None:
+    """The indices of sharded models beside these files, and in the folder that was to be loaded, name files inside their folders.
+
+    Raises:
+        ValueError: a path that is absolute or goes up.
+    """
+    folders = {Path(file).parent for file in files or ()}
+    folders |= {Path(*parent.parts[: parent.parts.index("..")]) for parent in folders if ".." in parent.parts[1:]}
+    if folder and Path(folder).is_dir():
+        folders.add(Path(folder))
+    for index in sorted(index for each in folders for index in each.glob("*.index.json")):
+        try:
+            names = json.loads(index.read_text())["weight_map"].values()
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            continue  # transformers reads it, and says what is wrong with it
+        for name in names:
+            paths = (PurePosixPath(str(name)), PureWindowsPath(str(name)))
+            if any(path.is_absolute() or path.drive or ".." in path.parts for path in paths):
+                raise ValueError(f"{index} names {name!r}, which is outside its folder; do not trust this checkpoint")
+
+
+def stored_in(file: str) -> Iterable[Stored]:
+    """The tensors of a safetensors file."""
+    with safe_open(file, framework="pt") as f:
+        for key in f.keys():  # noqa: SIM118 (not a mapping)
+            slice_ = f.get_slice(key)
+            yield Stored(key, file, slice_.get_dtype(), tuple(slice_.get_shape()))
+
+
+# ---------------------------------------------------------------------------------------------- before loading
 
 
 class PackedLinear(nn.Module):
@@ -47,9 +119,6 @@ class PackedLinear(nn.Module):
 
     def tensors(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if name != "bias"}
-
-
-# ---------------------------------------------------------------------------------------------- before loading
 
 
 def packed_linears(
@@ -100,7 +169,7 @@ def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, 
     for leaf, part in parts.items():
         if leaf in REFUSED:
             raise ValueError(f"{part}: this linear cannot be represented, {REFUSED[leaf]}. {INSTEAD}")
-    module = _submodule(model, stem)
+    module = submodule(model, stem)
     if type(module) is not nn.Linear or first.converted:
         kind = "nothing" if module is None else type(module).__name__
         why = "transformers rearranges this weight on loading" if first.converted else f"{type(model).__name__} has {kind} there"
@@ -127,7 +196,8 @@ def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, 
             )
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+def submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of this dotted name; None if there is none."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -143,24 +213,31 @@ def check_loaded(layers: Mapping[str, PackedLinear], origin: Callable[[str], str
     Raises:
         ValueError: naming tensor and file.
     """
-    flags: dict[torch.device, dict[str, Tensor]] = {}
+    flags: dict[str, Tensor] = {}
     for name, layer in layers.items():
         for leaf, p in layer.named_parameters():  # a bias among them: nothing would initialise it
             key = f"{name}.{leaf}"
             if p.is_meta or not getattr(p, "_is_hf_initialized", False):
                 raise ValueError(f"{origin(key)} was not loaded")
             if leaf == layer.layout.scales and p.numel():
-                flags.setdefault(p.device, {})[key] = p.detach().view(torch.uint8).amax() > E4M3_MAX_BITS
+                flags[key] = p.detach().view(torch.uint8).amax() > E4M3_MAX_BITS
             elif leaf == layer.layout.gscale:
                 g = layer.layout.read_gscale(p)
                 low, high = (2.0**e for e in GSCALE_EXPONENTS)
-                flags.setdefault(p.device, {})[key] = ~((g >= low) & (g <= high))[0]  # NaN is not
-    for bad in flags.values():  # one wait for each device, not one for each tensor
-        for key, flag in zip(bad, torch.stack(list(bad.values())).tolist()):
-            if flag:
-                scales = key.endswith(".weight_scale")
-                what = "NaN or negative scales" if scales else "a global scale that is not finite, positive and of a usable size"
-                raise ValueError(f"{origin(key)} is corrupt: it holds {what}. Download the file again, or ask its author")
+                flags[key] = ~((g >= low) & (g <= high))[0]  # NaN is not
+    if (key := first_set(flags)) is not None:
+        scales = key.endswith(".weight_scale")
+        what = "NaN or negative scales" if scales else "a global scale that is not finite, positive and of a usable size"
+        raise ValueError(f"{origin(key)} is corrupt: it holds {what}. Download the file again, or ask its author")
+
+
+def first_set(flags: Mapping[str, Tensor]) -> str | None:
+    """Name of the first flag that is set, None if none is. Waits once for each device, not once for each flag."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, flag in flags.items():
+        by_device.setdefault(flag.device, []).append(name)
+    read = [zip(names, torch.stack([flags[name] for name in names]).tolist()) for names in by_device.values()]
+    return next((name for pairs in read for name, flag in pairs if flag), None)
 
 
 def frozen_layer(

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from transformers.utils import logging
 
 from ..quantization.options import help_of
 
@@ -95,10 +97,6 @@ def write_json(content: Any, path: str | None) -> None:
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Without the progress bars and warnings of transformers, which would tear ours apart."""
-    import warnings
-
-    from transformers.utils import logging
-
     level, bars = logging.get_verbosity(), getattr(logging, "is_progress_bar_enabled", lambda: True)()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
+from rich.bar import Bar
 from rich.table import Table
 
 from ..memory import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, room
@@ -28,8 +29,9 @@ def _table(found: Estimate) -> Table:
     table = Table(title=title, title_justify="left")
     for name, justify in (("at the peak", "left"), ("", "left"), ("GiB", "right"), ("share", "right")):
         table.add_column(name, justify=justify)
-    for row in drawing.bars(found.categories()):
-        table.add_row(*row)
+    parts = found.categories()
+    for name, n in parts.items():
+        table.add_row(name, Bar(max(parts.values()), 0, n, width=24), f"{n / GIB:.3f}", f"{100 * n / found.peak:.1f} %")
     table.add_section()
     table.add_row("all", "", f"{found.peak / GIB:.3f}", "")
     return table

@@ -60,15 +60,16 @@ def statistics(
 
 
 def _means(found) -> Table:
+    from ..diagnostics.plots import SITES, TITLES
     from ._run import statistics as tools
 
     title = f"{len(found.layers)} frozen linears, on average"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in ("tensor", "error %", "underflow %", "saturation %"):
         table.add_column(name, justify="left" if name == "tensor" else "right")
-    for site in tools.SITES:
+    for site in SITES:
         if found.of(site, "amax"):
-            table.add_row(tools.TITLES[site], *(tools.percent(found.mean(site, number)) for number in tools.PERCENT))
+            table.add_row(TITLES[site], *(tools.percent(found.mean(site, number)) for number in tools.PERCENT))
     return table
 
 

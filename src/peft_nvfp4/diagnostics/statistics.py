@@ -18,9 +18,9 @@ NVFP4 term would have, marked ``used=False``.
 
 Nothing about the training changes: hooks look at tensors that are there anyway, no random number is drawn, all sums are taken
 beside the graph (in FP32, added up in FP64). What an RMSNorm or a gated MLP quantises itself never exists unquantised; the hooks
-make it again from the norm's input and from gate and up, with the same bits (:mod:`peft_nvfp4.numerics.fused_reference`). A measured step
-takes the memory of one layer's gate and up in addition, and runs without CUDA graphs and ``torch.compile``; the steps between
-measured ones cost nothing, since there are no hooks then.
+make it again from the norm's input and from gate and up, with the same bits (:mod:`peft_nvfp4.numerics.fused_reference`). A
+measured step takes the memory of one layer's gate and up in addition, and runs without CUDA graphs and ``torch.compile``; the
+steps between measured ones cost nothing, since there are no hooks then.
 
 Activation checkpointing runs forwards twice; the second one, within backward, is not counted. Padding is counted.
 """
@@ -170,11 +170,10 @@ class NVFP4StatisticsCallback(TrainerCallback):
         trainer: that the callback belongs to.
         every: steps from one measured step to the next, the first included.
         rows: tokens of a tensor that are looked at.
-        per_layer: also log every layer's error by name.
-        file: one line of JSON with all numbers for each measured step.
+        sites: of ``"input"`` and ``"gradient"`` those to look at.
 
     Attributes:
-        latest: of the last measured step.
+        latest: of the last measured step, layer by layer.
     """
 
     def __init__(
@@ -183,14 +182,11 @@ class NVFP4StatisticsCallback(TrainerCallback):
         every: int = 100,
         rows: int | None = 1024,
         sites: Sequence[str] = ("input", "gradient"),
-        per_layer: bool = False,
-        file: str | Path | None = None,
     ):
         if every < 1:
             raise ValueError(f"every must be a positive number of steps, got {every}")
         self._trainer = weakref.ref(trainer)  # which owns this callback
-        self.every, self.rows, self.sites, self.per_layer = every, rows, tuple(sites), per_layer
-        self.file = None if file is None else Path(file)
+        self.every, self.rows, self.sites = every, rows, tuple(sites)
         self.latest: Statistics | None = None
         self._running: Measurement | None = None
 
@@ -205,9 +201,6 @@ class NVFP4StatisticsCallback(TrainerCallback):
         self.latest = Statistics(watched.result(stored=False))
         if (trainer := self._trainer()) is not None:
             trainer.log(self._numbers(self.latest))
-        if self.file is not None and state.is_world_process_zero:
-            with open(self.file, "a", encoding="utf-8") as out:
-                out.write(json.dumps({"step": state.global_step, **self.latest.as_dict()}) + "\n")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop()
@@ -224,8 +217,6 @@ class NVFP4StatisticsCallback(TrainerCallback):
             values = {number: found.mean(site, number) for number in NUMBERS[:3]}
             logged |= {f"nvfp4/{site}_{number}": value for number, value in values.items() if value is not None}
             logged |= {f"nvfp4/{site}_error_worst": row.error for _, _, row in found.worst(1, site=site)}
-            if self.per_layer:
-                logged |= {f"nvfp4/{site}_error/{name}": value for name, value in found.of(site).items()}
         if amax := found.of("gradient", "amax"):
             logged["nvfp4/gradient_amax"] = max(amax.values())
         return logged

@@ -1,4 +1,4 @@
-"""How :mod:`peft_nvfp4.diagnostics.statistics` looks at a model: hooks that see the tensors of frozen linears, and sums over them.
+"""The hooks of :mod:`peft_nvfp4.diagnostics.statistics`, which see the tensors of frozen linears, and the sums over these.
 
 The hooks hold on to nothing that autograd would not hold anyway, except: gate and up of one gated MLP until its last linear is
 called. What a fused norm or a gated MLP quantises is made again from its inputs, with the bits of the fused kernels.
@@ -27,9 +27,9 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics import fused_reference
 from ..numerics.formats import BLOCK, E2M1_MAX, E4M3_NAN, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT, QuantizedMatrix
 from ..numerics.reference import e4m3_decode
-from ..ops.linear import dequantize_input, quantize_input
+from ..ops.linear import quantize_input
 from ..training.cuda_graphs import GraphedForward
-from ..training.offload.layers import computing
+from ..training.offload.frozen_methods import computing
 
 SITES = ("weight", "input", "gradient")
 NUMBERS = ("error", "underflow", "saturation", "amax", "scale_min", "scale_max")
@@ -62,11 +62,16 @@ class TensorStatistics:
 
 
 class Sums:
-    """Running totals of one tensor, on its device: reading them waits for the GPU, adding to them does not."""
+    """Running totals of one tensor, on its device: reading them waits for the GPU, adding to them does not.
 
-    def __init__(self, used: bool = True):
-        self.used, self.values, self.known, self.scaled = used, 0, True, True
-        self.totals: Tensor | None = None  # squared error, squared norm, not zero, lost, beyond
+    Args:
+        used: the layer computes with the quantised tensor.
+        known: what was quantised is at hand; otherwise only ranges are reported.
+    """
+
+    def __init__(self, used: bool = True, known: bool = True):
+        self.used, self.known, self.values = used, known, 0
+        self.totals: Tensor | None = None  # squared error, squared norm, not zero, underflown, saturated
         self.extremes: Tensor | None = None  # amax, -smallest scale, largest scale
 
     @torch.no_grad()
@@ -78,25 +83,7 @@ class Sums:
         for start in range(0, t.shape[0], step):
             rows = slice(start, start + step)
             pieces = [_rows(part, rows) for part in parts]
-            self._add(t[rows], pieces, centre, None if d is None else d[rows])
-
-    def _add(self, t: Tensor, parts: Sequence[QuantizedMatrix], centre: Tensor | None, d: Tensor | None) -> None:
-        x = t.float()
-        moved = x if centre is None else x - centre
-        d = dequantize_input(parts, None, torch.float32) if d is None else d.float()
-        nonzero = moved != 0
-        counts = [(moved - d).square().sum(dtype=torch.float64), x.square().sum(dtype=torch.float64)]
-        counts += [nonzero.sum().double(), (nonzero & (d == 0)).sum().double()]
-        counts.append((moved.abs() > _top(parts)).sum().double() if parts else counts[0].new_zeros(()))
-        scales = parts[0].scales if parts else None
-        self._accumulate(torch.stack(counts), _extremes(x, scales), t.numel())
-        self.scaled &= scales is not None
-
-    def add_stored(self, d: Tensor, scales: Tensor | None) -> None:
-        """A stored weight d of which the original is not at hand: only ranges are known."""
-        self.known = False
-        self._accumulate(torch.zeros(5, dtype=torch.float64, device=d.device), _extremes(d, scales), d.numel())
-        self.scaled &= scales is not None
+            self._accumulate(*_measured(t[rows].float(), pieces, centre, None if d is None else d[rows]), t[rows].numel())
 
     def _accumulate(self, totals: Tensor, extremes: Tensor, values: int) -> None:
         self.values += values
@@ -111,31 +98,34 @@ class Sums:
         error, square, nonzero, lost, beyond = self.totals.tolist()
         amax, low, high = self.extremes.tolist()
         share = lambda part, whole: part / whole if whole else 0.0
-        scales = (-low, high) if self.scaled and high > 0 else (None, None)
+        scales = (-low, high) if high > 0 else (None, None)
         known = [share(error, square) ** 0.5, share(lost, nonzero), share(beyond, self.values)] if self.known else [None] * 3
         return TensorStatistics(*known, amax, *scales, self.values, self.used)
 
 
-def _rows(part: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
-    return QuantizedMatrix(
-        part.codes[rows], part.scales[rows], part.gscale[rows] if len(part.gscale) > 1 else part.gscale, part.k
-    )
-
-
-def _top(parts: Sequence[QuantizedMatrix]) -> Tensor:
-    """The largest magnitude that every place of a matrix can hold. Where that is nothing, the values underflow."""
-    top = sum(e4m3_decode(part.scales) * part.gscale[:, None] for part in parts) * E2M1_MAX
-    return torch.where(top > 0, top, torch.inf).repeat_interleave(BLOCK, dim=1)[:, : parts[0].k]
-
-
-def _extremes(x: Tensor, scales: Tensor | None) -> Tensor:
-    """(largest magnitude of x, -smallest and largest of the E4M3 scales that are not zero)."""
-    amax = x.abs().amax() if x.numel() else x.new_zeros(())
-    low, high = torch.full_like(amax, -torch.inf), torch.zeros_like(amax)
-    if scales is not None and scales.numel():
+def _measured(
+    x: Tensor, parts: Sequence[QuantizedMatrix], centre: Tensor | None, d: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Totals and extremes, as :class:`Sums` has them, of x (R, K) float32."""
+    moved = x if centre is None else x - centre
+    d = dequantize_input(parts, None, torch.float32) if d is None else d.float()
+    nonzero = moved != 0
+    saturated, low, high = x.new_zeros(()), x.new_full((), -torch.inf), x.new_zeros(())
+    if parts:
+        largest = sum(e4m3_decode(part.scales) * part.gscale[:, None] for part in parts) * E2M1_MAX  # that a block can hold
+        largest = torch.where(largest > 0, largest, torch.inf)  # where that is nothing, values underflow
+        saturated = (moved.abs() > largest.repeat_interleave(BLOCK, dim=1)[:, : parts[0].k]).sum()
+        scales = parts[0].scales
         decoded, real = e4m3_decode(scales), (scales != 0) & (scales != E4M3_NAN)
         low, high = -torch.where(real, decoded, torch.inf).amin(), torch.where(real, decoded, 0.0).amax()
-    return torch.stack([amax, low, high])
+    sums = [(moved - d).square().sum(dtype=torch.float64), x.square().sum(dtype=torch.float64)]
+    counts = [nonzero.sum(), (nonzero & (d == 0)).sum(), saturated]
+    return torch.stack([*sums, *(count.double() for count in counts)]), torch.stack([x.abs().amax(), low, high])
+
+
+def _rows(part: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
+    gscale = part.gscale[rows] if len(part.gscale) > 1 else part.gscale
+    return QuantizedMatrix(part.codes[rows], part.scales[rows], gscale, part.k)
 
 
 # ---------------------------------------------------------------------------------------------- hooks
@@ -267,10 +257,8 @@ def _in_backward() -> bool:
 
 def _gated(halves: Sequence[Tensor], mlp: FusedGatedMLP) -> Tensor:
     """act(gate) * up as the fused kernel computes it before quantising."""
-    parts = mlp.parts
     pair = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1)
-    gate, up = pair[parts.gate].float(), pair[1 - parts.gate].float()
-    return ((gate * fused_reference._gate(gate, parts.act)[0]) * up).to(halves[0].dtype)
+    return fused_reference.gated_product(pair[mlp.parts.gate], pair[1 - mlp.parts.gate], mlp.parts.act)
 
 
 def _uses_input(layer: FrozenLinear) -> bool:
@@ -299,18 +287,13 @@ def weight_sums(layer: FrozenLinear, original: Tensor | None) -> Sums | None:
     """Of a stored weight, against the original if that is at hand; None where FSDP2 holds it in pieces."""
     if in_pieces(layer):
         return None
-    own, dense = isinstance(layer, NVFP4FrozenLinear), layer.weight.is_floating_point()
-    sums = Sums(used=not dense)
     if original is not None:
         original = original.detach().to(layer.weight.device)
         layer._check_dense(original)
-    if dense:  # what NVFP4 would make of it
-        w = layer.weight.detach() if original is None else original
+    if layer.weight.is_floating_point():  # what NVFP4 would make of it
+        sums, w = Sums(used=False), layer.weight.detach() if original is None else original
         sums.add(w, [ops.quantize_weight(w, WEIGHT)])
-    elif original is None:
-        sums.add_stored(layer.dequantize(torch.float32), layer.weight_scales if own else None)
-    elif own:
-        sums.add(original, [layer.forward_layout])
-    else:
-        sums.add(original, d=layer.dequantize(torch.float32))
+        return sums
+    sums, d = Sums(known=original is not None), layer.dequantize(torch.float32)
+    sums.add(d if original is None else original, [layer.forward_layout] if isinstance(layer, NVFP4FrozenLinear) else (), d=d)
     return sums

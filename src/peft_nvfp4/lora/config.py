@@ -19,6 +19,8 @@ from peft import LoraConfig
 
 from ..quantization.options import NAMES, Options, check_known, option
 from ._registered import registered
+from .inits import loftq_iterations
+from .merge_aware import check_merge_aware
 
 SIDE_CAR = "nvfp4_adapter.json"
 SIDE_CAR_VERSION = 1
@@ -55,8 +57,6 @@ class NVFP4LoraConfig(LoraConfig):
                 "peft_nvfp4 is not registered with PEFT: this config freezes nothing. Call peft_nvfp4.register()", stacklevel=3
             )
         if self.merge_aware:
-            from .merge_aware import check_merge_aware  # not at the top: only those who use it need it
-
             check_merge_aware(self)
 
     @property
@@ -79,8 +79,6 @@ class NVFP4LoraConfig(LoraConfig):
             raise ValueError("loftq_config is for init_lora_weights='loftq'")
         self.init_lora_weights = init
         self.loftq_config = (settings if isinstance(settings, dict) else vars(settings)) if settings else {}
-        from .inits import loftq_iterations  # not at the top: only those who use it need it
-
         if loftq_iterations(self) > 1 and self.calibration is not None:
             raise ValueError("loftq_iter > 1 rounds the base anew, which would undo the calibration: use loftq_iter=1")
         return None

@@ -1,6 +1,6 @@
-"""What base an adapter was trained on: a fingerprint of the frozen weights, written next to the adapter when it is saved.
+"""What base an adapter was trained on: a record written next to the adapter when it is saved.
 
-``nvfp4_base.json`` holds the format of the base, a hash of what its linears store, and, where the base was dense when the adapter
+``nvfp4_base.json`` holds the format of the base, a hash of what its linears store and, where the base was dense when the adapter
 was made, a hash of those dense weights: an adapter can then be told apart from one of another model even on a base of another
 format. Stock PEFT does not look at the file. (The settings to train on with are in ``nvfp4_adapter.json``; a model loaded with
 ``PactConfig`` may carry a plain ``LoraConfig``, which has none.)
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from ..nn.experts.frozen_experts import frozen_experts, is_experts
-from ..nn.experts.packing import stack_name
-from ..quantization.freeze import frozen_layers, frozen_modules
+from ..nn.experts.frozen_experts import FrozenExperts, is_experts
+from ..quantization.freeze import frozen_matrices, frozen_modules
 from ..quantization.plan import kept_dense
 
 BASE_FILE = "nvfp4_base.json"
 BASE_VERSION = 1
 SAMPLE = 1 << 16
 DERIVED = ("backward_weight", "backward_scales", "backward_gscale", "input_centre", "output_centre")
-"""Packed tensors that follow from the others, or belong to the input."""
+"""Endings of the names of packed tensors that follow from the others, or belong to the input."""
 
 _RECORD = "_peft_nvfp4_base"
 
@@ -42,9 +41,9 @@ def _sample(t: Tensor) -> bytes:
     return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _digest(items: Iterable[tuple[str, Tensor]]) -> str:
+def _digest(tensors: Mapping[str, Tensor]) -> str:
     h = hashlib.sha256()
-    for name, t in items:
+    for name, t in sorted(tensors.items()):
         h.update(f"{name}{tuple(t.shape)}".encode())
         h.update(_sample(t))
     return h.hexdigest()[:32]
@@ -57,62 +56,52 @@ def base_record(model: nn.Module) -> dict[str, Any]:
         ``format`` ("nvfp4", "nf4", or "bf16", which stands for any dense one), ``linears`` (how many), ``fingerprint`` of what
         they store, ``inputs``: one of how they quantise their inputs, and ``source``: of the weights if they are dense.
     """
-    everything = frozen_modules(model)
-    if not everything:
-        names, experts = _dense_linears(model), _dense_experts(model)
-        weights = _digest([*((name, model.get_submodule(name).weight) for name in sorted(names)), *experts])
-        linears = len(names) + sum(p.shape[0] for _, p in experts)
-        return {"format": "bf16", "linears": linears, "fingerprint": weights, "inputs": None, "source": weights}
-    frozen = {name.removesuffix(".base_layer"): layer for name, layer in frozen_layers(model)}
-    word = everything[0][1].backend
-    stored = [
-        (name if key == "weight" and word == "bf16" else f"{name}.{key}", t)
-        for name, layer in sorted(frozen.items())
-        for key, t in layer.packed_tensors().items()
-        if key not in DERIVED
-    ]
-    dense = _dense_experts(model) if word == "bf16" else []
-    stored += dense
-    experts = [(name.replace(".base_layer", ""), m) for name, m in frozen_experts(model)]
-    derived = tuple(stack_name("", leaf) for leaf in DERIVED)
-    stored += [(f"{name}.{key}", t) for name, m in experts for key, t in m.packed_tensors().items() if not key.endswith(derived)]
+    frozen = frozen_modules(model)
+    backend = frozen[0][1].backend if frozen else "bf16"
+    experts = _dense_experts(model) if backend == "bf16" else {}
+    stored = experts if frozen else {**_dense_linears(model), **experts}
+    linears = len(stored) - len(experts) + sum(t.shape[0] for t in experts.values())
+    for name, module in frozen:
+        name = name.replace(".base_layer", "")
+        packed = {key: t for key, t in module.packed_tensors().items() if not key.endswith(DERIVED)}
+        stored |= {name if key == "weight" and backend == "bf16" else f"{name}.{key}": t for key, t in packed.items()}
     inputs = hashlib.sha256()
-    for name, layer in sorted(frozen.items()):
-        centre = getattr(layer, "input_centre", None)
-        inputs.update(f"{name}{layer.options.terms}".encode() + (b"" if centre is None else _sample(centre)))
-    for name, m in experts:
-        inputs.update("".join(f"{name}.{projection}{options.terms}" for projection, options in m.options.items()).encode())
+    for name, module, options in frozen_matrices(model):
+        linears += module.experts if isinstance(module, FrozenExperts) else 1
+        centre = getattr(module, "input_centre", None)
+        inputs.update(f"{name}{options.terms}".encode() + (b"" if centre is None else _sample(centre)))
     weights = _digest(stored)
-    linears = len(frozen) + sum(len(m.projections) * m.experts for _, m in experts) + sum(p.shape[0] for _, p in dense)
-    record = {"format": word, "linears": linears, "fingerprint": weights}
     return {
-        **record,
-        "inputs": inputs.hexdigest()[:32] if word == "nvfp4" else None,
-        "source": weights if word == "bf16" else None,
+        "format": backend,
+        "linears": linears,
+        "fingerprint": weights,
+        "inputs": inputs.hexdigest()[:32] if backend == "nvfp4" else None,
+        "source": weights if backend == "bf16" else None,
     }
 
 
 def source_fingerprint(model: nn.Module) -> str | None:
     """Of a model's dense weights; None where they are not dense, or not loaded."""
-    weights = [*(model.get_submodule(name).weight for name in _dense_linears(model)), *(p for _, p in _dense_experts(model))]
-    dense = weights and not any(w.is_meta or not w.is_floating_point() for w in weights)
-    return base_record(model)["source"] if dense and not frozen_modules(model) else None
+    weights = {**_dense_linears(model), **_dense_experts(model)}
+    dense = weights and not frozen_modules(model) and all(w.is_floating_point() and not w.is_meta for w in weights.values())
+    return _digest(weights) if dense else None
 
 
-def _dense_linears(model: nn.Module) -> list[str]:
-    """Names of the linears that freezing would replace."""
+def _dense_linears(model: nn.Module) -> dict[str, Tensor]:
+    """Dotted name -> weight of the linears that freezing would replace."""
     keep = kept_dense(model)
-    return [name for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in keep]
+    return {name: m.weight for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in keep}
 
 
-def _dense_experts(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """(name, weights) of the experts that freezing would pack, in the order of the model."""
+def _dense_experts(model: nn.Module) -> dict[str, Tensor]:
+    """Dotted name -> weights (E, N, K) of the experts that freezing would pack."""
     mixtures = [(name.replace(".base_layer", ""), m) for name, m in model.named_modules() if is_experts(m)]
-    return [(f"{name}.{key}", p) for name, m in mixtures for key, p in m.named_parameters()]
+    return {f"{name}.{key}": p for name, m in mixtures for key, p in m.named_parameters()}
 
 
 def remember(config: LoraConfig, model: nn.Module, source: str | None) -> None:
-    """Note what ``model`` is in the config of an adapter that is about to be trained on it; :func:`write` puts it on disk."""
+    """Note what ``model`` is in the config of an adapter that is about to be trained on it; :func:`write` puts it on
+    disk."""
     if config.inference_mode or any(p.is_meta for p in model.parameters()):
         return  # loaded to be used: what it was trained on is not known here
     record = base_record(model)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_mod
 from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
+from ..calibration.run import apply_calibration
 from ..fusion.attach import attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
-from ..nn.frozen_linear import FrozenLinear, FrozenOptions
-from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_modules
+from ..nn.frozen_linear import FrozenLinear
+from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.sites import ACCURACY, input_terms
 from ..training import distributed
 from ..training.cuda_graphs import disable_cuda_graphs
@@ -75,8 +76,6 @@ def unregister() -> None:
             setattr(owner, name, original)
 
 
-
-
 def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> None:
     """Replace owner.name by a function that calls ``wrapper(original, *args)``."""
     original = getattr(owner, name)
@@ -93,8 +92,8 @@ def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig,
     source = None
     if isinstance(peft_config, NVFP4LoraConfig):
         refuse_unsupported(peft_config, peft_config.backend)  # before anything changes
-        if frozen := frozen_modules(model):
-            _check_same_base(frozen, peft_config)
+        if frozen_modules(model):
+            _check_same_base(model, peft_config)
         elif _has_targets(peft_config, model):  # without any, PEFT will raise: leave the model as it is
             source = source_fingerprint(model)
             freeze_base(peft_config, model)
@@ -115,8 +114,6 @@ def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
     residuals = ResidualInit(config) if residual_init(config) else None
     with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
         if options.calibration is not None:
-            from ..calibration.run import apply_calibration  # not at the top: only those who calibrate need it
-
             finish = None if residuals is None else residuals.later(model)
             apply_calibration(model, options.calibration, weight_layouts=options.frozen.weight_layouts)
             if finish is not None:
@@ -132,45 +129,33 @@ def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
         )
 
 
-def _check_same_base(frozen: list[tuple[str, FrozenLinear | FrozenExperts]], config: NVFP4LoraConfig) -> None:
+def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
     """A further adapter must ask for the function that the base computes: changing it would change what the others were trained
     on. How backward computes is the base's, whatever the config says."""
-    if config.calibration is not None and not any(getattr(layer, "calibrated", False) for _, layer in frozen):
+    if config.calibration is not None and not any(getattr(layer, "calibrated", False) for _, layer in frozen_modules(model)):
         raise ValueError("a calibration replaces dense weights, and this base is frozen: load it without quantization_config")
-    more = False
-    for name, layer, options in _matrices(frozen):
-        wanted = config.options.frozen_at(name)
+    asked, more = config.options, False
+    for name, layer, options in frozen_matrices(model):
+        wanted = asked.frozen_at(name)
         terms = layer.backend == "nvfp4" and not getattr(layer, "calibrated", False) and options.terms != wanted.terms
-        if layer.backend != config.backend or terms:
+        if layer.backend != asked.backend or terms:
             raise ValueError(
                 f"the base is frozen already: {name} is {layer.backend!r} with terms={options.terms}, this config asks for "
-                f"{config.backend!r} with terms={wanted.terms}{_presets(frozen, config.accuracy)}. Give the same settings, use a "
+                f"{asked.backend!r} with terms={wanted.terms}{_presets(model, asked.accuracy)}. Give the same settings, use a "
                 "plain LoraConfig (which takes the base as it is), or reload the base model."
             )
-        more |= config.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
+        more |= asked.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
     if more:
         warnings.warn(
-            f"the base is frozen already, and keeps more than memory={config.memory!r} asks for. Freeze it with the same word "
+            f"the base is frozen already, and keeps more than memory={asked.memory!r} asks for. Freeze it with the same word "
             "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'",
             stacklevel=6,
         )
 
 
-def _matrices(
-    frozen: list[tuple[str, FrozenLinear | FrozenExperts]],
-) -> Iterator[tuple[str, FrozenLinear | FrozenExperts, FrozenOptions]]:
-    """Every frozen matrix: its dotted name, its layer and how that was frozen."""
-    for name, layer in frozen:
-        plain = name.replace(".base_layer", "")
-        if isinstance(layer, FrozenExperts):
-            yield from ((f"{plain}.{projection}", layer, options) for projection, options in layer.options.items())
-        else:
-            yield plain, layer, layer.options
-
-
-def _presets(frozen: list[tuple[str, FrozenLinear | FrozenExperts]], asked: str) -> str:
+def _presets(model: nn.Module, asked: str) -> str:
     """Where terms differ and are those of a preset, which one."""
-    terms = {name: options.terms for name, layer, options in _matrices(frozen) if layer.backend == "nvfp4"}
+    terms = {name: options.terms for name, layer, options in frozen_matrices(model) if layer.backend == "nvfp4"}
     found = [word for word in ACCURACY if terms and all(n == input_terms(name, word) for name, n in terms.items())]
     return f" (it was frozen with accuracy={found[0]!r}, this config says {asked!r})" if found and asked not in found else ""
 

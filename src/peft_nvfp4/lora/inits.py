@@ -29,7 +29,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
-from ..calibration.hessian import Moments
+from ..calibration.moments import Moments
 from ..nn.frozen_linear import FrozenLinear
 from ..numerics.matmul import exact_matmul
 from ..quantization.freeze import plan
@@ -224,7 +224,7 @@ def _collector(moments: Moments | DiagonalMoments) -> Callable:
 
 
 class DiagonalMoments:
-    """Running E[x_k^2] of ``k`` inputs; :class:`~peft_nvfp4.calibration.hessian.Moments` with the diagonal alone."""
+    """Running E[x_k^2] of ``k`` inputs; :class:`~peft_nvfp4.calibration.moments.Moments` with the diagonal alone."""
 
     def __init__(self, k: int, device: torch.device | str = "cpu"):
         self.h, self.count = torch.zeros(k, device=device), 0

@@ -2,47 +2,48 @@
 
 >>> print(peft_nvfp4.inspect_adapter(base_model, "my-adapter"))
 
-It reads the adapter's files (keys and shapes from the safetensors header; nothing is executed), compares them with the base's
-modules and the fingerprint recorded at training (:mod:`peft_nvfp4.lora.fingerprint`) with the base's, and loads the adapter for a
-moment to see whether logits change. The base is given back as it was.
+It reads the adapter's files (keys and shapes from the safetensors header; nothing is executed), compares them with what PEFT
+expects of such an adapter on this base, compares the base with the one that the adapter was trained on
+(:mod:`peft_nvfp4.lora.fingerprint`), and loads the adapter for a moment to see whether logits change. The base is given back as
+it was.
 """
 
 from __future__ import annotations
 
-import re
+import copy
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import nn
 
 from ..fusion.attach import attach, attached
+from ..fusion.probe import modes_kept
 from ..quantization.freeze import frozen_layers
 from . import fingerprint
 from .config import SIDE_CAR, NVFP4LoraConfig
 from .layer import DENSE_INITS
-from .merge_report import as_batches, compare_logits, probe_logits
+from .report import as_batches, compare_logits, probe_logits
 
 WEIGHTS = "adapter_model.safetensors"
-_LORA_KEY = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.weight)?$")
-_EXTRA_KEY = re.compile(r"^(?:base_model\.model\.)?(.+)\.(?:lora_magnitude_vector(?:\.weight)?|lora_B\.bias)$")
 
 
 @dataclass
 class AdapterReport:
-    """What was found.
+    """What :func:`inspect_adapter` finds.
 
     Attributes:
         adapter: the folder.
         layers: adapted modules whose keys and shapes fit.
         ranks: their ranks.
-        problems: why the adapter does not bind: keys without a module, wrong shapes, targets without weights.
+        problems: why the adapter does not bind: keys without a place, wrong shapes, targets without weights.
         warnings: it binds, but may not be what was trained.
         trained_on, base: records of the base at training (None if there is no such file) and of this one.
         logit_change: |adapter - base| / |base| of the logits on the probe; None where nothing was run.
@@ -91,17 +92,17 @@ def inspect_adapter(base: nn.Module, adapter_dir: str | Path, *, probe: Any = Tr
     folder = Path(adapter_dir)
     if any(isinstance(module, BaseTunerLayer) for module in base.modules()):
         raise ValueError("base carries an adapter: give the base model alone (model.unload())")
-    config, shapes = _read(folder)
+    config, shapes = _read_adapter(folder)
     report = AdapterReport(str(folder), trained_on=fingerprint.read(folder), base=fingerprint.base_record(base))
     _bind(report, base, config, shapes)
-    aware = _merge_aware(folder, report)
-    report.warnings = _compare_bases(report, aware)
+    merge_aware = _is_merge_aware(folder, report)
+    report.warnings = _compare_bases(report, merge_aware)
     if report.binds and probe is not False:
-        _run(report, base, folder, config, probe, aware)
+        _run_probe(report, base, folder, config, probe, merge_aware)
     return report
 
 
-def _read(folder: Path) -> tuple[LoraConfig, dict[str, tuple[int, ...]]]:
+def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, tuple[int, ...]]]:
     """The config and the shape of every tensor."""
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder} holds no adapter: adapter_config.json is missing")
@@ -120,80 +121,53 @@ def _read(folder: Path) -> tuple[LoraConfig, dict[str, tuple[int, ...]]]:
 # ---------------------------------------------------------------------------------------------- keys and shapes
 
 
-def _bind(report: AdapterReport, base: nn.Module, config: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
-    modules = dict(base.named_modules())
-    pairs: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for key, shape in shapes.items():
-        if match := _LORA_KEY.match(key):
-            pairs[match[1]][match[3]] = shape
-        elif match := _EXTRA_KEY.match(key):
-            pairs[match[1]].setdefault(key, shape)
-        else:
-            _bind_whole(report, base, modules, key, shape)
-    ranks = set()
-    for name, pair in pairs.items():
-        if config.target_parameters and name.removesuffix(".base_layer") in modules and name not in modules:
-            continue  # nested wrappers of several parameters of one module: their shapes are PEFT's to check
-        problem = _misfit(modules.get(name), pair, bool(config.target_parameters))
-        if problem:
-            report.problems.append(f"{name}: {problem}")
-        else:
-            report.layers += 1
-            ranks.add(pair["A"][0])
-    report.ranks = sorted(ranks)
-    for name, module in modules.items():
-        if isinstance(module, nn.Linear | nn.Embedding) and name not in pairs and _targeted(config, name):
-            report.problems.append(f"{name}: is a target of the adapter, which holds no weights for it")
+def _bind(report: AdapterReport, base: nn.Module, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the file's keys and shapes with those of an empty adapter that PEFT makes of the config on this base."""
+    empty = copy.deepcopy(config)
+    empty.init_lora_weights = False  # others compute from the base's weights, and may rewrite them
+    with _given_back(base):
+        try:
+            model = get_peft_model(base, empty, low_cpu_mem_usage=True)
+        except ValueError as error:  # no target of the config is in the base
+            report.problems.append(str(error))
+            return
+        expected = {key: tuple(t.shape) for key, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()}
+        loadable = {key: tuple(t.shape) for key, t in model.state_dict().items()}  # trained in full: norms, biases, embeddings
+        model.unload()
+    problems: dict[str, list[str]] = defaultdict(list)
+    ranks = {_split(key)[0]: shape[0] for key, shape in expected.items() if ".lora_A" in key or ".lora_embedding_A" in key}
+    for key in {**shapes, **expected}:
+        module, leaf = _split(key)
+        place = expected.get(key, loadable.get(key))
+        if place is None:
+            problems[module].append(f"the base has no place for {leaf}")
+        elif key not in shapes:
+            problems[module].append(f"the adapter holds no {leaf}, though its config names this target")
+        elif shapes[key] != place:
+            problems[module].append(f"{leaf} has the shape {shapes[key]}, and the base takes {place}")
+    report.problems = [f"{module}: {', '.join(texts)}" for module, texts in problems.items()]
+    report.layers = len(ranks.keys() - problems.keys())
+    report.ranks = sorted({rank for module, rank in ranks.items() if module not in problems})
 
 
-def _targeted(config: LoraConfig, name: str) -> bool:
-    return bool(config.target_modules) and bool(check_target_module_exists(config, name))
-
-
-def _bind_whole(report: AdapterReport, base: nn.Module, modules: dict[str, nn.Module], key: str, shape: tuple[int, ...]) -> None:
-    """A parameter that was trained in full (modules_to_save, biases)."""
-    parent, _, leaf = key.removeprefix("base_model.model.").rpartition(".")
-    there = getattr(modules.get(parent), leaf, None)
-    if there is None:
-        report.problems.append(f"{key}: the base has no such parameter")
-    elif not there.is_floating_point() or tuple(there.shape) != shape:
-        report.problems.append(f"{key}: has the shape {shape}, the base holds {tuple(there.shape)} in {there.dtype}")
-
-
-def _misfit(module: nn.Module | None, pair: dict[str, tuple[int, ...]], parameters: bool) -> str | None:
-    """Why a module cannot take A and B of these shapes; None if it can."""
-    if module is None:
-        return "the base has no such module"
-    if not {"A", "B"} <= pair.keys():
-        return f"holds {' and '.join(sorted(pair))} only"
-    a, b = pair["A"], pair["B"]
-    if isinstance(module, nn.Embedding):
-        want, got = (module.num_embeddings, module.embedding_dim), (a[1], b[0])
-    elif isinstance(module, nn.Linear):
-        want, got = (module.in_features, module.out_features), (a[-1], b[0])
-    elif hasattr(module, "nf"):  # Conv1D of GPT-2
-        want, got = (module.weight.shape[0], module.nf), (a[-1], b[0])
-    else:
-        return None if parameters else f"is a {type(module).__name__}, not a linear"
-    if tuple(got) != tuple(want):
-        return f"A {a} and B {b} are for {got[0]} inputs and {got[1]} outputs, the base has {want[0]} and {want[1]}"
-    if a[0] != b[1]:
-        return f"A {a} and B {b} have different ranks"
-    return None
+def _split(key: str) -> tuple[str, str]:
+    """Key in a file -> (dotted name of the adapted module, tensor of the adapter), or (dotted name of a parameter, "it")."""
+    module, _, leaf = key.removeprefix("base_model.model.").partition(".lora_")
+    return module, f"lora_{leaf}" if leaf else "it"
 
 
 # ---------------------------------------------------------------------------------------------- what it was trained on
 
 
-def _merge_aware(folder: Path, report: AdapterReport) -> bool:
+def _is_merge_aware(folder: Path, report: AdapterReport) -> bool:
     if report.trained_on is not None:
         return bool(report.trained_on.get("merge_aware"))
     return (folder / SIDE_CAR).is_file() and NVFP4LoraConfig.from_pretrained(str(folder)).merge_aware
 
 
-def _compare_bases(report: AdapterReport, aware: bool) -> list[str]:
+def _compare_bases(report: AdapterReport, merge_aware: bool) -> list[str]:
     then, now, found = report.trained_on, report.base, []
-    if aware and now["format"] != "nvfp4":
+    if merge_aware and now["format"] != "nvfp4":
         found.append("it was trained merge-aware: its function is the merged NVFP4 model's, which this base does not compute")
     if then is None:
         return [*found, f"nothing says which base it was trained on ({fingerprint.BASE_FILE} is missing)"]
@@ -221,7 +195,9 @@ def _compare_bases(report: AdapterReport, aware: bool) -> list[str]:
 # ---------------------------------------------------------------------------------------------- logits
 
 
-def _run(report: AdapterReport, base: nn.Module, folder: Path, config: LoraConfig, probe: Any, aware: bool) -> None:
+def _run_probe(
+    report: AdapterReport, base: nn.Module, folder: Path, config: LoraConfig, probe: Any, merge_aware: bool
+) -> None:
     vocabulary = getattr(getattr(base, "config", None), "vocab_size", None)
     if probe is True:
         if vocabulary is None:
@@ -233,32 +209,30 @@ def _run(report: AdapterReport, base: nn.Module, folder: Path, config: LoraConfi
         return
     batches = as_batches(probe)
     before = probe_logits(base, batches)
-    own = aware and report.base["format"] == "nvfp4"
+    nvfp4_config = NVFP4LoraConfig.from_pretrained(str(folder)) if merge_aware and report.base["format"] == "nvfp4" else None
     with _given_back(base):
-        model = PeftModel.from_pretrained(base, str(folder), config=NVFP4LoraConfig.from_pretrained(str(folder)) if own else None)
+        model = PeftModel.from_pretrained(base, str(folder), config=nvfp4_config)
         after = probe_logits(model, batches)
         model.unload()
-    found = compare_logits(before, after, after)
-    report.logit_change, report.changed_choice = found.effect, found.changed_choice
-    if not found.effect:
+    compared = compare_logits(before, after, after)
+    report.logit_change, report.changed_choice = compared.effect, compared.changed_choice
+    if not report.logit_change:
         report.warnings.append("the adapter changes no logit on the probe")
 
 
 @contextmanager
-def _given_back(base: nn.Module):
-    """Whatever loading an adapter changes in a model, undone at the end."""
+def _given_back(base: nn.Module) -> Iterator[None]:
+    """At the end, what loading an adapter changes in a model is undone."""
     fused = attached(base)
     stored = [(layer, layer.snapshot()) for _, layer in frozen_layers(base)]
     flags = [(p, p.requires_grad) for p in base.parameters()]
-    modes = [(m, m.training) for m in base.modules()]
     try:
-        yield
+        with modes_kept(base):
+            yield
     finally:
         for layer, snapshot in stored:
             layer.restore(snapshot)
         for p, flag in flags:
             p.requires_grad = flag
-        for m, training in modes:
-            m.training = training
         if fused:
             attach(base)

@@ -30,7 +30,7 @@ from ..autograd.frozen_linear import Branch, no_autocast
 from ..autograd.lora import lora_branch
 from ..nn.frozen_linear import FrozenLinear
 from ..numerics.matmul import exact_matmul
-from ..training.offload.layers import computing
+from ..training.offload.frozen_methods import computing
 from . import inits, merge_aware
 from .inits import RESIDUAL_INITS
 

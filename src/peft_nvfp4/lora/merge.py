@@ -33,14 +33,14 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import QuantizedMatrix
 from ..quantization.freeze import frozen_layers, frozen_modules
 from ..quantization.sites import fused_siblings
-from ..training.offload.layers import computing
+from ..training.offload.frozen_methods import computing
 from .experts import ParamWrapper
 from .layer import FrozenLoraLinear
 from .merge_aware import requantized
-from .merge_report import (
+from .report import (
     DROWNED,
     KEPT_WELL,
-    LayerRetention,
+    LayerReport,
     MergeReport,
     as_batches,
     compare_logits,
@@ -76,7 +76,7 @@ def merge(
     names = _check(model, to, adapters)
     if adapters is not None:
         model.base_model.set_adapter(names)
-    layers = {name: m for name, m in _lora_layers(model) if _here(m, names)}
+    layers = {name: m for name, m in _lora_layers(model) if _adapters_of(m, names)}
     report = MergeReport(to, names, merge_aware=_all_merge_aware(layers, names))
     batches = None if probe is None else as_batches(probe)
     if batches is not None:
@@ -131,63 +131,53 @@ def _lora_layers(model: PeftModel) -> list[tuple[str, LoraLayer]]:
     return [(name, m) for name, m in model.get_base_model().named_modules() if isinstance(m, LoraLayer)]
 
 
-def _here(layer: LoraLayer, names: Sequence[str]) -> list[str]:
+def _adapters_of(layer: LoraLayer, names: Sequence[str]) -> list[str]:
     """Those of ``names`` that the layer has an adapter of. (PEFT keeps those of an embedding apart.)"""
     return [name for name in names if name in layer.lora_A or name in layer.lora_embedding_A]
 
 
 def _all_merge_aware(layers: dict[str, LoraLayer], names: Sequence[str]) -> bool:
     return bool(layers) and all(
-        isinstance(layer, FrozenLoraLinear) and layer.merge_aware_adapters.issuperset(_here(layer, names))
+        isinstance(layer, FrozenLoraLinear) and layer.merge_aware_adapters.issuperset(_adapters_of(layer, names))
         for layer in layers.values()
     )
 
 
 @torch.no_grad()
-def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerRetention:
+def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerReport:
     """What merging will do to one layer; it is left as it is."""
-    measure = {ParamWrapper: _measure_experts, FrozenLoraLinear: _measure_frozen}.get(type(layer))
-    if measure is None:
-        return _measure_dense(name, layer, _here(layer, names), to)
+    adapters = _adapters_of(layer, names)
+    if not isinstance(layer, FrozenLoraLinear | ParamWrapper):
+        return _measure_dense(name, layer, adapters, to)
     with computing(layer.get_base_layer()):
-        return measure(name, layer, _here(layer, names), to)
+        return _measure_frozen(name, layer, adapters, to)
 
 
-def _measure_frozen(name: str, layer: FrozenLoraLinear, here: Sequence[str], to: str) -> LayerRetention:
-    base = layer.get_base_layer()
-    before = base.dequantize(torch.float32).clone()
-    dense = layer.dense_with(here)
-    q = requantized(base, dense) if to == "nvfp4" or layer.merge_aware_adapters.issuperset(here) else None
-    after = ops.dequantize(q) if q is not None else dense
-    after = after if to == "nvfp4" else after.to(DTYPES[to]).float()
-    step = rounding_step(base.forward_layout, before) if q is not None else None
-    return measure_layer(name, to, before, dense, after, step)
+def _measure_frozen(name: str, layer: FrozenLoraLinear | ParamWrapper, adapters: Sequence[str], to: str) -> LayerReport:
+    """A frozen linear, or one projection of frozen experts (E, N, K): all of them together."""
+    base, wanted = layer.get_base_layer(), layer.dense_with(adapters)
+    if isinstance(layer, ParamWrapper):
+        linears, name = base.layers(layer.parameter_name), f"{name.removesuffix('.base_layer')}.{layer.parameter_name}"
+        requantize = to == "nvfp4"
+    else:
+        linears, wanted = [base], wanted[None]
+        requantize = to == "nvfp4" or layer.merge_aware_adapters.issuperset(adapters)
+    before = torch.stack([linear.dequantize(torch.float32) for linear in linears])
+    after, step = wanted, None
+    if requantize:
+        after = torch.stack([ops.dequantize(requantized(linear, w)) for linear, w in zip(linears, wanted)])
+        step = torch.stack([rounding_step(linear.forward_layout, w) for linear, w in zip(linears, before)])
+    return measure_layer(name, to, before, wanted, after.to(DTYPES.get(to, torch.float32)).float(), step)
 
 
-def _measure_experts(name: str, wrapper: ParamWrapper, here: Sequence[str], to: str) -> LayerRetention:
-    """One projection of frozen experts (E, N, K): all of them together."""
-    experts, projection = wrapper.get_base_layer(), wrapper.parameter_name
-    before = experts.dequantize(projection, torch.float32)
-    dense = wrapper.dense_with(here)
-    after, step = dense.to(DTYPES.get(to, torch.float32)).float(), None
-    if to == "nvfp4":
-        layers = experts.layers(projection)
-        after = torch.stack([ops.dequantize(requantized(layer, w)) for layer, w in zip(layers, dense)])
-        step = torch.stack([rounding_step(layer.forward_layout, w) for layer, w in zip(layers, before)])
-    label = f"{name.removesuffix('.base_layer')}.{projection}"
-    return measure_layer(label, to, before, dense, after, step)
-
-
-def _measure_dense(name: str, layer: LoraLayer, here: Sequence[str], to: str) -> LayerRetention:
+def _measure_dense(name: str, layer: LoraLayer, adapters: Sequence[str], to: str) -> LayerReport:
     """A layer of PEFT's own, over a dense weight (or parameter, or embedding)."""
-    base = layer.get_base_layer()
-    weight = getattr(base, getattr(layer, "parameter_name", None) or "weight")
-    before = weight.detach().float()
-    delta = sum(layer.get_delta_weight(n).float() for n in here)
+    weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", None) or "weight")
     dtype = DTYPES.get(to, weight.dtype)
-    dense = before + delta
-    kind = next((word for word, known in DTYPES.items() if known == dtype), str(dtype))
-    return measure_layer(name, kind, before, dense, dense.to(dtype).float(), None)
+    stored = next((word for word, known in DTYPES.items() if known == dtype), str(dtype))
+    before = weight.detach().float()
+    wanted = before + sum(layer.get_delta_weight(adapter).float() for adapter in adapters)
+    return measure_layer(name, stored, before, wanted, wanted.to(dtype).float(), None)
 
 
 # ---------------------------------------------------------------------------------------------- the merge itself
@@ -258,7 +248,7 @@ def _with_gscale(q: QuantizedMatrix, gscale: Tensor) -> QuantizedMatrix | None:
 
 def _warnings(report: MergeReport) -> list[str]:
     found = []
-    if not sum(layer.sums[1] for layer in report.layers):
+    if not report.weights.size:
         return ["the adapter adds nothing to any weight (B A = 0): the merged model is the base model"]
     if not report.merge_aware:
         if report.to == "nvfp4" and report.steps is not None:

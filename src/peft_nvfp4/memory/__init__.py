@@ -4,14 +4,13 @@
 >>> print(estimate("llama-1b", Settings(batch=4, sequence=1024)))
 >>> largest_batch("path/to/model", Settings(), card("RTX 5080").memory)
 
-Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.memory.shapes` (the model), ``settings`` (how it is trained),
-``weights`` and ``activations`` (formulas), ``moments`` (where the peak is), ``mixtures`` (experts), ``sharding`` (several GPUs),
-``run`` (the answers), ``cards``, ``draw``; ``common`` is what the formulas share.
+Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.memory.shapes` (the model), ``settings`` (how it is trained,
+and on what GPU), ``kept`` (weights, and what a layer keeps for backward), ``moments`` (where the peak is), ``run`` (the answers),
+``draw``.
 """
 
-from .cards import CARDS, Card, card, usable
 from .run import Estimate, Plan, estimate, fit, largest_batch, room
-from .settings import Settings, parse_bytes
+from .settings import CARDS, Card, Settings, card, parse_bytes, usable
 from .shapes import BUILTIN, ModelShape, model_shape
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The composition of memory as a picture (the paper's Figure 1) and as bars of text."""
+"""The composition of memory as a picture (the paper's Figure 1)."""
 
 from __future__ import annotations
 
@@ -49,14 +49,3 @@ def png(estimates: Sequence[Estimate], labels: Sequence[str], path: str | Path, 
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], names[::-1], loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=140)
-
-
-def bars(parts: dict[str, int], width: int = 24) -> list[tuple[str, str, str, str]]:
-    """(name, bar, GiB, share) of every part, the bars in proportion to the largest, to an eighth of a character."""
-    total, largest = sum(parts.values()), max(parts.values(), default=1)
-    return [(name, _bar(width * n / largest), f"{n / GIB:.3f}", f"{100 * n / total:.1f} %") for name, n in parts.items()]
-
-
-def _bar(length: float) -> str:
-    full, eighths = divmod(max(1, round(8 * length)), 8)
-    return "█" * full + ("", *"▏▎▍▌▋▊▉")[eighths]

@@ -3,23 +3,23 @@
     forward        the last layer's MLP: gate and up in BF16, the operands of a product
     loss           logits and their gradient
     final norm     its backward, FP32 in transformers, while all layers are kept
-    recomputation  (checkpointing) the last layer's forward again: as forward, beside what the layer keeps
+    recomputation  (checkpointing) the last layer's forward again: as forward, and what the layer keeps
     MLP            backward of the last layer's gated product: gradients of the product, of gate and of up
     layer          then: gradients of gate and up, the operands of a product
-    first          the same of the first layer, when all gradients of adapters are there
+    first layer    the same of the first layer, when all gradients of adapters are there
     optimizer      all gradients
 
-Of a mixture, where these are moments of the experts, in :mod:`~peft_nvfp4.memory.mixtures`.
+Of a mixture these are moments of its experts. Two things depend on the routing and are bounds: how many rows one expert has while
+it runs (all tokens: no token goes to an expert twice), and how many experts run at all (all of them).
 
-Bytes, on top of the static ones. What backward has freed by then is counted as a negative entry where it matters.
+Bytes, on top of the static ones. A negative entry is what is counted as kept and not there yet, or freed already.
 """
 
 from __future__ import annotations
 
 from ..numerics.formats import packed_bytes
-from ..quantization.sites import ACCURACY
-from . import activations, mixtures, weights
-from .common import FP32, GATE_UP, INNER, Moment, added, codes, largest, operands
+from . import kept
+from .kept import FP32, GATE_UP, INNER, OUTPUTS, STREAM, codes
 from .settings import Settings
 from .shapes import ModelShape
 
@@ -28,41 +28,56 @@ FULL_LOSS = 12
 CHUNK_LOSS = 8
 """The same in a chunk of :mod:`peft_nvfp4.fusion.loss`: logits and their gradient in BF16, probabilities in FP32."""
 CHUNK_BYTES = 128 << 20
+OPERAND_ROWS, OPERAND_BYTES = 2048, 48 << 20
+"""Of :mod:`peft_nvfp4.kernels.emulated`."""
+
+LOGITS = "logits and loss"
+FINAL_NORM = "final norm"
+GRADIENTS = "gradients"
+COPIES = "copies of adapters"
+RECORDING = "inputs and outputs of the recording"
+ACTIVATION_GRADIENTS = "gradients of activations"
+IN_FULL, IN_FLIGHT, BY_EXPERT = "gate and up in full", "rows of experts", "adapters of experts, expert by expert"
+
+Moment = dict[str, int]
+"""Part -> bytes."""
+
+
+def added(a: Moment, b: Moment) -> Moment:
+    return {key: a.get(key, 0) + b.get(key, 0) for key in dict.fromkeys([*a, *b])}
 
 
 def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     """Moment -> part -> bytes."""
-    tokens = settings.tokens
-    kept = {kind: n * tokens for kind, n in activations.kept(shape, settings).items()}
-    fixed = mixtures.fixed(shape, settings)
-    kept |= {} if settings.checkpointing else {part: n * shape.layers for part, n in fixed.items()}
-    kept["final norm"] = activations.final_norm(shape, settings) * tokens
+    tokens, hidden = settings.tokens, shape.dtype_bytes * shape.hidden
+    layer = {kind: n * tokens for kind, n in kept.layer(shape, settings).items()} | kept.per_layer(shape, settings)
+    layers = {kind: n * tokens for kind, n in kept.forward_end(shape, settings).items()}
+    if not settings.checkpointing:
+        layers |= {part: n * shape.layers for part, n in kept.per_layer(shape, settings).items()}
+    recomputed = layer if settings.checkpointing else {}
+    last = added(layers, recomputed)
+    first = added({kind: n // shape.layers for kind, n in layers.items()}, recomputed)
     always = {
         "cuBLAS workspaces": _workspaces(settings),
-        "copies of adapters": weights.adapter_copies(shape, settings),
+        COPIES: kept.adapter_copies(shape, settings),
+        **({GRADIENTS: kept.gradients(shape, settings)} if settings.accumulation > 1 else {}),
+        **({RECORDING: 2 * hidden * tokens} if settings.cuda_graphs else {}),
     }
-    if settings.accumulation > 1:
-        always["gradients"] = weights.gradients(shape, settings)
-    if settings.cuda_graphs:
-        always["inputs and outputs of the recording"] = 2 * shape.dtype_bytes * shape.hidden * tokens
-    backward = _layer_backward(shape, settings)
-    once = {}
-    if settings.checkpointing:
-        once = {kind: n * tokens for kind, n in activations.layer(shape, settings).items()} | fixed
-    last = added(kept, once) | {"final norm": 0}
-    first = {kind: n // shape.layers for kind, n in kept.items() if kind != "final norm"}
-    grads = {"gradients": weights.gradients(shape, settings)}
-    again = _recomputation(kept, once, shape, settings) if settings.checkpointing else {}
-    return {
-        "forward": always | added(_forward_kept(kept, shape, settings), _layer_forward(shape, settings)),
-        "loss": always | kept | _loss(shape, settings),
-        "final norm": always | kept | {"gradients of activations": _norm_backward(shape, settings) * tokens},
-        **({"recomputation": always | again} if again else {}),
-        **({"MLP": always | added(last, products)} if (products := _products_backward(shape, settings)) else {}),
-        "layer": always | added(last, backward),
-        "first layer": always | added(added(first, once), backward) | grads,
-        "optimizer": always | {"copies of adapters": 0} | grads,
+    gradients = {GRADIENTS: kept.gradients(shape, settings)}
+    end = layers | {FINAL_NORM: kept.final_norm(shape, settings) * tokens}
+    running = _mlp_forward(shape, settings)
+    product, backward = _product_backward(shape, settings), _layer_backward(shape, settings)
+    named = {
+        "forward": added(layers, {k: max(n, 0) for k, n in running.items()} if settings.checkpointing else running),
+        "loss": end | _loss(shape, settings),
+        "final norm": end | {ACTIVATION_GRADIENTS: _norm_backward(shape, settings) * tokens},
+        "recomputation": added(last, running) | {ACTIVATION_GRADIENTS: hidden * tokens} if settings.checkpointing else None,
+        "MLP": None if product is None else added(last, product),
+        "layer": added(last, backward),
+        "first layer": added(first, backward) | gradients,
+        "optimizer": {COPIES: 0} | gradients,
     }
+    return {name: always | parts for name, parts in named.items() if parts is not None}
 
 
 def _workspaces(settings: Settings) -> int:
@@ -78,12 +93,12 @@ def _loss(shape: ModelShape, settings: Settings) -> Moment:
     rows, v, d = settings.logit_rows, shape.vocabulary, shape.hidden * shape.dtype_bytes
     gradient = d * settings.tokens  # of the hidden states, as wide as they are
     if settings.loss == "full":
-        return {"logits and loss": FULL_LOSS * v * rows, "gradients of activations": 0}
+        return {LOGITS: FULL_LOSS * v * rows, ACTIVATION_GRADIENTS: 0}
     if settings.loss == "liger":  # chunks of about rows * d / V positions
         chunk = 1 << max(0, (-(-rows // -(-v // shape.hidden)) - 1).bit_length())
-        return {"logits and loss": CHUNK_LOSS * v * min(rows, chunk) + d * rows, "gradients of activations": gradient}
-    chunk = min(rows, max(1, CHUNK_BYTES // (4 * v)))
-    return {"logits and loss": CHUNK_LOSS * v * chunk + d * rows, "gradients of activations": gradient}
+    else:
+        chunk = max(1, CHUNK_BYTES // (4 * v))
+    return {LOGITS: CHUNK_LOSS * v * min(rows, chunk) + d * rows, ACTIVATION_GRADIENTS: gradient}
 
 
 def _norm_backward(shape: ModelShape, settings: Settings) -> int:
@@ -91,68 +106,133 @@ def _norm_backward(shape: ModelShape, settings: Settings) -> int:
     return (2 * shape.dtype_bytes if settings.liger else 5 * FP32) * shape.hidden
 
 
+# ---------------------------------------------------------------------------------------------- operands
+
+
+def _emulated(tokens: int, k: int, n: int) -> int:
+    """BF16 operands of an emulated product of (tokens, k) and (n, k)."""
+    rows = tokens if tokens * k * 2 <= OPERAND_BYTES else min(tokens, OPERAND_ROWS)
+    return 2 * k * (rows + n)
+
+
+def _dequantized(shape: ModelShape) -> int:
+    """The largest frozen matrix of a layer in BF16, as bitsandbytes multiplies with it."""
+    return shape.dtype_bytes * max(p.inputs * p.outputs for p in shape.projections)
+
+
+def _forward_operands(shape: ModelShape, settings: Settings) -> Moment:
+    """Of gate's and up's product."""
+    if settings.format == "nf4":
+        return {"operands": _dequantized(shape)}
+    if settings.backend != "nvfp4" or settings.native_fp4:
+        return {}
+    return {"operands": max(_emulated(settings.tokens, settings.terms("norm") * p.inputs, p.outputs) for p in shape.gate_and_up)}
+
+
+def _backward_operands(shape: ModelShape, settings: Settings) -> Moment:
+    """Of the product of gate's or up's gradient with its weight."""
+    if settings.format == "nf4":
+        return {"operands": _dequantized(shape)}
+    if settings.backend != "nvfp4":
+        return {}
+    p = max(shape.gate_and_up, key=lambda p: p.outputs)
+    count = settings.tokens * codes(p.outputs) if settings.native_fp4 else _emulated(settings.tokens, p.outputs, p.inputs)
+    transposed = packed_bytes(p.inputs, p.outputs) if settings.frozen.weight_layouts == "transient" else 0
+    return {"operands": count + transposed}
+
+
 # ---------------------------------------------------------------------------------------------- one layer
 
 
-def _forward_kept(kept: Moment, shape: ModelShape, settings: Settings) -> Moment:
-    """While the last MLP runs: without its own share, and without the final norm's."""
-    if settings.checkpointing or shape.mixture:  # experts' moments say themselves what is not there
-        return kept | {"final norm": 0}
-    layer = activations.layer(shape, settings)
-    missing = (GATE_UP, INNER)
-    return kept | {"final norm": 0} | {kind: kept[kind] - layer[kind] * settings.tokens for kind in missing}
-
-
-def _layer_forward(shape: ModelShape, settings: Settings) -> Moment:
+def _mlp_forward(shape: ModelShape, settings: Settings) -> Moment:
+    """While the MLP runs, without what it has not kept yet."""
     if shape.mixture:
-        return mixtures.forward(shape, settings)
-    b, f = shape.dtype_bytes, shape.intermediate
-    parts = {"gate and up in full": (2 if settings.compressed else 4) * b * f * settings.tokens}
-    if settings.backend == "nvfp4" and not settings.native_fp4:
-        readers = shape.reads("mlp")
-        k = ACCURACY[settings.accuracy]["norm"] * readers[0].inputs
-        parts["operands"] = max(operands(settings.tokens, k, p.outputs) for p in readers)
-    elif settings.format == "nf4":
-        parts["operands"] = b * largest(shape)
-    return parts
+        return _experts_forward(shape, settings)
+    layer, width = kept.layer(shape, settings), shape.dtype_bytes * shape.intermediate
+    return {
+        IN_FULL: (2 if settings.compressed else 4) * width * settings.tokens,
+        **_forward_operands(shape, settings),
+        **{kind: -layer[kind] * settings.tokens for kind in (GATE_UP, INNER)},
+    }
 
 
-def _recomputation(kept: Moment, once: Moment, shape: ModelShape, settings: Settings) -> Moment:
-    """The MLP of a checkpointed layer while it runs again: what the layer keeps up to there, and the gradient above it."""
-    before = once if shape.mixture else once | {GATE_UP: 0, INNER: 0}
-    parts = added(added(kept, before) | {"final norm": 0}, _layer_forward(shape, settings))
-    return parts | {"gradients of activations": shape.dtype_bytes * shape.hidden * settings.tokens}
-
-
-def _products_backward(shape: ModelShape, settings: Settings) -> Moment | None:
-    """The gradient of the gated product comes in, those of gate and up go out; beside them the stream's. None where autograd does
-    that in smaller pieces."""
+def _product_backward(shape: ModelShape, settings: Settings) -> Moment | None:
+    """The gradient of the gated product comes in, those of gate and up go out, and the stream's is there. None where autograd
+    does that in smaller pieces."""
     if shape.mixture:
-        return mixtures.sum_backward(shape, settings)
+        return _sum_backward(shape, settings)
     if not settings.compressed:
         return None
-    b, d, f, tokens = shape.dtype_bytes, shape.hidden, shape.intermediate, settings.tokens
-    freed = activations.layer(shape, settings)[INNER] * tokens
-    return {INNER: -freed, "gradients of activations": (3 * b * f + b * d) * tokens}
+    freed = kept.layer(shape, settings)[INNER] * settings.tokens
+    width = shape.dtype_bytes * (3 * shape.intermediate + shape.hidden)
+    return {INNER: -freed, ACTIVATION_GRADIENTS: width * settings.tokens}
 
 
 def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:
-    """While the gradients of gate and up go through their linears."""
+    """While the gradients of gate and up go through their linears: these, that of the stream above, and dx. (In stock modules,
+    the adapter's share of a gradient and the frozen weight's.)"""
     if shape.mixture:
-        return mixtures.backward(shape, settings)
-    b, d, f, tokens = shape.dtype_bytes, shape.hidden, shape.intermediate, settings.tokens
-    freed = activations.layer(shape, settings)[INNER] * tokens
-    parts = {INNER: -freed} if settings.compressed else {}
-    # of gate, up and the stream above, and dx; in stock modules, the adapter's share of a gradient beside the frozen weight's
-    parts["gradients of activations"] = (2 * b * f + 2 * b * d) * tokens
-    if settings.backend == "nvfp4":
-        p = max(shape.reads("mlp"), key=lambda p: p.outputs)
-        if settings.native_fp4:
-            parts["operands"] = tokens * codes(p.outputs)
-        else:
-            parts["operands"] = operands(tokens, p.outputs, p.inputs)
-        if settings.frozen.weight_layouts == "transient":
-            parts["operands"] += packed_bytes(p.inputs, p.outputs)
-    elif settings.format == "nf4":
-        parts["operands"] = b * largest(shape)
-    return parts
+        return _experts_backward(shape, settings)
+    freed = kept.layer(shape, settings)[INNER] * settings.tokens if settings.compressed else 0
+    width = 2 * shape.dtype_bytes * (shape.intermediate + shape.hidden)
+    return {INNER: -freed, ACTIVATION_GRADIENTS: width * settings.tokens, **_backward_operands(shape, settings)}
+
+
+# ---------------------------------------------------------------------------------------------- experts
+
+
+def _sizes(shape: ModelShape, settings: Settings) -> tuple[int, int, int, int]:
+    """Bytes of the residual stream, of the experts' outputs (all rows), of these times the routing weights, and of a matrix of
+    one expert's inner width."""
+    mixture, stream = shape.mixture, settings.tokens * shape.hidden * shape.dtype_bytes
+    weighted = FP32 * settings.tokens * shape.hidden if mixture.wide_weights else stream
+    return stream, mixture.chosen * stream, mixture.chosen * weighted, settings.tokens * shape.intermediate * shape.dtype_bytes
+
+
+def _experts_forward(shape: ModelShape, settings: Settings) -> Moment:
+    """One expert in flight while outputs gather, or, later, the outputs weighted and summed. The residual stream, the norm's
+    output and the embeddings are there too."""
+    stream, outputs, weighted, inner = _sizes(shape, settings)
+    summed = weighted + weighted // shape.mixture.chosen
+    rows = 0 if kept.is_read(shape, settings, "experts") and not settings.compressed else outputs  # else they are kept
+    if not settings.packs_experts(shape):
+        return {STREAM: 3 * stream, IN_FLIGHT: rows + max(weighted + summed, shape.mixture.chosen * inner)}
+    ups = sum(p.count * settings.rank_of(p) * p.outputs for p in shape.experts) * settings.adapter_bytes
+    one = {
+        STREAM: 3 * stream,
+        IN_FULL: 3 * inner,
+        IN_FLIGHT: rows + outputs,
+        OUTPUTS: 0 if settings.checkpointing else -outputs,
+        BY_EXPERT: ups,
+        **_forward_operands(shape, settings),
+    }
+    later = {STREAM: 3 * stream, IN_FLIGHT: rows + outputs + max(outputs, summed)}
+    return max(one, later, key=lambda moment: sum(moment.values()))
+
+
+def _sum_backward(shape: ModelShape, settings: Settings) -> Moment:
+    """Gradients of the outputs and of the routing weights: two products as wide as the weights, of which autograd casts one to
+    the outputs' dtype and sums the other afterwards. (A checkpointed layer's outputs are gone by then.)"""
+    stream, outputs, weighted, _ = _sizes(shape, settings)
+    cast = outputs if weighted > outputs and not settings.checkpointing else 0
+    above = 0 if settings.packs_experts(shape) else weighted  # of the rows, before they are put in order
+    return {ACTIVATION_GRADIENTS: 2 * weighted + cast + above + stream + settings.tokens * shape.hidden * FP32}
+
+
+def _experts_backward(shape: ModelShape, settings: Settings) -> Moment:
+    """The experts one after the other: gradients of all outputs, those of inputs as they gather, and of one expert between."""
+    stream, outputs, _, inner = _sizes(shape, settings)
+    if not settings.packs_experts(shape):
+        between = shape.mixture.chosen * inner
+        trained = max((p.elements for p in shape.experts if settings.is_target(p)), default=0)
+        return {
+            OUTPUTS: -outputs,
+            ACTIVATION_GRADIENTS: max(4 * between, 2 * between + outputs) + 2 * stream,
+            "gradients of experts' weights": shape.dtype_bytes * trained,
+        }
+    return {
+        OUTPUTS: -outputs,
+        ACTIVATION_GRADIENTS: 2 * outputs + 5 * inner + 2 * stream,
+        BY_EXPERT: 2 * sum(map(settings.adapter_of, shape.experts)) * settings.adapter_bytes,
+        **_backward_operands(shape, settings),
+    }

@@ -1,19 +1,31 @@
-"""The answers: what a step takes, the largest batch that fits, and settings that make a wanted batch fit."""
+"""The answers: what a step takes, the largest batch that fits, and settings that make a wanted batch fit.
+
+What one of several GPUs holds, with ``batch`` rows on each:
+
+* **DDP**: everything, and the buckets through which gradients are averaged: as large as the gradients, and beside them
+  (``gradient_as_bucket_view``, off by default, would make them one).
+* **FSDP2** (``fully_shard`` on decoder layers, the rest in the unit around them, as accelerate and Trainer wrap): a share of
+  packed weights, adapters, gradients and the optimizer's state; NF4's scales stay whole. Gathered, that is whole on every GPU:
+  the unit around the layers (embedding, head, final norm) during the step; of the decoder layers the one that computes, and the
+  next one, whose bytes travel meanwhile. A layer's gradients are whole until they are scattered: once as they are computed and
+  once laid side by side for the wire.
+
+Activations are those of one GPU: neither strategy splits a sequence. Rows that do not divide by the number of GPUs are padded by
+FSDP2; that is not counted. What NCCL allocates lies outside of PyTorch's allocator (:data:`~.settings.NCCL`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..quantization.options import MEMORY
-from . import activations, mixtures, weights
-from .cards import CONTEXT, FRAGMENTATION, NCCL, usable
-from .common import KINDS, PER_LAYER
-from .moments import moments
-from .settings import Settings
+from . import kept
+from .kept import BACKWARD, DENSE, EMBEDDING, FORWARD, KINDS, PER_LAYER
+from .moments import COPIES, FINAL_NORM, GRADIENTS, LOGITS, RECORDING, Moment, moments
+from .settings import NCCL, Settings, usable
 from .shapes import ModelShape, model_shape
-from .sharding import BUCKETS, LAYER, ROOT, SCATTERED, beside_codes, per_card
 
 GB = 10**9
 OFFLOAD_BUFFERS = 2
@@ -22,6 +34,24 @@ LARGEST = 1 << 16
 """Batches are not searched beyond."""
 BUSY_TOKENS = 2048
 """Of a micro-batch that keeps a GPU busy: below, :func:`fit` gives up speed of another kind first."""
+
+LAYERS_GATHERED = {"forward": 2, "recomputation": 2, "MLP": 2, "layer": 2, "first layer": 1, "final norm": 1}
+"""Moment -> decoder layers whose weights are there. Forward frees each one after it ran, the last included; backward fetches the
+last one while the final norm is at work, and ends with nothing to fetch."""
+SCATTERING = ("MLP", "layer", "first layer")
+"""Moments at which a layer's gradients are whole."""
+
+LAYER = "layers gathered"
+ROOT = "embedding and head gathered"
+SCATTERED = "gradients of a layer, before they are scattered"
+BUCKETS = "buckets of DDP"
+GROUPS = {
+    **dict.fromkeys((FORWARD, BACKWARD, DENSE, EMBEDDING, "norms and biases", LAYER, ROOT), "weights"),
+    **dict.fromkeys(("adapters", "optimizer", GRADIENTS, COPIES, BUCKETS, SCATTERED), "adapters and optimizer"),
+    **dict.fromkeys((*KINDS, *PER_LAYER, FINAL_NORM, RECORDING), "activations"),
+    LOGITS: "logits and loss",
+}
+"""Category -> its bar in the paper's Figure 1; the others are workspace and temporary."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +70,7 @@ class Estimate:
     shape: ModelShape
     settings: Settings
     static: dict[str, int]
-    moments: dict[str, dict[str, int]]
+    moments: dict[str, Moment]
     at: str
     host: int
     offloaded: int = 0
@@ -57,34 +87,28 @@ class Estimate:
 
     def groups(self) -> dict[str, int]:
         """The categories of the paper's Figure 1: few enough for a bar."""
-        of = {
-            **dict.fromkeys((*self.static, LAYER, ROOT), "weights"),
-            **dict.fromkeys(("adapters", "optimizer", "gradients", "copies of adapters"), "adapters and optimizer"),
-            **dict.fromkeys((BUCKETS, SCATTERED), "adapters and optimizer"),
-            **dict.fromkeys((*KINDS, *PER_LAYER, "final norm", "inputs and outputs of the recording"), "activations"),
-            "logits and loss": "logits and loss",
-        }
         total: dict[str, int] = {}
         for name, n in self.categories().items():
-            group = of.get(name, "workspace and temporary")
+            group = GROUPS.get(name, "workspace and temporary")
             total[group] = total.get(group, 0) + n
         return total
 
     @property
     def saved_per_token_and_layer(self) -> int:
         """Bytes that one layer keeps for backward."""
-        kinds = activations.layer(self.shape, self.settings)
-        return self.shape.dtype_bytes * self.shape.hidden if self.settings.checkpointing else sum(kinds.values())
+        if self.settings.checkpointing:
+            return self.shape.dtype_bytes * self.shape.hidden
+        return sum(kept.layer(self.shape, self.settings).values())
 
     @property
     def saved_besides_per_layer(self) -> int:
         """Bytes that a layer of a mixture keeps for backward whatever the number of tokens."""
-        return 0 if self.settings.checkpointing else sum(mixtures.fixed(self.shape, self.settings).values())
+        return 0 if self.settings.checkpointing else sum(kept.per_layer(self.shape, self.settings).values())
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the numbers leave out, and which of them are bounds."""
-        return (*self.shape.notes, *mixtures.notes(self.shape, self.settings))
+        return (*self.shape.notes, *_notes(self.shape, self.settings))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -92,7 +116,7 @@ class Estimate:
         return {
             "model": self.shape.name,
             "parameters": self.shape.parameters,
-            "trained_parameters": weights.adapter_parameters(self.shape, self.settings),
+            "trained_parameters": kept.adapter_parameters(self.shape, self.settings),
             "settings": settings,
             "peak_bytes": self.peak,
             "peak_at": self.at,
@@ -111,6 +135,24 @@ class Estimate:
         return "\n".join([*lines, f"{'peak, at: ' + self.at:40}{self.peak / GB:9.3f} GB", *self.notes])
 
 
+def _notes(shape: ModelShape, settings: Settings) -> list[str]:
+    """What of a mixture's estimate is a bound, and what its settings do."""
+    if shape.mixture is None:
+        return []
+    if not settings.packs_experts(shape):
+        notes = ["experts stay dense, computed by transformers' grouped_mm"]
+        if any(map(settings.is_target, shape.experts)):
+            notes.append("PEFT adds adapters to the weights of all experts in each forward, and autograd keeps the sums")
+        return notes
+    notes = [
+        "what experts keep does not depend on the routing; an expert in flight is taken to get every token, and each of its "
+        "tensors to be rounded up by 511 bytes: upper bounds"
+    ]
+    if settings.recompute_mlp:
+        notes.append(f"memory={settings.memory!r} recomputes nothing of experts")
+    return notes
+
+
 def estimate(model: Any, settings: Settings | None = None) -> Estimate:
     """Memory of a training step.
 
@@ -122,61 +164,86 @@ def estimate(model: Any, settings: Settings | None = None) -> Estimate:
     """
     shape, settings = model_shape(model), settings or Settings()
     settings.check(shape)
-    settings = mixtures.as_run(shape, settings)
-    whole, offloaded = offload(shape, settings, weights.static(shape, settings))
-    static, parts = per_card(shape, settings, whole, moments(shape, settings))
+    if settings.packs_experts(shape):  # they count their rows on the host, which cannot be recorded: run without
+        settings = replace(settings, cuda_graphs=False)
+    static, offloaded = _offload(shape, settings, kept.static(shape, settings))
+    parts, host = moments(shape, settings), kept.host_bytes(shape, settings)
+    if settings.cards > 1 and settings.strategy == "ddp":
+        static |= {BUCKETS: kept.gradients(shape, settings)}
+    elif settings.cards > 1:
+        parts = {name: _gathered(name, moment, shape, settings, static) for name, moment in parts.items()}
+        static, host = _shares(shape, settings, static), host // settings.cards
     at = max(parts, key=lambda name: sum(parts[name].values()))
-    host = weights.host_bytes(shape, settings)
-    return Estimate(
-        shape, settings, static, parts, at, host // (settings.cards if settings.strategy == "fsdp2" else 1), offloaded
-    )
+    return Estimate(shape, settings, static, parts, at, host, offloaded)
 
 
-def offload(shape: ModelShape, settings: Settings, static: dict[str, int]) -> tuple[dict[str, int], int]:
+# ---------------------------------------------------------------------------------------------- weights elsewhere
+
+
+def _offload(shape: ModelShape, settings: Settings, static: dict[str, int]) -> tuple[dict[str, int], int]:
     """(static bytes with packed weights of two layers on the GPU, bytes on the host). What bitsandbytes keeps beside NF4 codes,
     and linears that stay dense, stay on the GPU."""
     if not settings.offload:
         return static, 0
     packed = [p for p in shape.projections if settings.is_packed(p)]
-    forward = sum(weights.forward_layout(p, settings, shape.dtype_bytes) for p in packed)
+    forward = sum(kept.forward_layout(p, settings, shape.dtype_bytes) for p in packed)
     layer = {
-        "frozen linears, forward layout": forward - beside_codes(shape, settings) // shape.layers,
-        "frozen linears, backward layout": sum(weights.backward_layout(p, settings) for p in packed),
+        FORWARD: forward - beside_codes(shape, settings) // shape.layers,
+        BACKWARD: sum(kept.backward_layout(p, settings) for p in packed),
     }
-    gone = max(0, shape.layers - OFFLOAD_BUFFERS)
-    there = static | {name: static[name] - gone * count for name, count in layer.items()}
-    return there, shape.layers * sum(layer.values())
+    absent = max(0, shape.layers - OFFLOAD_BUFFERS)
+    return static | {name: static[name] - absent * count for name, count in layer.items()}, shape.layers * sum(layer.values())
 
 
-def room(settings: Settings, memory: int, context: int = CONTEXT, fragmentation: float = FRAGMENTATION) -> int:
-    """Bytes of tensors that fit into so much memory of a GPU: :func:`~.cards.usable`, less NCCL's if there are several."""
-    return usable(memory, context + (NCCL if settings.cards > 1 else 0), fragmentation)
+def beside_codes(shape: ModelShape, settings: Settings) -> int:
+    """Bytes that every GPU keeps of a packed base: what bitsandbytes has beside NF4's codes. (All that experts have is cut.)"""
+    if settings.format != "nf4":
+        return 0
+    packed = [p for p in shape.projections if settings.is_packed(p) and not p.of_experts]
+    codes = sum(-(-p.inputs * p.outputs // 2) for p in packed)
+    return shape.layers * (sum(kept.forward_layout(p, settings, shape.dtype_bytes) for p in packed) - codes)
 
 
-def largest_batch(
-    model: Any, settings: Settings, memory: int, context: int = CONTEXT, fragmentation: float = FRAGMENTATION
-) -> int:
-    """Rows of the largest micro-batch (of each of several GPUs) whose step fits into so many bytes of a GPU; 0: one is too many.
-
-    Args:
-        context, fragmentation: see :func:`~peft_nvfp4.memory.cards.usable`.
-    """
-    shape, limit = model_shape(model), room(settings, memory, context, fragmentation)
-
-    def fits(batch: int) -> bool:
-        return estimate(shape, replace(settings, batch=batch)).peak <= limit
-
-    return _bisect(fits)
+def layer_bytes(shape: ModelShape, settings: Settings, static: dict[str, int]) -> int:
+    """What travels for one decoder layer: packed weights in all layouts that are kept, norms, adapters."""
+    inside = (FORWARD, BACKWARD, DENSE, "norms and biases", "adapters")
+    return (sum(static.get(name, 0) for name in inside) - beside_codes(shape, settings)) // shape.layers
 
 
-def _bisect(fits: Callable[[int], bool]) -> int:
-    good, bad = 0, 1
-    while bad <= LARGEST and fits(bad):
-        good, bad = bad, bad * 2
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+def _share(count: int, settings: Settings) -> int:
+    return -(-count // settings.cards)
+
+
+def _shares(shape: ModelShape, settings: Settings, static: dict[str, int]) -> dict[str, int]:
+    whole = beside_codes(shape, settings)
+    shares = {name: _share(count, settings) for name, count in static.items()}
+    return shares | {FORWARD: whole + _share(static[FORWARD] - whole, settings)}
+
+
+def _gathered(name: str, parts: Moment, shape: ModelShape, settings: Settings, static: dict[str, int]) -> Moment:
+    """A moment's parts with what is gathered then, and a share of the gradients."""
+    scattered = {SCATTERED: 2 * static["adapters"] // shape.layers} if name in SCATTERING else {}
+    return {
+        **{part: _share(count, settings) if part == GRADIENTS else count for part, count in parts.items()},
+        LAYER: LAYERS_GATHERED.get(name, 0) * layer_bytes(shape, settings, static),
+        ROOT: static[EMBEDDING] if name != "optimizer" else 0,
+        **scattered,
+    }
+
+
+# ---------------------------------------------------------------------------------------------- what fits
+
+
+def room(settings: Settings, memory: int) -> int:
+    """Bytes of tensors that fit into so much memory of a GPU: :func:`~.settings.usable`, less NCCL's if there are several."""
+    return usable(memory - (NCCL if settings.cards > 1 else 0))
+
+
+def largest_batch(model: Any, settings: Settings, memory: int) -> int:
+    """Rows of the largest micro-batch (of each of several GPUs) whose step fits into so many bytes of a GPU; 0 if one is too
+    many."""
+    shape, limit = model_shape(model), room(settings, memory)
+    return bisect_right(range(1, LARGEST + 1), limit, key=lambda batch: estimate(shape, replace(settings, batch=batch)).peak)
 
 
 @dataclass(frozen=True)
@@ -200,11 +267,11 @@ SACRIFICES: tuple[dict[str, Any], ...] = ({"memory": "small"}, {"checkpointing":
 
 def _candidates(asked: Settings) -> list[Settings]:
     """The settings, then with more and more given up."""
-    found = [asked]
+    candidates = [asked]
     for change in SACRIFICES:
-        if (changed := sacrificed(found[-1], change)) != found[-1]:
-            found.append(changed)
-    return found
+        if (changed := sacrificed(candidates[-1], change)) != candidates[-1]:
+            candidates.append(changed)
+    return candidates
 
 
 def _given_up(asked: Settings, settings: Settings) -> tuple[str, ...]:
@@ -215,20 +282,13 @@ def _given_up(asked: Settings, settings: Settings) -> tuple[str, ...]:
 def sacrificed(settings: Settings, change: dict[str, Any]) -> Settings:
     """The settings with one of :data:`SACRIFICES`; as they are where it is not to be had, or they give up more already."""
     if memory := change.get("memory"):
-        excluded = memory == "smallest" and (settings.cuda_graphs or settings.cards > 1 and settings.strategy == "fsdp2")
+        excluded = memory == "smallest" and settings.excludes_offload
         if settings.liger or excluded or MEMORY.index(memory) <= MEMORY.index(settings.memory):
             return settings
     return replace(settings, **change)
 
 
-def fit(
-    model: Any,
-    settings: Settings,
-    memory: int,
-    wanted: int,
-    context: int = CONTEXT,
-    fragmentation: float = FRAGMENTATION,
-) -> Plan:
+def fit(model: Any, settings: Settings, memory: int, wanted: int) -> Plan:
     """Settings whose step over ``wanted`` rows fits into so many bytes of a GPU: micro-batches first (accumulation costs next to
     nothing as long as the GPU stays busy), then what costs time.
 
@@ -238,15 +298,15 @@ def fit(
     shape, best = model_shape(model), None
     enough = min(wanted, -(-BUSY_TOKENS // settings.sequence))
     for candidate in _candidates(settings):
-        micro = largest_batch(shape, replace(candidate, accumulation=1), memory, context, fragmentation)
+        micro = largest_batch(shape, replace(candidate, accumulation=1), memory)
         if micro < wanted:  # several micro-batches: gradients are there during forward
-            micro = largest_batch(shape, replace(candidate, accumulation=2), memory, context, fragmentation)
+            micro = largest_batch(shape, replace(candidate, accumulation=2), memory)
         if micro and (best is None or micro > best[0]):
             best = micro, candidate
         if micro >= enough:
             break
     if best is None:
-        least, limit = estimate(shape, replace(candidate, batch=1)).peak, room(settings, memory, context)
+        least, limit = estimate(shape, replace(candidate, batch=1)).peak, room(settings, memory)
         raise ValueError(
             f"one row of {settings.sequence} tokens takes {least / 2**30:.2f} GiB with backend {settings.backend} and everything "
             f"given up that can be, and {memory / 2**30:.2f} GiB of GPU memory leave {limit / 2**30:.2f} GiB: "

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 SITES = ("attention", "o", "mlp", "down")
@@ -107,6 +110,16 @@ class ModelShape:
     def reads(self, site: str) -> list[Projection]:
         """The linears fed by a site."""
         return [p for p in self.projections if p.site == site]
+
+    @property
+    def gate_and_up(self) -> list[Projection]:
+        """The first linears of the MLP, or those of all experts."""
+        return self.reads("experts" if self.mixture else "mlp")
+
+    @property
+    def experts(self) -> list[Projection]:
+        """Empty without a mixture."""
+        return [p for p in self.projections if p.of_experts]
 
     @property
     def parameters(self) -> int:
@@ -216,9 +229,6 @@ def _downloaded(name: str) -> Path | None:
     """``config.json`` of a model on the Hub, from the local cache or, online, fetched: a kilobyte, never the weights."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, OSError, ValueError):

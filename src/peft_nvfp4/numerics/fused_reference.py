@@ -161,6 +161,13 @@ def _gate(g: Tensor, act: str) -> tuple[Tensor, Tensor | float]:
     return sigmoid(g * (square * GELU_C1 + GELU_C0)), square * (3.0 * GELU_C1) + GELU_C0
 
 
+def gated_product(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """act(gate) * up in FP32, rounded once to gate's dtype."""
+    g = gate.float()
+    sigma, _ = _gate(g, act)
+    return ((g * sigma) * up.float()).to(gate.dtype)
+
+
 class GatedOutput(NamedTuple):
     parts: list[QuantizedMatrix]  # terms of h - centre, each (M, f)
     h: Tensor  # (M, f), D(h~) in gate's dtype; (0,) if it was not to be kept
@@ -171,9 +178,7 @@ class GatedOutput(NamedTuple):
 def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
     """h = act(gate) * up, rounded once to gate's dtype and quantised, with the copies of gate and up that backward needs. Without
     ``keep_h``, the result's h is an empty tensor (0,)."""
-    g = gate.float()
-    sigma, _ = _gate(g, act)
-    parts = quantize_terms(((g * sigma) * up.float()).to(gate.dtype), centre, terms)
+    parts = quantize_terms(gated_product(gate, up, act), centre, terms)
     h = dequantize_terms(parts, centre, gate.dtype) if keep_h else gate.new_empty(0)
     return GatedOutput(parts, h, reference.quantize(gate, ACTIVATION), reference.quantize(up, ACTIVATION))
 

@@ -77,10 +77,13 @@ def _round_scale_up(v: Tensor, bits: Tensor) -> Tensor:
     return torch.where((e4m3_decode(bits) < v) & (bits < E4M3_MAX_BITS), bits + 1, bits)
 
 
-def _squared_error(mag_g: Tensor, index: Tensor, s: Tensor) -> Tensor:
-    """Sum over each block of (mag/g - grid * s)**2, summed by halving. mag_g (R, nb, 16), index alike, s (R, nb)."""
+def _squared_error(mag_g: Tensor, index: Tensor, s: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum over each block of (mag/g - grid * s)**2, summed by halving, or of its products with weights (nb, 16). mag_g
+    (R, nb, 16), index alike, s (R, nb)."""
     d = mag_g - _grid(mag_g.device)[index.int()] * s[..., None]
     e = d * d
+    if weights is not None:
+        return (e * weights).sum(-1)
     while e.shape[-1] > 1:
         half = e.shape[-1] // 2
         e = e[..., :half] + e[..., half:]
@@ -103,8 +106,9 @@ def _round_to_grid(mag: Tensor, sg: Tensor) -> Tensor:
     return index
 
 
-def _choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format) -> Tensor:
-    """E4M3 bits of every block's scale. mag (R, nb, 16), amax (R, nb), g (R or 1, 1)."""
+def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weights: Tensor | None = None) -> Tensor:
+    """E4M3 bits of every block's scale. mag (R, nb, 16), amax (R, nb), g (R or 1, 1); weights (nb, 16) of the squared errors that
+    the searching rules compare, if they do not count alike."""
     v = amax / (g * E2M1_MAX)
     bits = e4m3_encode(v)
     if fmt.stochastic:
@@ -120,7 +124,7 @@ def _choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format) -> Te
 
     def error(candidate: Tensor) -> Tensor:
         s = e4m3_decode(candidate)
-        return _squared_error(mag_g, torch.where((s > 0)[..., None], _round_to_grid(mag_g, s), 0), s)
+        return _squared_error(mag_g, torch.where((s > 0)[..., None], _round_to_grid(mag_g, s), 0), s, weights)
 
     best = error(bits)
     for candidate in candidates:
@@ -153,7 +157,7 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
             largest = largest.amax().reshape(1) if rows else largest.new_zeros(1)
         gscale = power_of_two_scale(largest)
     g = gscale[:, None]
-    bits = _choose_scales(mag, amax, g, fmt)
+    bits = choose_scales(mag, amax, g, fmt)
     sg = bits.view(torch.float8_e4m3fn).float() * g
     index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
     codes = index | (torch.signbit(blocks).to(torch.uint8) << 3)

@@ -1,7 +1,8 @@
-"""Freeze a model in place: replace its linears, one after the other, by :class:`~peft_nvfp4.nn.frozen_linear.FrozenLinear`, and experts
-that are 3-D parameters by :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` (not with ``backend="bf16"``: they are dense already).
+"""Freeze a model in place: replace its linears, one after the other, by :class:`~peft_nvfp4.nn.frozen_linear.FrozenLinear`, and
+experts that are 3-D parameters by :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` (not with ``backend="bf16"``: they
+are dense already).
 
-The whole walk is planned and checked (:mod:`.freeze_plan`) before the first layer changes, so a bad weight or a wrong option
+The whole walk is planned and checked (:mod:`.plan`) before the first layer changes, so a bad weight or a wrong option
 leaves the model as it was. Then layers are converted one at a time and the dense weight of each is freed before the next: the
 peak stays about one layer above the larger of "before" and "after".
 """
@@ -11,13 +12,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..fusion.attach import detach
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.registry import BACKENDS
@@ -80,16 +83,14 @@ def freeze_model(
             if on_frozen is not None:
                 on_frozen(name, linear, frozen)
         modules[id(linear)] = weights[id(linear.weight)] = frozen
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, frozen)
+        model.set_submodule(name, frozen)
         del linear
     for name in tqdm(mixtures, desc="Freezing experts", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
         original = model.get_submodule(name)
         if id(original) not in modules:
             modules[id(original)] = FrozenExperts.quantize(original, backend, expert_options(name, layer, accuracy))
             _carry_attributes(original, modules[id(original)])
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, modules[id(original)])
+        model.set_submodule(name, modules[id(original)])
     by_choice = [name for name, module in model.named_modules() if backend == "bf16" and is_experts(module)]
     _warn_dense_share(model, (*skip_modules, *by_choice))
     if backend != "bf16":
@@ -224,6 +225,17 @@ def frozen_modules(model: nn.Module) -> list[tuple[str, FrozenLinear | FrozenExp
     return [*frozen_layers(model), *frozen_experts(model)]
 
 
+def frozen_matrices(model: nn.Module) -> Iterator[tuple[str, FrozenLinear | FrozenExperts, FrozenOptions]]:
+    """(dotted name without the wrapping of adapters, module, options) of every frozen linear, and of every projection of frozen
+    experts."""
+    for name, module in frozen_modules(model):
+        name = name.replace(".base_layer", "")
+        if isinstance(module, FrozenExperts):
+            yield from ((f"{name}.{projection}", module, options) for projection, options in module.options.items())
+        else:
+            yield name, module, module.options
+
+
 def frozen_bytes(model: nn.Module) -> int:
     """Bytes that the frozen weights of a model occupy: all layouts and scales, without biases, heads and embeddings."""
     seen: dict[int, int] = {}
@@ -238,19 +250,14 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     """Replace every frozen linear by the dense ``nn.Linear`` it computes with, and frozen experts by dense ones, in place; the
     inverse of :func:`freeze_model` up to the format's error. Layers inside an adapter are left alone (merge or unload the adapter
     first)."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    from ..fusion.attach import detach  # not at the top: it imports the backends
-
     detach(model)  # a fused norm would go on quantising
     dense: dict[int, nn.Module] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
-        parent_name, _, child = name.rpartition(".")
-        if not isinstance(layer, FrozenLinear | FrozenExperts) or isinstance(
-            parent := model.get_submodule(parent_name), BaseTunerLayer
-        ):
+        if not isinstance(layer, FrozenLinear | FrozenExperts):
+            continue
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), BaseTunerLayer):
             continue
         if id(layer) not in dense:
             dense[id(layer)] = layer.to_experts() if isinstance(layer, FrozenExperts) else layer.to_linear()
-        setattr(parent, child, dense[id(layer)])
+        model.set_submodule(name, dense[id(layer)])
     return model

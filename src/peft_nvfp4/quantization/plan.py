@@ -10,6 +10,7 @@ import warnings
 from dataclasses import replace
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..nn.experts.frozen_experts import DOWN, FrozenExperts, is_experts
@@ -24,8 +25,6 @@ HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", 
 def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: bool = True) -> list[str]:
     """Dotted names of the linears to freeze, after every check that can fail. With ``loaded=False`` the weights are still to
     come: the names, without the checks of what they hold."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     if loaded:
         _refuse_other_quantisation(model)
     keep = kept_dense(model)
@@ -70,10 +69,8 @@ def _refuse_another_backend(name: str, module: nn.Module, backend: str) -> None:
 
 
 def plan_experts(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: bool = True) -> list[str]:
-    """Dotted names of the modules to replace by :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts`, after the checks that :func:`plan`
-    makes of linears. Experts that carry an adapter already stay dense, and so do all of a dense backend."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    """Dotted names of the modules to replace by frozen experts (:mod:`peft_nvfp4.nn.experts`), after the checks that
+    :func:`plan` makes of linears. Experts that carry an adapter already stay dense, and so do all of a dense backend."""
     lists = (getattr(model, key, None) for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
     fp32 = tuple(name for kept in lists for name in kept or ())
     names, inside_tuner = [], ()

@@ -1,11 +1,11 @@
-"""Long runs: losses that are not finite, memory that is not enough, runs that have to repeat bit for bit.
+"""For long runs: losses that are not finite, memory that is not enough, runs that have to repeat bit for bit.
 
 >>> trainer = Trainer(..., callbacks=[StopOnNonFinite()])
 >>> with memory_advice(trainer), deterministic(0):
 ...     trainer.train()
 
-* :class:`StopOnNonFinite` ends a run whose loss or gradient is NaN or Inf before the optimizer has applied it: weights and
-  checkpoints stay what they were. One synchronisation a step.
+* :class:`StopOnNonFinite` ends a run whose loss or gradient is NaN or Inf before the optimizer applies it: weights and
+  checkpoints stay what they were. The GPU is waited for once a step.
 * :func:`memory_advice` turns PyTorch's out-of-memory error into one that says which settings would take how much less, by
   :mod:`peft_nvfp4.memory`.
 * :func:`deterministic` makes two runs of one script on one device equal, bit for bit.
@@ -16,8 +16,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, set_seed
 
-from ..fusion.probe import modes_kept
 from ..memory import Settings, estimate, model_shape
 from ..memory.run import SACRIFICES, sacrificed
 from ..memory.settings import OPTIMIZERS
@@ -36,8 +33,6 @@ from .distributed.resume import last_checkpoint
 
 # ---------------------------------------------------------------------------------------------- losses
 
-KEPT = 8
-"""Micro-batches of a step whose inputs are remembered, to run them again. (No more memory: Trainer holds all those of a step.)"""
 IGNORED = -100
 """The label of a position that does not count."""
 
@@ -46,143 +41,111 @@ class NonFiniteError(RuntimeError):
     """A loss or a gradient that is NaN or Inf.
 
     Attributes:
-        step: that would have been taken, from 1.
-        module: dotted name of the first module with such an output (or parameter with such a gradient), if it could be told.
-        checkpoint: the last one of the run, if there is one.
+        step: number of the step that was not applied, from 1.
+        parameter: dotted name of the first parameter whose gradient is not finite; None if the loss is not, or if all are not.
+        checkpoint: folder of the last checkpoint of the run; None if there is none.
     """
 
-    def __init__(self, message: str, step: int, module: str | None, checkpoint: str | None):
+    def __init__(self, message: str, step: int, parameter: str | None, checkpoint: str | None):
         super().__init__(message)
-        self.step, self.module, self.checkpoint = step, module, checkpoint
+        self.step, self.parameter, self.checkpoint = step, parameter, checkpoint
 
 
 class StopOnNonFinite(TrainerCallback):
     """Callback of Trainer (and its relatives): raises :class:`NonFiniteError` where a loss or a gradient is NaN or Inf, before
-    the optimizer applies it. Nothing is saved then. Under FP16 gradients are left to the loss scaler, which skips such steps."""
+    the optimizer applies it. Nothing is saved then. Under FP16, gradients are left to the loss scaler, which skips such steps.
+
+    Which module computes the first such number is found by ``TrainingArguments(debug="underflow_overflow")`` (transformers'
+    ``DebugUnderflowOverflow``, slow) when the run is resumed; the error says so."""
 
     def __init__(self) -> None:
-        self.bad: Tensor | None = None  # on the device: whether a loss of this step was not finite
-        self.inputs: deque[tuple[tuple, dict]] = deque(maxlen=KEPT)
-        self.handles: list = []
+        self.hook: Any = None
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self.bad_loss: Tensor | None = None  # on the device: whether a loss of this step was not finite
+        self.unsupervised: list[tuple[Tensor, bool]] = []  # of each micro-batch: whether no label counts; its mean is its own
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         self._remove()
         for hook in list(model._forward_hooks.values()):  # of a run that was interrupted
             if isinstance(owner := getattr(hook, "__self__", None), StopOnNonFinite):
                 owner._remove()
-        self.handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after),
-        ]
+        self.hook = model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._remove()
 
     def _remove(self) -> None:
-        while self.handles:
-            self.handles.pop().remove()
-        self._forget()
+        if self.hook is not None:
+            self.hook.remove()
+        self.hook = None
+        self._start_step()
 
-    def _forget(self) -> None:
-        self.bad = None
-        self.inputs.clear()
-
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if module.training:
-            self.inputs.append((args, kwargs))
-
-    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        loss = output.get("loss") if isinstance(output, Mapping) else None
-        if module.training and isinstance(loss, Tensor):
+    def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if not module.training:
+            return
+        if isinstance(output, Mapping) and isinstance(loss := output.get("loss"), Tensor):
             bad = ~torch.isfinite(loss.detach()).all()
-            self.bad = bad if self.bad is None or self.bad.device != bad.device else self.bad | bad
+            self.bad_loss = bad if self.bad_loss is None else self.bad_loss | bad
+        if isinstance(labels := kwargs.get("labels"), Tensor):
+            self.unsupervised.append(((labels == IGNORED).all(), kwargs.get("num_items_in_batch") is None))
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         scaled = args.fp16 or getattr(optimizer, "scaler", None) is not None  # accelerate's configuration may have asked for it
-        grads = {} if scaled else {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        flags = [] if self.bad is None else [self.bad]
+        grads = {} if scaled else {n: _local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        flags = [] if self.bad_loss is None else [self.bad_loss]
         if grads:
-            norm = torch.nn.utils.get_total_norm([_whole(g) for g in grads.values()])
+            norm = torch.nn.utils.get_total_norm(grads.values())
             flags.append(~torch.isfinite(norm).to(flags[0].device if flags else norm.device))
         if flags and torch.stack(flags).any():
-            what = "loss" if self.bad is not None and self.bad else "gradient"
-            inputs = list(self.inputs)
-            empty = unsupervised(inputs)
-            where = None if empty else first_non_finite(model, inputs, grads)
+            bad = [name for name, g in grads.items() if not torch.isfinite(g).all()]
+            parameter = bad[0] if 0 < len(bad) < len(grads) else None  # clipping by a norm spreads NaN to all of them
+            what = "loss" if self.bad_loss is not None and self.bad_loss else "gradient"
+            what += f" of {parameter}" if parameter and what == "gradient" else ""
+            without_labels = no_label_counts(self.unsupervised)
             self._remove()
-            raise _non_finite(what, where, empty, args, state, optimizer)
-        self._forget()
+            raise _non_finite(what, parameter, without_labels, args, state, optimizer)
+        self._start_step()
 
 
-def _whole(grad: Tensor) -> Tensor:
+def _local(grad: Tensor) -> Tensor:
     """A sharded gradient's part on this process: what is not finite there stops this process, which ends the others."""
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
-def unsupervised(inputs: Sequence[tuple[tuple, dict]]) -> bool:
-    """Whether a mean over labels is 0/0: none counts in a micro-batch, or, if Trainer gave the number of all, in the step."""
-    found = [kwargs for _, kwargs in inputs if isinstance(kwargs.get("labels"), Tensor)]
-    empty = [bool((kwargs["labels"] == IGNORED).all()) for kwargs in found]
-    alone = [kwargs.get("num_items_in_batch") is None for kwargs in found]
-    return any(none and own for none, own in zip(empty, alone)) or bool(empty) and all(empty)
+def no_label_counts(micro_batches: Sequence[tuple[Tensor, bool]]) -> bool:
+    """Whether a mean over labels is 0/0: for one micro-batch, or for the step if Trainer gave the number of all its labels.
+
+    Args:
+        micro_batches: of each, whether it has no label that counts, and whether its loss is the mean of its own labels.
+    """
+    alone = any(bool(empty) for empty, own_mean in micro_batches if own_mean)
+    return alone or bool(micro_batches) and all(bool(empty) for empty, _ in micro_batches)
 
 
-def _non_finite(what: str, where: tuple[str, str] | None, empty: bool, args: Any, state: Any, optimizer: Any) -> NonFiniteError:
+def _non_finite(
+    what: str, parameter: str | None, without_labels: bool, args: Any, state: Any, optimizer: Any
+) -> NonFiniteError:
     step, checkpoint = state.global_step + 1, last_checkpoint(args.output_dir)
-    good = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
-    if empty:
+    last = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+    if without_labels:
         return NonFiniteError(
             f"the {what} of step {step} is not finite: a micro-batch has no label that counts (all are {IGNORED}), so its mean "
-            f"is 0/0. The step was not applied; {good}. Rows that are nothing but prompt, or whose answer was cut off by the "
+            f"is 0/0. The step was not applied; {last}. Rows that are nothing but prompt, or whose answer was cut off by the "
             "maximum length, have no such label: leave them out, or raise that length",
             *(step, None, checkpoint),
         )
     rate = optimizer.param_groups[0]["lr"] if optimizer is not None else args.learning_rate
-    told = f"first in {where[0]} of {where[1]}" if where else "no single module could be told"
     return NonFiniteError(
-        f"the {what} of step {step} is not finite (learning rate {rate:.3g}); {told}. The step was not applied; {good}. Lower "
-        "the learning rate or raise its warm-up, clip gradients (max_grad_norm), and look at the rows of this step for empty or "
-        "broken ones",
-        step,
-        where[1] if where else None,
-        checkpoint,
+        f"the {what} of step {step} is not finite (learning rate {rate:.3g}). The step was not applied; {last}. Lower the "
+        "learning rate or raise its warm-up, clip gradients (max_grad_norm), and look at the rows of this step for empty or "
+        "broken ones. TrainingArguments(debug='underflow_overflow') prints the first module whose output is not finite when the "
+        "run goes on from there",
+        *(step, parameter, checkpoint),
     )
-
-
-def first_non_finite(
-    model: nn.Module, inputs: Sequence[tuple[tuple, dict]], grads: Mapping[str, Tensor]
-) -> tuple[str, str] | None:
-    """("the output", name of the first module whose output is not finite) when the model runs on ``inputs`` again; or ("the
-    gradient", name of the first parameter with such a one); None where all is finite, or all gradients are not (clipping by their
-    norm spreads NaN), or nothing can be looked at (sharded)."""
-    if not any(hasattr(p, "device_mesh") for p in model.parameters()):
-        found: list[str] = []
-        handles = [m.register_forward_hook(_noting(name, found)) for name, m in model.named_modules()]  # inner ones end first
-        devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-        try:
-            with torch.no_grad(), modes_kept(model), torch.random.fork_rng(devices):
-                for args, kwargs in inputs:
-                    model(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  (whatever the numbers lead to: what was found is told in any case)
-            warnings.warn(f"the second look at the step ended early ({type(error).__name__}: {error})", stacklevel=2)
-        finally:
-            for handle in handles:
-                handle.remove()
-        if found:
-            return "the output", found[0]
-    bad = [name for name, g in grads.items() if not torch.isfinite(_whole(g)).all()]
-    return ("the gradient", bad[0]) if bad and len(bad) < len(grads) else None
-
-
-def _noting(name: str, found: list[str]):
-    def hook(module: nn.Module, args: tuple, output: Any) -> None:
-        tensors = [t for t in (output if isinstance(output, tuple | list) else (output,)) if isinstance(t, Tensor)]
-        if not found and any(t.is_floating_point() and not torch.isfinite(t).all() for t in tensors):
-            found.append(name)
-
-    return hook
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -295,6 +258,10 @@ def deterministic(seed: int | None = None) -> Iterator[None]:
     bit for bit. An operation that cannot raises.
 
     All random generators start from ``seed``, if one is given, and go on from where they are when the context ends.
+
+    ``transformers.enable_full_determinism`` sets the same flags for good. This context puts them back; it does not serialise
+    kernel launches (``CUDA_LAUNCH_BLOCKING``, which costs time and changes no result), does not fill new memory with NaN, and
+    leaves cuBLAS's larger workspace, or the one that the user chose.
 
     It costs time in attention's backward and in scattering operations; this package's own kernels are deterministic in any
     case. cuBLAS takes its workspaces from an environment variable that it reads once: set here if it is not, too late if the

@@ -14,8 +14,8 @@ a parameter that lives elsewhere), or by :func:`disable_cuda_graphs`. Whatever a
 hidden states of all layers, packed sequences, a second forward before the backward of the first) runs as it would without, and
 the status says why.
 
-Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.seeds.draw_seed`), and before each replay the seeds are
-drawn from PyTorch's CPU generator as eager code would, in the same order. Warm-up and recording put the generators back.
+Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.seeds.draw_seed`), and before each replay the seeds
+are drawn from PyTorch's CPU generator as eager code would, in the same order. Warm-up and recording put the generators back.
 
 Rejected: recording the optimizer, too (Trainer owns it), or each decoder layer by itself (every layer's input would have to stay
 in memory between its replays; the residual stream is what NVFP4 activations just got rid of).
@@ -42,7 +42,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from .graph_recording import CudaRecording, SeedTape, Unsupported, substituted
+from .graph_recording import CudaRecording, Replay, SeedTape, Ticket, Unsupported, substituted
 from .offload.layers import ATTRIBUTE
 
 MAX_GRAPHS = 8
@@ -75,29 +75,6 @@ class GraphStatus:
 
 
 # ---------------------------------------------------------------------------------------------- the decoder's forward
-
-
-class _Ticket:
-    """Of a forward whose backward has not run yet: alive as long as its autograd graph is."""
-
-    open = True
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, recording, inputs: dict[str, Tensor], ticket: _Ticket, *parameters):
-        ctx.recording, ctx.ticket = recording, ticket
-        return recording.forward(inputs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        if not ctx.ticket.open:
-            raise RuntimeError(
-                "a CUDA graph cannot run backward twice for one forward (retain_graph): disable_cuda_graphs(model) first"
-            )
-        ctx.ticket.open = False
-        return None, None, None, *ctx.recording.backward(dy)
 
 
 @dataclass
@@ -135,7 +112,7 @@ class GraphedForward:
         self.status, self.pool = GraphStatus(), None
         self.entries: dict[tuple, _Entry] = {}
         self.failed: dict[tuple, tuple[tuple, str]] = {}  # what cannot be recorded: the model's state then, and why
-        self.pending: weakref.ref[_Ticket] | None = None
+        self.pending: weakref.ref[Ticket] | None = None
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
         self.catch_all = kinds.get(inspect.Parameter.VAR_KEYWORD)  # the name of **kwargs
@@ -189,9 +166,9 @@ class GraphedForward:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         self.status.graphs[shapes] = self.status.graphs.get(shapes, 0) + 1
         entry.tape.refill()
-        ticket = _Ticket()
+        ticket = Ticket()
         self.pending = weakref.ref(ticket)
-        return entry.kind(last_hidden_state=_Replay.apply(entry.recording, tensors, ticket, *entry.parameters))
+        return entry.kind(last_hidden_state=Replay.apply(entry.recording, tensors, ticket, *entry.parameters))
 
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and constants of a call, or the reason why it cannot be replayed."""

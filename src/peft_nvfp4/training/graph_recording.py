@@ -66,6 +66,31 @@ class CudaRecording:
         return [None if g is None else next(own) for g in self.grads]
 
 
+class Ticket:
+    """Belongs to a forward whose backward has not run yet: alive as long as its autograd graph is."""
+
+    open = True
+
+
+class Replay(torch.autograd.Function):
+    """Replays a recording's forward, and in backward its backward, once."""
+
+    @staticmethod
+    def forward(ctx, recording, inputs: dict[str, Tensor], ticket: Ticket, *parameters):
+        ctx.recording, ctx.ticket = recording, ticket
+        return recording.forward(inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        if not ctx.ticket.open:
+            raise RuntimeError(
+                "a CUDA graph cannot run backward twice for one forward (retain_graph): disable_cuda_graphs(model) first"
+            )
+        ctx.ticket.open = False
+        return None, None, None, *ctx.recording.backward(dy)
+
+
 @contextmanager
 def substituted(module: nn.Module, parameters: list[nn.Parameter], aliases: list[nn.Parameter]) -> Iterator[None]:
     """Within the context the module computes with other parameters (over the same memory). Autograd accumulates into a parameter

@@ -18,17 +18,20 @@ shapes. What only the bytes can tell (NaN scales) is checked when they are on th
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer
 
-from ..checkpoints.files import Stored, stored_in
 from ..checkpoints.layouts import PARTS
+from ..checkpoints.load import Stored, first_set, stored_in, submodule
 from ..nn.experts.frozen_experts import frozen_experts
 from ..nn.experts.packing import stack_name
 from ..nn.frozen_linear import FrozenOptions
@@ -38,6 +41,9 @@ from ..quantization.freeze import frozen_layers
 
 PACKED = ("weight", "weight_scales", "weight_gscale")
 BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
+
+MADV_PAGEOUT = 21
+"""Linux 5.4 and later; older kernels refuse the advice, and nothing happens."""
 
 
 # ---------------------------------------------------------------------------------------------- before loading
@@ -80,9 +86,9 @@ def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, 
     planned = set(planned)
     for name, tensor in stored.items():
         stem, _, leaf = name.rpartition(".")
-        if leaf == "weight_scales" and stem not in planned and isinstance(_submodule(model, stem), nn.Linear):
+        if leaf == "weight_scales" and stem not in planned and isinstance(submodule(model, stem), nn.Linear):
             raise ValueError(
-                f"{tensor.key} in {tensor.file} belongs to a packed linear, and {stem} of {type(model).__name__} stays dense "
+                f"{tensor} belongs to a packed linear, and {stem} of {type(model).__name__} stays dense "
                 "by its class or by skip_modules"
             )
     for name in planned:
@@ -92,17 +98,19 @@ def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, 
             files = {tensor.file for tensor in present.values()} or {tensor.file for tensor in stored.values()}
             raise ValueError(f"{', '.join(missing)} missing in {', '.join(sorted(files))}")
         for leaf, tensor in present.items():
-            if tensor.dtype != "U8":
-                raise ValueError(f"{tensor.key} in {tensor.file} is {tensor.dtype}, expected packed bytes (U8)")
-            if tensor.shape != shapes[leaf]:
-                raise ValueError(f"{tensor.key} in {tensor.file} has the shape {tensor.shape}, expected {shapes[leaf]}")
+            check_packed(tensor, shapes[leaf])
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
+def check_packed(tensor: Stored, shape: tuple[int, ...]) -> None:
+    """A packed tensor in a file is of this shape.
+
+    Raises:
+        ValueError: naming tensor and file.
+    """
+    if tensor.dtype != "U8":
+        raise ValueError(f"{tensor} is {tensor.dtype}, expected packed bytes (U8)")
+    if tensor.shape != shape:
+        raise ValueError(f"{tensor} has the shape {tensor.shape}, expected {shape}")
 
 
 def empty_layer(linear: nn.Linear, options: FrozenOptions) -> NVFP4FrozenLinear:
@@ -130,7 +138,7 @@ def check_loaded(layers: Mapping[str, NVFP4FrozenLinear], origin: Callable[[str]
     Raises:
         ValueError: naming tensor and file.
     """
-    flags: dict[torch.device, dict[str, Tensor]] = {}
+    flags: dict[str, Tensor] = {}
     for name, layer in layers.items():
         shapes = packed_shapes(layer)
         for leaf, p in layer.named_parameters(recurse=False):
@@ -140,21 +148,60 @@ def check_loaded(layers: Mapping[str, NVFP4FrozenLinear], origin: Callable[[str]
             if tuple(p.shape) != shape:
                 raise ValueError(f"{origin(key)} has the shape {tuple(p.shape)}, expected {shape}")
             if leaf == "weight_scales" and p.numel():
-                flags.setdefault(p.device, {})[key] = p.amax() > E4M3_MAX_BITS
+                flags[key] = p.amax() > E4M3_MAX_BITS
             elif leaf == "weight_gscale":
                 value = p.detach().clone().view(torch.float32)
-                flags.setdefault(p.device, {})[key] = ~(torch.isfinite(value) & (value > 0))[0]
-    for bad in flags.values():  # one wait for each device, not one for each tensor
-        for key, flag in zip(bad, torch.stack(list(bad.values())).tolist()):
-            if flag:
-                what = "scales that are NaN or negative" if key.endswith("scales") else "a scale that is not finite and positive"
-                raise ValueError(f"{origin(key)} is corrupt: it holds {what}")
+                flags[key] = ~(torch.isfinite(value) & (value > 0))[0]
+    raise_if_corrupt(flags, origin)
+
+
+def raise_if_corrupt(flags: Mapping[str, Tensor], origin: Callable[[str], str]) -> None:
+    """``flags``: name of a packed tensor of scales -> whether it holds what it cannot hold.
+
+    Raises:
+        ValueError: naming tensor and file.
+    """
+    if (key := first_set(flags)) is not None:
+        what = "scales that are NaN or negative" if key.endswith("scales") else "a scale that is not finite and positive"
+        raise ValueError(f"{origin(key)} is corrupt: it holds {what}")
 
 
 def complete(layer: NVFP4FrozenLinear) -> None:
     """Make what the files do not hold: the backward layout."""
     w = layer.forward_layout
     layer._store(w._replace(gscale=w.gscale.clone()))  # a copy: in a mapped file, four bytes may lie anywhere
+
+
+# ---------------------------------------------------------------------------------------------- memory of mapped files
+
+
+def release(files: Iterable[str]) -> None:
+    """Advise the kernel to drop the resident pages of all mappings of these files, which have been read. Where there is no such
+    call (other systems than Linux), the kernel decides alone, as it would have.
+
+    safetensors files are mapped into memory, and what is read from a mapping counts as resident until the mapping goes: on a CPU,
+    with the last dense parameter of the file. Such pages cost nothing but the number: the kernel takes them back when it needs
+    them. But job schedulers and people look at that number, and a streaming load would seem to hold the whole BF16 model.
+
+    ``MADV_PAGEOUT`` drops clean pages of a file and never loses a byte: a page that is needed again is read again.
+    (``MADV_DONTNEED`` would throw away what somebody wrote into another private mapping of the same file.) On the same occasion
+    freed heap memory goes back, of which quantising on a CPU leaves much.
+    """
+    paths = {os.path.realpath(file) for file in files}
+    try:
+        with open("/proc/self/maps") as maps:
+            ranges = [line.split(maxsplit=5) for line in maps]
+        libc = ctypes.CDLL(None)
+        madvise = libc.madvise
+    except (OSError, AttributeError):
+        return
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for fields in ranges:
+        if len(fields) == 6 and fields[5].rstrip("\n") in paths:
+            start, end = (int(address, 16) for address in fields[0].split("-"))
+            madvise(start, end - start, MADV_PAGEOUT)
 
 
 # ---------------------------------------------------------------------------------------------- saving
@@ -166,8 +213,6 @@ def saved_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     Raises:
         ValueError: the model carries PEFT's layers, whose names no model without them has; or a calibration.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     if getattr(model, "_hf_peft_config_loaded", False):
         return None
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):

@@ -2,8 +2,8 @@
 
 * A dense checkpoint: transformers gathers the experts of a projection into one tensor, which is quantised, expert by expert, when
   it arrives; at any time one projection of one layer is dense.
-* A saved model: the files hold the packed parameters of :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` under their names in the
-  model. Experts that the files hold dense (``skip_modules``) stay dense.
+* A saved model: the files hold the packed parameters of :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` under their
+  names in the model. Experts that the files hold dense (``skip_modules``) stay dense.
 * A model packed by another tool holds every expert's linears by themselves. Their place is taken by linears of those names
   (:class:`OpenedExperts`), which are loaded as any other packed linears, and then joined: codes and scales are copied. Without
   that, transformers would merge the experts' tensors on loading, which it cannot do with packed ones.
@@ -12,17 +12,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..checkpoints.files import Stored, stored_in
 from ..checkpoints.layouts import PARTS
+from ..checkpoints.load import stored_in
 from ..checkpoints.settings import INSTEAD
 from ..nn.experts.frozen_experts import FrozenExperts, first_of
 from ..nn.experts.packing import packed_of, stack_name
@@ -32,21 +31,12 @@ from ..numerics.formats import BLOCK, E4M3_MAX_BITS, QuantizedMatrix, padded_k
 from ..quantization.freeze import _carry_attributes
 from ..quantization.plan import expert_options
 from . import checkpoint
-
-if TYPE_CHECKING:
-    from .quantizer import PactQuantizer
-
-FORWARD = ("weight", "weight_scales", "weight_gscale")
+from .state import LoadState
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
-def empty(quantizer: PactQuantizer, model: nn.Module, name: str) -> FrozenExperts:
+def empty(state: LoadState, model: nn.Module, name: str) -> FrozenExperts:
     """Frozen experts that have no weights yet."""
-    options = expert_options(name, quantizer._options(name), quantizer.quantization_config.accuracy)
+    options = expert_options(name, state.options(name), state.config.accuracy)
     experts = FrozenExperts(model.get_submodule(name), "nvfp4", options)
     experts._is_hf_initialized = True
     return experts
@@ -55,37 +45,37 @@ def empty(quantizer: PactQuantizer, model: nn.Module, name: str) -> FrozenExpert
 # ---------------------------------------------------------------------------------------------- a dense checkpoint
 
 
-def collect(quantizer: PactQuantizer, model: nn.Module, key: str, weight: Tensor) -> None:
+def collect(state: LoadState, model: nn.Module, key: str, weight: Tensor) -> None:
     """Take a projection's weights (E, N, K), pack them, and put the frozen experts in place if they are complete."""
     name, _, projection = key.rpartition(".")
     original = model.get_submodule(name)
-    experts = quantizer._mixtures.get(name) or quantizer._mixtures.setdefault(name, empty(quantizer, model, name))
+    experts = state.half_packed.get(name) or state.half_packed.setdefault(name, empty(state, model, name))
     held = original._parameters[projection] = frozen(weight.new_empty(0))
     held._is_hf_initialized = True  # nothing to initialise while the other projection is waited for
     experts.pack(projection, weight)
     experts.compute_dtype = weight.dtype
     if all(hasattr(experts, name) for name in experts.projections):
-        _place(quantizer, model, name)
+        _place(state, model, name)
 
 
-def collect_rest(quantizer: PactQuantizer, model: nn.Module) -> None:
+def collect_rest(state: LoadState, model: nn.Module) -> None:
     """Pack what the checkpoint lacks, and transformers has initialised (and said so)."""
-    for name in quantizer.mixtures:
+    for name in state.mixtures:
         original = model.get_submodule(name)
         if not isinstance(original, FrozenExperts):
             for projection in (first_of(original), "down_proj"):
-                if not hasattr(quantizer._mixtures.get(name), projection):
-                    collect(quantizer, model, f"{name}.{projection}", getattr(original, projection).detach())
+                if not hasattr(state.half_packed.get(name), projection):
+                    collect(state, model, f"{name}.{projection}", getattr(original, projection).detach())
 
 
-def _place(quantizer: PactQuantizer, model: nn.Module, name: str) -> None:
-    experts, original = quantizer._mixtures.pop(name), model.get_submodule(name)
+def _place(state: LoadState, model: nn.Module, name: str) -> None:
+    experts, original = state.half_packed.pop(name), model.get_submodule(name)
     for projection in experts.projections:
         original.register_parameter(projection, None)
     for p in experts.parameters():
         p._is_hf_initialized = True
     _carry_attributes(original, experts)
-    put(model, name, experts)
+    model.set_submodule(name, experts)
 
 
 # ---------------------------------------------------------------------------------------------- a saved model
@@ -95,62 +85,58 @@ def packed_shapes(experts: FrozenExperts) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter that the files hold."""
     shapes = {}
     for name, (n, k) in experts.projections.items():
-        for leaf, shape in zip(FORWARD, ((n, padded_k(k) // 2), (n, padded_k(k) // BLOCK), (4,))):
+        for leaf, shape in zip(checkpoint.PACKED, ((n, padded_k(k) // 2), (n, padded_k(k) // BLOCK), (4,))):
             shapes[stack_name(name, leaf)] = (experts.experts, *shape)
     return shapes
 
 
-def place_empty(quantizer: PactQuantizer, model: nn.Module, stored: Mapping[str, Stored]) -> None:
+def place_empty(state: LoadState, model: nn.Module) -> None:
     """Put experts with empty parameters where the files hold packed ones; the others stay dense.
 
     Raises:
         ValueError: a parameter is missing, or of another type or shape; naming it and its file.
     """
-    for name in list(quantizer.mixtures):
+    for name in list(state.mixtures):
         first = first_of(original := model.get_submodule(name))
-        if stored and not any(f"{name}.{stack_name(p, 'weight_scales')}" in stored for p in (first, "down_proj")):
-            quantizer.mixtures.remove(name)
+        if state.stored and not any(f"{name}.{stack_name(p, 'weight_scales')}" in state.stored for p in (first, "down_proj")):
+            state.mixtures.remove(name)
             continue
-        experts = empty(quantizer, model, name)
+        experts = empty(state, model, name)
         for key, shape in packed_shapes(experts).items():
-            _check(stored, f"{name}.{key}", shape)
+            _check_stored(state, f"{name}.{key}", shape)
             setattr(experts, key, frozen(torch.empty(shape, dtype=torch.uint8, device="meta")))
         for projection in experts.projections:
             original.register_parameter(projection, None)
-        put(model, name, experts)
+        model.set_submodule(name, experts)
 
 
-def _check(stored: Mapping[str, Stored], key: str, shape: tuple[int, ...]) -> None:
-    if not stored:
+def _check_stored(state: LoadState, key: str, shape: tuple[int, ...]) -> None:
+    if not state.stored:
         return  # a state_dict in place of files
-    if key not in stored:
-        raise ValueError(f"{key} missing in {', '.join(sorted({tensor.file for tensor in stored.values()}))}")
-    tensor = stored[key]
-    if tensor.dtype != "U8":
-        raise ValueError(f"{tensor.key} in {tensor.file} is {tensor.dtype}, expected packed bytes (U8)")
-    if tensor.shape != shape:
-        raise ValueError(f"{tensor.key} in {tensor.file} has the shape {tensor.shape}, expected {shape}")
+    if key not in state.stored:
+        raise ValueError(f"{key} missing in {', '.join(sorted({tensor.file for tensor in state.stored.values()}))}")
+    checkpoint.check_packed(state.stored[key], shape)
 
 
-def finish(quantizer: PactQuantizer, model: nn.Module, origin: Callable[[str], str]) -> None:
+def finish(state: LoadState, model: nn.Module) -> None:
     """Check what was loaded, and make what the files do not hold: the backward layouts.
 
     Raises:
         ValueError: naming tensor and file.
     """
-    for name in quantizer.mixtures:
+    for name in state.mixtures:
         experts: FrozenExperts = model.get_submodule(name)
+        flags: dict[str, Tensor] = {}
         for key in packed_shapes(experts):
             p = getattr(experts, key)
             if p.is_meta or not getattr(p, "_is_hf_initialized", False):
                 raise ValueError(f"{name}.{key} is missing in the checkpoint")
             if key.endswith("_gscale"):
                 values = p.detach().clone().view(torch.float32)
-                bad = "a scale that is not finite and positive" * (not (values.isfinite() & (values > 0)).all())
-            else:
-                bad = "scales that are NaN or negative" * (key.endswith("_scales") and bool(p.amax() > E4M3_MAX_BITS))
-            if bad:
-                raise ValueError(f"{origin(f'{name}.{key}')} is corrupt: it holds {bad}")
+                flags[f"{name}.{key}"] = ~(values.isfinite() & (values > 0)).all()
+            elif key.endswith("_scales"):
+                flags[f"{name}.{key}"] = p.amax() > E4M3_MAX_BITS
+        checkpoint.raise_if_corrupt(flags, state.origin)
         for projection in experts.projections:
             layers = experts.layers(projection)
             for layer in layers:
@@ -191,8 +177,8 @@ class OpenedExperts(nn.Module):
         return [f"{e}.{leaf}" for e, _ in self.named_children() for leaf in self.roles]
 
 
-def open_up(quantizer: PactQuantizer, model: nn.Module, files: Sequence[str]) -> None:
-    """Put :class:`OpenedExperts` where the files hold packed experts, and enter their linears in ``quantizer.planned``. Experts
+def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
+    """Put :class:`OpenedExperts` where the files hold packed experts, and enter their linears in ``state.planned``. Experts
     that are dense in the files stay dense.
 
     Raises:
@@ -207,43 +193,43 @@ def open_up(quantizer: PactQuantizer, model: nn.Module, files: Sequence[str]) ->
         stem, _, leaf = stored.key.rpartition(".")
         plain = rename_source_key(f"{stem}.weight", renamings, [], *context)[0]
         found = _LINEAR.fullmatch(plain.removesuffix(".weight")) if leaf in PARTS else None
-        if found is None or found[1] not in quantizer.mixtures or found[3] in roles.get(found[1], {}):
+        if found is None or found[1] not in state.mixtures or found[3] in roles.get(found[1], {}):
             continue
         target, pattern = rename_source_key(f"{stem}.weight", renamings, converters, *context)
         sources = next((c.source_patterns for c in converters if pattern in c.source_patterns), [pattern])
         roles.setdefault(found[1], {})[found[3]] = target.rpartition(".")[2], sources.index(pattern)
-        quantizer._opened[found[1]] = stored
+        state.opened[found[1]] = stored
     wanted = {("gate_up_proj", 0), ("gate_up_proj", 1), ("down_proj", 0)}
-    if roles and (partly := [n for n in quantizer.mixtures if set(roles.get(n, {}).values()) != wanted]):
-        part = next(iter(quantizer._opened.values()))
+    if roles and (partly := [n for n in state.mixtures if set(roles.get(n, {}).values()) != wanted]):
+        part = next(iter(state.opened.values()))
         raise ValueError(
             f"{part} belongs to packed experts, and not all projections of all experts of the model are packed ({partly[0]}). "
             f"{INSTEAD}"
         )
-    quantizer.mixtures = list(roles)
+    state.mixtures = list(roles)
     for name, its in roles.items():
         opened = OpenedExperts(model.get_submodule(name), dict(sorted(its.items(), key=lambda item: item[1])))
-        put(model, name, opened)
-        quantizer.planned |= {f"{name}.{linear}": (f"{name}.{linear}",) for linear in opened.linears()}
+        model.set_submodule(name, opened)
+        state.planned |= {f"{name}.{linear}": (f"{name}.{linear}",) for linear in opened.linears()}
 
 
-def close(quantizer: PactQuantizer, model: nn.Module) -> None:
+def close(state: LoadState, model: nn.Module) -> None:
     """Make frozen experts of the opened ones, whose linears are frozen now: gate and up of an expert become one matrix, by rows.
 
     Raises:
         ValueError: gate and up of an expert have different global scales.
     """
-    for name in quantizer._opened:
+    for name in state.opened:
         opened: OpenedExperts = model.get_submodule(name)
-        put(model, name, opened.original)
-        experts = empty(quantizer, model, name)
+        model.set_submodule(name, opened.original)
+        experts = empty(state, model, name)
         for projection in experts.projections:
             leaves = [leaf for leaf, role in opened.roles.items() if role[0] == projection]
             experts.store(projection, [_joined(experts, projection, name, e, m, leaves) for e, m in opened.named_children()])
             opened.original.register_parameter(projection, None)
-        put(model, name, experts)
+        model.set_submodule(name, experts)
         for linear in opened.linears():
-            del quantizer.planned[f"{name}.{linear}"]
+            del state.planned[f"{name}.{linear}"]
 
 
 def _joined(

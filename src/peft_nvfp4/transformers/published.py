@@ -17,7 +17,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import modeling_utils
@@ -26,9 +26,7 @@ from ..checkpoints import load
 from ..checkpoints.settings import Published, published_method, read_settings
 from . import checkpoint
 from .config import PactConfig
-
-if TYPE_CHECKING:
-    from .quantizer import PactQuantizer
+from .state import LoadState
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
@@ -47,8 +45,8 @@ def install() -> None:
         if published is None:
             return original(config, quantization_config, *args, **kwargs)
         result = original(config, copy.deepcopy(quantization_config), *args, **kwargs)
-        quantizer: PactQuantizer = result[0]
-        quantizer.published, quantizer.pre_quantized = published, True
+        quantizer = result[0]  # a PactQuantizer
+        quantizer.state.published, quantizer.pre_quantized = published, True
         return result
 
     modeling_utils.get_hf_quantizer = get_hf_quantizer
@@ -92,43 +90,35 @@ def beside(files: Sequence[str]) -> Published | None:
     return None
 
 
-def place(quantizer: PactQuantizer, model: nn.Module) -> dict[str, load.PackedLinear]:
+def place(state: LoadState, model: nn.Module) -> None:
     """Put a :class:`~peft_nvfp4.checkpoints.load.PackedLinear` where the files hold a packed linear, and leave in
-    ``quantizer.planned`` those that become frozen. Dense ones are listed in ``skip_modules``, for a model that is saved again."""
-    stored, planned = quantizer._stored, quantizer.planned
-    found = load.packed_linears(model, quantizer.published, stored, planned)
-    dense = [name for name in planned if name not in found]
-    for name in dense:
-        del planned[name]
-    for name, group in planned.items():
-        planned[name] = tuple(sibling for sibling in group if sibling in planned)
-    config = quantizer.quantization_config
-    config.skip_modules = [*config.skip_modules, *dense]
-    placed = {}
+    ``state.planned`` those that become frozen. Dense ones are listed in ``skip_modules``, for a model that is saved again."""
+    packed = load.packed_linears(model, state.published, state.stored, state.planned)
+    dense = [name for name in state.planned if name not in packed]
+    state.planned = {
+        name: tuple(sibling for sibling in group if sibling in packed)
+        for name, group in state.planned.items()
+        if name in packed
+    }
+    state.config.skip_modules = [*state.config.skip_modules, *dense]
     tied = {key for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for key in pair}
-    for name, parts in found.items():
+    for name, parts in packed.items():
         if f"{name}.weight" in tied:
             raise ValueError(f"{next(iter(parts.values()))} is packed, and {name} of {type(model).__name__} shares its weight")
-        placed[name] = packed = load.PackedLinear(model.get_submodule(name), quantizer.published.layout, parts)
-        put(model, name, packed)
-    return placed
+        state.placed[name] = load.PackedLinear(model.get_submodule(name), state.published.layout, parts)
+        model.set_submodule(name, state.placed[name])
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
-def finish(quantizer: PactQuantizer, model: nn.Module) -> None:
+def finish(state: LoadState, model: nn.Module) -> None:
     """Turn what was placed into frozen layers, or into dense ones where this package does not freeze.
 
     Raises:
         ValueError: a tensor that was not loaded, or is corrupt; naming it and its file.
     """
-    load.check_loaded(quantizer._placed, quantizer._origin)
-    for name in list(quantizer._placed):
-        packed = quantizer._placed.pop(name)
-        if name in quantizer.planned:
-            quantizer._put(model, name, load.frozen_layer(packed, quantizer._options(name), checkpoint.complete))
+    load.check_loaded(state.placed, state.origin)
+    for name in list(state.placed):
+        packed = state.placed.pop(name)
+        if name in state.planned:
+            state.put(model, name, load.frozen_layer(packed, state.options(name), checkpoint.complete))
         else:
-            put(model, name, load.dense_linear(packed))
+            model.set_submodule(name, load.dense_linear(packed))

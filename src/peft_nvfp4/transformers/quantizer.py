@@ -17,32 +17,28 @@ An error inside a conversion would only be logged by transformers, so errors are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantizer
 
-from ..checkpoints.files import Stored, check_files, check_indices
 from ..checkpoints.layouts import PARTS
-from ..checkpoints.load import PackedLinear
-from ..checkpoints.settings import Published
-from ..nn.experts.frozen_experts import FrozenExperts
-from ..nn.frozen_linear import FrozenOptions
+from ..checkpoints.load import check_files, check_indices
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..ops import shared_gscale
 from ..quantization import freeze, plan
 from ..quantization.freeze import dequantize_model, frozen_layers, frozen_modules
 from . import checkpoint, mixtures, published
 from .config import METHOD, PactConfig
-from .mapped import release
 from .prepare import mark_as_4bit, unmark_as_4bit
+from .state import LoadState
 
 RELEASE_BYTES = 1 << 25
-"""Dense bytes quantised between two calls of :func:`release`."""
+"""Dense bytes quantised between two calls of :func:`.checkpoint.release`."""
 
 
 @register_quantizer(METHOD)
@@ -50,9 +46,7 @@ class PactQuantizer(HfQuantizer):
     """Loads, saves and dequantises models of a :class:`PactConfig`.
 
     Attributes:
-        planned: dotted name of a linear to freeze -> the names, itself included, that share its global scale.
-        mixtures: dotted names of the experts (3-D parameters) to freeze.
-        published: what another tool's settings say of the checkpoint, if it is one.
+        state: what is known of the model that is being loaded.
     """
 
     requires_calibration = False
@@ -60,14 +54,8 @@ class PactQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PactConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self.planned: dict[str, tuple[str, ...]] = {}
-        self.mixtures: list[str] = []
-        self._mixtures: dict[str, FrozenExperts] = {}  # of which one projection has arrived
-        self._opened: dict[str, Stored] = {}  # experts packed by another tool -> one of their tensors
+        self.state = LoadState(quantization_config)
         self._held: dict[str, Tensor] = {}  # dense weights that wait for their siblings
-        self.published: Published | None = None
-        self._placed: dict[str, PackedLinear] = {}  # packed by another tool, and not yet ours
-        self._stored: dict[str, Stored] = {}  # name in the model -> where it comes from
         self._failure: str | None = None
         self._files: list[str] = []
         self._read_bytes = 0
@@ -102,7 +90,7 @@ class PactQuantizer(HfQuantizer):
         """Bytes an element of this (placeholder or packed) parameter will take."""
         layouts = 2 if self.quantization_config.options.frozen.weight_layouts == "cached" else 1
         name, _, leaf = param_name.rpartition(".")
-        if name not in self.planned and name not in self.mixtures or leaf == "bias":
+        if name not in self.state.planned and name not in self.state.mixtures or leaf == "bias":
             return param.element_size()
         return layouts * (param.element_size() if self.pre_quantized else 4.5 / 8)
 
@@ -112,27 +100,27 @@ class PactQuantizer(HfQuantizer):
         skip = self.quantization_config.options.skip_modules
         plan.check_names(model, skip)
         names = self._untied(model, plan.plan(model, "nvfp4", skip, loaded=False))
-        self.mixtures = plan.plan_experts(model, "nvfp4", skip, loaded=False)
-        if not names and not self.mixtures:
+        self.state.mixtures = plan.plan_experts(model, "nvfp4", skip, loaded=False)
+        if not names and not self.state.mixtures:
             raise ValueError(f"no linear layer of {type(model).__name__} can be frozen in NVFP4; leave quantization_config out")
-        self.planned = {name: tuple(freeze._siblings(model, name, set(names))) for name in names}
+        self.state.planned = {name: tuple(freeze._siblings(model, name, set(names))) for name in names}
         self._files = list(checkpoint_files or ())
         check_indices(self._files, model.config.name_or_path)
-        if self.published is None and not self.pre_quantized:
-            self.published = published.beside(self._files)
-            self.pre_quantized = self.published is not None
+        if self.state.published is None and not self.pre_quantized:
+            self.state.published = published.beside(self._files)
+            self.pre_quantized = self.state.published is not None
         check_files(checkpoint_files, packed=self.pre_quantized)
-        if self.published is not None:
-            mixtures.open_up(self, model, self._files)
-        self._stored = checkpoint.stored_tensors(model, checkpoint_files, self)
-        if self.published is not None:
-            self._placed = published.place(self, model)
+        if self.state.published is not None:
+            mixtures.open_up(self.state, model, self._files)
+        self.state.stored = checkpoint.stored_tensors(model, checkpoint_files, self)
+        if self.state.published is not None:
+            published.place(self.state, model)
         elif self.pre_quantized:
-            checkpoint.check_layout(model, self.planned, self._stored)
-            mixtures.place_empty(self, model, self._stored)
-            for name in self.planned:
-                self._put(model, name, checkpoint.empty_layer(model.get_submodule(name), self._options(name)))
-        elif foreign := [stored for name, stored in self._stored.items() if name.rpartition(".")[2] in PARTS]:
+            checkpoint.check_layout(model, self.state.planned, self.state.stored)
+            mixtures.place_empty(self.state, model)
+            for name in self.state.planned:
+                self.state.put(model, name, checkpoint.empty_layer(model.get_submodule(name), self.state.options(name)))
+        elif foreign := [stored for name, stored in self.state.stored.items() if name.rpartition(".")[2] in PARTS]:
             raise ValueError(
                 f"{foreign[0]} belongs to a packed weight, and neither config.json nor {published.HF_QUANT_CONFIG} beside it "
                 "says how it is packed. Download all files of the checkpoint"
@@ -145,22 +133,9 @@ class PactQuantizer(HfQuantizer):
         tied = {key for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for key in pair}
         return [name for name in names if f"{name}.weight" not in tied]
 
-    def _options(self, name: str) -> FrozenOptions:
-        options = self.quantization_config.options.frozen_at(name)
-        joined = name.rpartition(".")[0].rpartition(".")[0] in self._opened  # its backward layout is made later
-        return replace(options, weight_layouts="transient") if joined else options
-
-    def _put(self, model: nn.Module, name: str, layer: NVFP4FrozenLinear) -> None:
-        layer.shares_input = len(self.planned[name]) > 1
-        freeze._carry_attributes(model.get_submodule(name), layer)
-        for p in layer.parameters():
-            p.requires_grad_(False)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
-
     def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
         """The model's conversions, without those that merge experts which are packed one by one."""
-        opened = [f"{name}.{leaf}" for name in self._opened for leaf in ("gate_up_proj", "down_proj")]
+        opened = [f"{name}.{leaf}" for name in self.state.opened for leaf in ("gate_up_proj", "down_proj")]
         kept = [c for c in weight_conversions if not _makes(c, opened)]
         return super().update_weight_conversions(kept, *model)  # transformers 5.12 does not give the model
 
@@ -168,7 +143,7 @@ class PactQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         name, _, leaf = param_name.rpartition(".")
-        return not self.pre_quantized and (leaf == "weight" and name in self.planned or name in self.mixtures)
+        return not self.pre_quantized and (leaf == "weight" and name in self.state.planned or name in self.state.mixtures)
 
     def get_quantize_ops(self) -> ConversionOps:
         return StreamingQuantize(self)
@@ -185,19 +160,19 @@ class PactQuantizer(HfQuantizer):
             elif not all(torch.isfinite(extreme) for extreme in weight.aminmax()):  # NaN is both; no temporaries
                 problem = "holds NaN or Inf; a quantised layer cannot represent them"
         if problem is not None:
-            self._failure = f"{self._origin(key)} {problem}"
+            self._failure = f"{self.state.origin(key)} {problem}"
         if self._failure is not None:
             linear._parameters[leaf] = nn.Parameter(weight.new_empty(0), requires_grad=False)  # what follows can move it
             linear._is_hf_initialized = True
             return
-        if name in self.mixtures:
-            mixtures.collect(self, model, key, weight)
+        if name in self.state.mixtures:
+            mixtures.collect(self.state, model, key, weight)
             self._account(weight)
             return
         self._held[name] = weight
         linear._is_hf_initialized = True  # nothing to initialise while it waits
-        if all(sibling in self._held for sibling in self.planned[name]):
-            self._freeze_group(model, self.planned[name])
+        if all(sibling in self._held for sibling in self.state.planned[name]):
+            self._freeze_group(model, self.state.planned[name])
 
     def _freeze_group(self, model: nn.Module, names: tuple[str, ...]) -> None:
         """Quantise held weights under one global scale; as :func:`freeze_model` does for linears that are there."""
@@ -208,12 +183,12 @@ class PactQuantizer(HfQuantizer):
             bias, linear.bias = linear.bias, None  # it may still be to come
             linear.weight = nn.Parameter(weight, requires_grad=False)
             scale = None if gscale is None else gscale.to(weight.device, copy=True)  # files refuse shared tensors
-            layer = NVFP4FrozenLinear.quantize(linear, self._options(name), gscale=scale)
+            layer = NVFP4FrozenLinear.quantize(linear, self.state.options(name), gscale=scale)
             layer.bias = bias
             for p in layer.packed_tensors().values():
                 p._is_hf_initialized = True
             layer._is_hf_initialized = bias is None or getattr(bias, "_is_hf_initialized", False)
-            self._put(model, name, layer)
+            self.state.put(model, name, layer)
             self._account(weight)
         del linear, weight
 
@@ -222,21 +197,16 @@ class PactQuantizer(HfQuantizer):
         self._read_bytes += weight.nbytes
         if self._read_bytes >= RELEASE_BYTES:
             self._read_bytes = 0
-            release(self._files)
+            checkpoint.release(self._files)
 
     def _freeze_rest(self, model: nn.Module) -> None:
         """Groups of which the checkpoint lacks a weight, which transformers has initialised (and said so)."""
-        for name, group in self.planned.items():
+        for name, group in self.state.planned.items():
             if isinstance(model.get_submodule(name), NVFP4FrozenLinear):
                 continue
             for sibling in group:
                 self._held.setdefault(sibling, model.get_submodule(sibling).weight.detach())
             self._freeze_group(model, group)
-
-    def _origin(self, name: str) -> str:
-        """A tensor's name and the file it is in, for messages."""
-        stored = self._stored.get(name)
-        return name if stored is None else f"{stored.key} in {stored.file}"
 
     # -- after loading
 
@@ -244,33 +214,33 @@ class PactQuantizer(HfQuantizer):
         if self._failure is not None:
             self._held.clear()
             raise ValueError(self._failure)
-        if self.published is not None:
-            published.finish(self, model)
-            mixtures.close(self, model)
+        if self.state.published is not None:
+            published.finish(self.state, model)
+            mixtures.close(self.state, model)
         elif self.pre_quantized:
-            layers = {name: model.get_submodule(name) for name in self.planned}
-            checkpoint.check_loaded(layers, self._origin)
+            layers = {name: model.get_submodule(name) for name in self.state.planned}
+            checkpoint.check_loaded(layers, self.state.origin)
             for layer in layers.values():
                 checkpoint.complete(layer)
-            mixtures.finish(self, model, self._origin)
+            mixtures.finish(self.state, model)
         else:
             self._freeze_rest(model)
-            mixtures.collect_rest(self, model)
+            mixtures.collect_rest(self.state, model)
         for _, layer in frozen_layers(model):
             for p in layer.parameters():
                 p.requires_grad_(False)  # transformers lets every floating one it sets be trained: a bias
         freeze._warn_dense_share(model, self.quantization_config.options.skip_modules)
         mark_as_4bit(model)
         model._weight_conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if self._kept(c)]
-        release(self._files)
-        self._stored, self._files = {}, []
+        checkpoint.release(self._files)
+        self.state.stored, self._files = {}, []
         return model
 
     def _kept(self, conversion: Any) -> bool:
         """Whether a conversion made at loading may be undone at saving: one that split or merged dense weights would meet packed
         ones, which stay under their names in the model."""
-        packed = [f"{name}.weight" for name in self.planned]
-        packed += [f"{name}.{leaf}" for name in self.mixtures for leaf in ("gate_up_proj", "up_proj", "down_proj")]
+        packed = [f"{name}.weight" for name in self.state.planned]
+        packed += [f"{name}.{leaf}" for name in self.state.mixtures for leaf in ("gate_up_proj", "up_proj", "down_proj")]
         return not _makes(conversion, packed)
 
     # -- saving, and back to dense
@@ -287,8 +257,6 @@ class PactQuantizer(HfQuantizer):
         return checkpoint.saved_state_dict(model), {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError("the model carries an adapter: merge or unload it, then dequantize()")
         frozen = [name for name, _ in frozen_modules(model)]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ...checkpoints.settings import published_method
+from ...lora.config import NVFP4LoraConfig
 from ...quantization.options import Options
+from ...transformers.config import METHOD, PactConfig
+from .options import FILE, read_yaml
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -33,8 +40,6 @@ def config_of(name: str) -> Any:
     Raises:
         FileNotFoundError: there is no such model.
     """
-    from transformers import AutoConfig
-
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
@@ -50,9 +55,6 @@ def _absent(name: str) -> str:
 
 def _packed(name: str, options: Options) -> dict[str, Any]:
     """The argument of ``from_pretrained`` for a model that is packed already, by this package or another tool; else empty."""
-    from ...checkpoints.settings import published_method
-    from ...transformers.config import METHOD, PactConfig
-
     found = getattr(config_of(name), "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     if found is None or method != METHOD and published_method(found) is None:
@@ -79,8 +81,6 @@ def load(
     Raises:
         FileNotFoundError: there is no such model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     kwargs = _packed(name, options or Options()) | kwargs
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
@@ -131,8 +131,6 @@ def base_of_adapter(adapter: str | Path) -> str:
 
 def trained_layers(adapter: str | Path) -> int | None:
     """How many layers of the base an adapter was trained on, if ``peft-nvfp4 train`` was told to keep only the first."""
-    from .options import FILE, read_yaml
-
     path = Path(adapter) / FILE
     layers = read_yaml(path).get("layers") if path.is_file() else None
     return layers if isinstance(layers, int) and layers > 0 else None
@@ -147,10 +145,6 @@ def load_with_adapter(
             raise ValueError("give a model, an adapter, or both")
         model, tokenizer = load(name, dtype, device, layers)
         return model.to(device), tokenizer
-    from peft import PeftModel
-
-    from ...lora.config import NVFP4LoraConfig
-
     config = NVFP4LoraConfig.from_pretrained(str(adapter))
     layers = layers or trained_layers(adapter)
     base, tokenizer = load(name or base_of_adapter(adapter), dtype, device, layers, config.options)
@@ -163,10 +157,6 @@ def frozen_config(settings: dict[str, Any]) -> Any:
     Raises:
         ValueError: a field that it has not.
     """
-    from dataclasses import fields
-
-    from ...lora.config import NVFP4LoraConfig
-
     known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
     if unknown := sorted(map(str, settings.keys() - known)):
         raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")

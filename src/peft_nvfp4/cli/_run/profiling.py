@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ...fusion.loss_attach import attach_loss
+from ...memory import BUILTIN
+from ...training.cuda_graphs import enable_cuda_graphs
+from . import models
 
 CATEGORIES = ("BF16 GEMMs", "NVFP4 GEMMs", "dequantise", "quantise/fused", "attention", "elementwise/other")
 LAUNCHES = re.compile(r"cu(da)?LaunchKernel|cu(da)?LaunchCooperative|cuda(Memcpy|Memset)Async|cudaGraphLaunch")
@@ -190,11 +197,6 @@ def training_step(
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> nn.Module:
     """A model of the shape that a config or a built-in name says, with random weights: times do not depend on them."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from ...memory import BUILTIN
-    from . import models
-
     if (shape := BUILTIN.get(name.lower())) is not None:
         config = LlamaConfig(
             **{"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers},
@@ -226,12 +228,6 @@ def profile(
     **lora: Any,
 ) -> dict[str, Any]:
     """Profile a training step of a model's shape with random weights; see :func:`breakdown`. ``lora``: of ``NVFP4LoraConfig``."""
-    from peft import get_peft_model
-
-    from ...fusion.loss_attach import attach_loss
-    from ...training.cuda_graphs import enable_cuda_graphs
-    from . import models
-
     device = models.default_device()
     config = models.frozen_config({"target_modules": "all-linear", "task_type": "CAUSAL_LM", "backend": backend, **lora})
     torch.manual_seed(0)

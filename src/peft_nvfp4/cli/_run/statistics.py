@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from peft import PeftModel, get_peft_model
+
 from ...diagnostics.plots import PERCENT, short
 from ...diagnostics.statistics import Statistics, TensorStatistics, tensor_statistics
+from ...fusion.loss_attach import attach_loss
+from ...lora.config import NVFP4LoraConfig
 from . import models
 
 
@@ -31,10 +35,6 @@ def measure(
     Args:
         lora: fields of ``NVFP4LoraConfig``; without an adapter.
     """
-    from peft import PeftModel, get_peft_model
-
-    from ...fusion.loss_attach import attach_loss
-    from ...lora.config import NVFP4LoraConfig
     from . import evaluation, texts  # they need what only the command line has
 
     if adapter is None and name is None:
@@ -64,8 +64,6 @@ def measure(
 # ---------------------------------------------------------------------------------------------- as a table
 
 
-
-
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f}"
 
@@ -79,14 +77,3 @@ def cells(name: str, site: str, s: TensorStatistics) -> tuple[str, ...]:
 
 HEADER = ("layer", "tensor", "error", "underfl.", "satur.", "amax", "scales")
 """Of :func:`cells`."""
-
-
-# ---------------------------------------------------------------------------------------------- as a picture
-
-
-
-
-
-
-
-

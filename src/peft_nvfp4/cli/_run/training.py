@@ -25,8 +25,7 @@ from trl import SFTConfig, SFTTrainer, get_training_chat_template
 from ... import kernels
 from ...kernels import tiers
 from ...memory import Settings, fit, model_shape, parse_bytes
-from ...memory.cards import CONTEXT
-from ...memory.settings import OPTIMIZERS
+from ...memory.settings import CONTEXT, OPTIMIZERS
 from ...training.callbacks import StopOnNonFinite, deterministic, memory_advice
 from ...training.cuda_graphs import enable_cuda_graphs
 from ...training.distributed.resume import last_checkpoint

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from peft import get_peft_model
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ...kernels import dispatch, tiers
 from ...kernels.fp4 import known_products, native, probe
+from ...lora.config import NVFP4LoraConfig
 from ...numerics import reference
 from ...numerics.formats import ACTIVATION, WEIGHT
 from ...ops.core import OPERATORS
@@ -172,11 +175,6 @@ def reference_choice() -> tiers.Choice:
 
 
 def _tiny_model(device: torch.device):
-    from peft import get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ...lora.config import NVFP4LoraConfig
-
     torch.manual_seed(0)
     settings = dict(hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     model = LlamaForCausalLM(LlamaConfig(**settings, vocab_size=128)).to(device, torch.bfloat16)

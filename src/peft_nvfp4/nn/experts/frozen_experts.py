@@ -30,6 +30,8 @@ from torch import Tensor, nn
 
 from ...autograd import activation_cache
 from ...autograd.frozen_linear import Branch
+from ...autograd.fused import GatedQuantize, as_parts
+from ...numerics.fused_reference import ACTIVATIONS
 from ..frozen_linear import FrozenLinear, FrozenOptions, frozen
 from ..registry import BACKENDS
 from .packing import FROM_PACKED, LEAVES, packed_of, significands, stack_name
@@ -249,8 +251,6 @@ class FrozenExperts(nn.Module):
 
     def _product(self, z: Tensor, down: FrozenLinear) -> Tensor:
         """act(gate) * up, quantised for ``down`` in the same pass; backward keeps codes of gate and up."""
-        from ...autograd.fused import GatedQuantize, as_parts  # not at the top: the data flow comes after the layers
-
         gate, up = z.chunk(2, dim=-1)
         h, *flat = GatedQuantize.apply(gate, up, None, self.act, down.options.terms, False)
         *codes, _, _ = as_parts(flat, gate.shape[-1])
@@ -260,8 +260,6 @@ class FrozenExperts(nn.Module):
     def fuse(self) -> str | None:
         """Compute act(gate) * up as a fused gated MLP does (:mod:`peft_nvfp4.fusion.mlp`): from now on the product is quantised
         from FP32, and what backward keeps of gate and up are codes, a quarter of the memory. Returns why not, where it cannot."""
-        from ...numerics.fused_reference import ACTIVATIONS
-
         if self.backend != "nvfp4" or first_of(self) != "gate_up_proj":
             return "its experts are no gated MLPs frozen in nvfp4"
         z = 2 * torch.randn(3, 64, generator=torch.Generator().manual_seed(0))

@@ -43,14 +43,11 @@ if torch.distributed.is_available():
     from .base import base_checksums, broadcast_base, check_same_base
     from .hooks import register, registered, unregister
     from .resume import last_checkpoint, make_resumable
-    from .wire import WireCount, count_bytes
 
     __all__ = [
-        "WireCount",
         "base_checksums",
         "broadcast_base",
         "check_same_base",
-        "count_bytes",
         "last_checkpoint",
         "make_resumable",
         "register",

@@ -36,9 +36,8 @@ import torch
 from torch import nn
 
 from ..cuda_graphs import records_steps
-from .layers import ATTRIBUTE, ON_DEVICE, Offload, OffloadStatus, computing, packed_modules, packed_parameters
-
-__all__ = ["OffloadStatus", "computing", "disable_offload", "enable_offload", "find_layers", "offload_status", "offloaded"]
+from .frozen_methods import ON_DEVICE, packed_modules, packed_parameters
+from .layers import ATTRIBUTE, Offload, OffloadStatus
 
 
 def enable_offload(model: nn.Module) -> None:

@@ -1,16 +1,14 @@
-"""The layers of :mod:`peft_nvfp4.training.offload.enable`: their bytes on the host, two buffers on the device, and who computes where.
+"""Decoder layers whose packed weights are on the host: their bytes there, two buffers on the device, and what is copied when.
 
 :class:`OffloadedLayer` is one decoder layer: it gathers the packed bytes in one buffer of the host and has the hooks that run
 before and after it. :class:`Offload` holds all of them and the buffers on the device, decides what is copied when, and counts.
-:class:`_Apply` and :class:`_OnDevice` stand in for methods of the frozen layers while their bytes are on the host.
+:mod:`peft_nvfp4.training.offload.enable` describes the whole.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...nn.frozen_linear import frozen
+from .frozen_methods import ON_DEVICE, DeviceMethod, HostApply, packed_modules, packed_parameters
 from .host_memory import HostBuffer
 
 ALIGNMENT = 256
@@ -26,9 +24,8 @@ ALIGNMENT = 256
 TIMED = 512
 """Copies whose times are remembered."""
 ATTRIBUTE = "_nvfp4_offload"
-"""Of a decoder layer: its :class:`OffloadedLayer`."""
-ON_DEVICE = ("dequantize", "requantize_", "restore", "set_centre", "to_linear", "to_experts")
-"""Methods of a frozen layer that compute with the weight: they find it on the compute device."""
+"""Attribute of a decoder layer that holds its :class:`OffloadedLayer`."""
+
 
 
 @dataclass
@@ -68,16 +65,6 @@ class OffloadStatus:
         )
 
 
-def packed_modules(module: nn.Module) -> list[nn.Module]:
-    """The frozen linears (and experts) of a module."""
-    return [m for m in module.modules() if hasattr(m, "packed_tensors")]
-
-
-def packed_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Of a frozen layer, by name: everything but its bias."""
-    return {name: p for name, p in layer.named_parameters(recurse=False) if name != "bias" and not p.requires_grad}
-
-
 class _Slot:
     """A buffer on the device."""
 
@@ -110,10 +97,10 @@ class OffloadedLayer:
         ]
         setattr(module, ATTRIBUTE, self)
         for layer in self.packed:
-            layer._apply = _Apply(owner, layer)
+            layer._apply = HostApply(owner, layer)
             for name in ON_DEVICE:
                 if hasattr(type(layer), name):
-                    setattr(layer, name, _OnDevice(owner, layer, name))
+                    setattr(layer, name, DeviceMethod(owner, layer, name))
 
     def __getstate__(self) -> dict:
         """A copy (or a pickle) makes its own buffer when it runs."""
@@ -158,7 +145,7 @@ class OffloadedLayer:
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            raise RuntimeError("offload and torch.compile exclude each other: disable_offload(model) first")
+            raise RuntimeError("offload and torch.compile exclude each other: call peft_nvfp4.disable_offload(model) first")
         if module is not self.module:
             raise RuntimeError("offload does not work in nn.DataParallel: start one process per GPU (torchrun) instead")
         self.owner.check()
@@ -355,69 +342,3 @@ def _cache_has_gradients(kwargs: dict[str, Any]) -> bool:
 def in_backward() -> bool:
     """Whether autograd calls."""
     return torch._C._current_graph_task_id() != -1
-
-
-# ---------------------------------------------------------------------------------------------- the frozen layers
-
-
-@dataclass
-class _Apply:
-    """``_apply`` of a frozen layer: casts and moves everything but the packed bytes, which stay on the host."""
-
-    owner: Offload
-    layer: nn.Module
-
-    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
-        layer, owner = self.layer, self.owner
-        owner.release()
-        kept = packed_parameters(layer)
-        for name, p in kept.items():
-            layer._parameters[name] = frozen(torch.empty(0, dtype=p.dtype, device=owner.device))
-        try:
-            type(layer)._apply(layer, fn, recurse)
-        finally:
-            stand_ins = {name: layer._parameters[name] for name in kept}
-            layer._parameters.update(kept)
-        for name, stand_in in stand_ins.items():
-            if kept[name].is_floating_point():
-                kept[name].data = kept[name].data.to(stand_in.dtype)
-        owner.place(next(iter(stand_ins.values())).device)
-        state = getattr(layer, "_state", None)
-        if state is not None:  # what bitsandbytes keeps beside a parameter moves with it; this one stays
-            state.to(owner.device)
-        return layer
-
-
-@dataclass
-class _OnDevice:
-    """A method of a frozen layer, called with the packed bytes on the compute device."""
-
-    owner: Offload
-    layer: nn.Module
-    name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with on_device(self.layer, self.owner.device):
-            return getattr(type(self.layer), self.name)(self.layer, *args, **kwargs)
-
-
-def computing(layer: nn.Module) -> AbstractContextManager:
-    """Within the context a frozen layer's packed tensors are where it computes, for code that reads several of them."""
-    own = vars(layer).get("dequantize")
-    return on_device(layer, own.owner.device) if isinstance(own, _OnDevice) else nullcontext()
-
-
-@contextmanager
-def on_device(layer: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the context a frozen layer's packed tensors are on ``device``; new ones that it has got by then go to the host."""
-    before = [(p, p.data) for p in packed_parameters(layer).values() if p.device != device]
-    for p, _ in before:
-        p.data = p.data.to(device)
-    try:
-        yield
-    finally:
-        for p, home in before:
-            p.data = home
-        if before:
-            for p in packed_parameters(layer).values():
-                p.data = p.data.cpu()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 
 @dataclass
@@ -79,8 +80,6 @@ def _counted(original: Callable, count: WireCount, kind: str, position: int, nam
 
 def count_ddp(model: nn.parallel.DistributedDataParallel) -> WireCount:
     """Count what DDP reduces from now on (a communication hook, which DDP takes once and before the first backward)."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
     count = WireCount(dist.get_world_size(model.process_group))
 
     def hook(group, bucket):  # DDP accepts no annotation that is a string

@@ -72,8 +72,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, backend, accumulate):
         trainer.train()
     error, text = caught.value, str(caught.value)
     assert error.step == 5 and error.checkpoint == str(tmp_path / "checkpoint-4")
-    assert "the loss of step 5" in text and f"first in the output of base_model.model.{name}" in text
-    assert error.module.startswith(f"base_model.model.{name}") and "checkpoint-4" in text
+    assert "the loss of step 5" in text and "checkpoint-4" in text and "debug='underflow_overflow'" in text
+    assert error.parameter is None, "every gradient is NaN then"
     rate = float(re.search(r"learning rate ([\d.e+-]+)", text)[1])
     assert rate == pytest.approx(1e-3 * (1 - 4 / 6), rel=1e-2), "linear decay, 4 of 6 steps taken"
     after = state(trainer.model)
@@ -94,10 +94,10 @@ class Note(callbacks.TrainerCallback):
 def test_a_gradient_that_is_not_finite_is_named(tmp_path):
     trainer = trainer_of(tmp_path)
     break_at(trainer, 2, "gradient")
-    with pytest.raises(NonFiniteError, match="the gradient of step 2") as caught:
-        trainer.train()
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight"
-    assert caught.value.module == name and f"first in the gradient of {name}" in str(caught.value)
+    with pytest.raises(NonFiniteError, match=f"the gradient of {name} of step 2") as caught:
+        trainer.train()
+    assert caught.value.parameter == name
     assert caught.value.checkpoint is None and "there is no checkpoint yet" in str(caught.value)
 
 
@@ -105,9 +105,9 @@ def test_nothing_is_named_where_a_norm_has_spread_it(tmp_path):
     """Without a limit Trainer divides by the norm all the same: every gradient is NaN then."""
     trainer = trainer_of(tmp_path, max_grad_norm=0.0)
     break_at(trainer, 1, "gradient")
-    with pytest.raises(NonFiniteError, match="no single module could be told") as caught:
+    with pytest.raises(NonFiniteError, match="the gradient of step 1 is") as caught:
         trainer.train()
-    assert caught.value.module is None
+    assert caught.value.parameter is None
 
 
 def test_a_run_without_trouble_is_left_alone(tmp_path):
@@ -130,6 +130,17 @@ def test_the_last_checkpoint_resumes(tmp_path):
     assert again.state.global_step == 6 and all(p.isfinite().all() for p in state(again.model).values())
 
 
+@pytest.mark.parametrize("backend", ["nvfp4", "nf4"])
+def test_going_on_as_the_error_says_names_the_module(tmp_path, capsys, backend):
+    """transformers' DebugUnderflowOverflow takes packed weights and fused modules."""
+    trainer = trainer_of(tmp_path, backend, debug="underflow_overflow")
+    break_at(trainer, 3, "model.layers.1.self_attn.q_proj")
+    with pytest.raises(ValueError, match="inf/nan detected"):
+        trainer.train()
+    *_, last = re.findall(r"^ +(\S+) \w+$", capsys.readouterr().out, re.MULTILINE)
+    assert last.startswith("base_model.model.model.layers.1.self_attn.q_proj")
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_without_labels_is_told_as_such(tmp_path, accumulate):
     """Its loss is 0/0, which no module's output shows, and no learning rate helps."""
@@ -138,7 +149,7 @@ def test_a_step_without_labels_is_told_as_such(tmp_path, accumulate):
         row["labels"] = torch.full_like(row["labels"], callbacks.IGNORED)
     with pytest.raises(NonFiniteError, match=r"step 1 .* no label that counts \(all are -100\)") as caught:
         trainer.train()
-    assert "learning rate" not in str(caught.value) and caught.value.module is None
+    assert "learning rate" not in str(caught.value) and caught.value.parameter is None
 
 
 def test_one_micro_batch_without_labels_is_no_trouble(tmp_path):
@@ -147,12 +158,12 @@ def test_one_micro_batch_without_labels_is_no_trouble(tmp_path):
     for row in trainer.train_dataset[:4]:
         row["labels"] = torch.full_like(row["labels"], callbacks.IGNORED)
     break_at(trainer, 2, "model.layers.0.mlp.down_proj")
-    with pytest.raises(NonFiniteError, match="step 2 .* first in the output of .*layers.0.mlp.down_proj"):
+    with pytest.raises(NonFiniteError, match="the loss of step 2 .*learning rate"):
         trainer.train()
-    labels = torch.full((2, 4), callbacks.IGNORED)
-    assert callbacks.unsupervised([((), {"labels": labels}), ((), {"labels": labels + 101})])  # each with a mean of its own
-    assert not callbacks.unsupervised([((), {"labels": labels + i * 101, "num_items_in_batch": 8}) for i in range(2)])
-    assert not callbacks.unsupervised([((), {"input_ids": labels})])
+    empty, full = torch.tensor(True), torch.tensor(False)
+    assert callbacks.no_label_counts([(empty, True), (full, True)])  # each with a mean of its own
+    assert not callbacks.no_label_counts([(empty, False), (full, False)])
+    assert callbacks.no_label_counts([(empty, False), (empty, False)]) and not callbacks.no_label_counts([])
 
 
 def test_gradients_are_left_to_a_loss_scaler(tmp_path):
@@ -166,9 +177,8 @@ def test_gradients_are_left_to_a_loss_scaler(tmp_path):
     optimizer.scaler = object()
     call()
     optimizer.scaler = None  # what accelerate's optimizer has without one
-    with pytest.raises(NonFiniteError, match="the gradient of step 1") as caught:
+    with pytest.raises(NonFiniteError, match=f"the gradient of {name} of step 1"):
         call()
-    assert caught.value.module == name
 
 
 def test_an_interrupted_run_leaves_no_hooks_to_the_next(tmp_path):
@@ -182,20 +192,6 @@ def test_an_interrupted_run_leaves_no_hooks_to_the_next(tmp_path):
     again = Trainer(model=trainer.model, args=trainer.args, train_dataset=trainer.train_dataset, callbacks=[StopOnNonFinite()])
     again.train()
     assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks
-
-
-def test_looking_again_may_fail(tmp_path):
-    """A model that objects to NaN by itself does not hide what was found."""
-    trainer = trainer_of(tmp_path)
-    break_at(trainer, 2, "model.layers.0.mlp.down_proj")
-
-    def objects(module, args):
-        if not torch.is_grad_enabled():
-            raise ValueError("NaN")
-
-    trainer.model.get_base_model().lm_head.register_forward_pre_hook(objects)
-    with pytest.raises(NonFiniteError, match="first in the output of base_model.model.model.layers.0.mlp.down_proj"):
-        trainer.train()
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -332,7 +328,6 @@ def test_the_command_explains_memory_and_losses(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.Embedding, "forward", lambda m, x: forward(m, x) * (float("nan") if m.training else 1))
     result = command(tmp_path, "--output", str(tmp_path / "b"))
     assert result.exit_code == 1 and "the loss of step 1 is not finite" in result.output
-    assert "first in the output of base_model.model.model.embed_tokens" in result.output
 
 
 def test_the_command_passes_over_half_a_checkpoint(tmp_path):

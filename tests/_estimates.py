@@ -1,0 +1,105 @@
+"""Tiny models for the memory estimator's tests, the settings that describe them, and what autograd keeps of their forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_llama
+from peft import get_peft_model
+from peft.tuners.lora import layer as lora_layer
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from peft_nvfp4 import NVFP4LoraConfig
+from peft_nvfp4.fusion import rope
+from peft_nvfp4.memory import Settings
+
+WEIGHTS = ("frozen linears, forward layout", "frozen linears, backward layout")
+COMMON = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=64)
+ATTENTION = {"target_modules": ["q_proj", "o_proj"]}
+FACTORS = hasattr(lora_layer, "_LoraFactorsProxy")
+"""PEFT from 0.21 on adds adapters to dense experts from copies of A and B in 16 bits. Before, it computed all of B A, in FP32."""
+
+
+def llama(layers=2, dtype=torch.bfloat16, **settings):
+    return tiny_llama(dtype, num_hidden_layers=layers, vocab_size=64, **settings)
+
+
+def qwen3(layers=2):
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON, intermediate_size=160, num_hidden_layers=layers)).to(torch.bfloat16)
+
+
+def mixtral(layers=2, experts=4, dtype=torch.bfloat16, chosen=2, width=96, **settings):
+    torch.manual_seed(0)
+    sizes = dict(intermediate_size=width, num_local_experts=experts, num_experts_per_tok=chosen, num_hidden_layers=layers)
+    return MixtralForCausalLM(MixtralConfig(**{**COMMON, **sizes, **settings})).to(dtype)
+
+
+def qwen3_moe(layers=2, experts=4, dtype=torch.bfloat16, chosen=2, width=96, **settings):
+    torch.manual_seed(0)
+    sizes = dict(moe_intermediate_size=width, num_experts=experts, num_experts_per_tok=chosen, num_hidden_layers=layers)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**COMMON, **sizes, "intermediate_size": 160, **settings})).to(dtype)
+
+
+by_family = pytest.mark.parametrize("make", (mixtral, qwen3_moe))
+
+
+def adapted(base, **fields):
+    """(model with adapters of rank 4, the estimator's settings for it)."""
+    if fields.get("backend") == "nf4":
+        pytest.importorskip("bitsandbytes")
+    fields = {"target_modules": "all-linear", **fields}
+    model = get_peft_model(base, NVFP4LoraConfig(r=4, task_type="CAUSAL_LM", **fields)).train()
+    targets, parameters = fields.pop("target_modules"), fields.pop("target_parameters", ())
+    targets = targets if isinstance(targets, str) else (*targets, *parameters)
+    return model, Settings(rank=4, targets=targets, **fields)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Rotary embeddings in one Function, as a kernel computes them: without, a CPU keeps what they multiply with as well."""
+    monkeypatch.setattr(rope, "_on_a_kernel", lambda x: True)
+
+
+def storages(model, tokens: int) -> list[int]:
+    """Bytes of the storages that autograd keeps of a forward, but for parameters and buffers. Indices count: a GPU holds them,
+    too."""
+    held = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in held:
+            saved[storage.data_ptr()] = storage
+        return t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = model(input_ids=torch.arange(tokens)[None] % 64, logits_to_keep=1)
+    del output
+    return [storage.nbytes() for storage in saved.values()]
+
+
+FEW, MANY = 48, 96
+"""Tokens."""
+
+
+def growth(make) -> tuple[float, float]:
+    """(bytes per token, bytes besides) of what one more layer keeps; ``make(layers)`` is a model. Every expert gets a row."""
+    sizes, experts = {}, []
+    for depth in (2, 3):
+        model = make(depth)
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                module.register_forward_hook(lambda m, x, y: experts.append(len(y[2].unique())))
+        for tokens in (FEW, MANY):
+            sizes[depth, tokens] = sum(storages(model, tokens))
+    assert set(experts) <= {4}
+    few, many = (sizes[3, n] - sizes[2, n] for n in (FEW, MANY))
+    slope = (many - few) / (MANY - FEW)
+    return slope, few - slope * FEW
