@@ -63,7 +63,7 @@ def test_numbers_of_one_row_by_hand():
     becomes += [6 * 2**-10] + [0.0] * 15  # .0002 is a fifth of a step
     x = torch.tensor([first + second])
     sums = Sums()
-    sums.add(x, fused_ops.quantize_terms(x, None, 1))
+    sums.add(x, linear_ops.quantize_input(x, None, 1))
     found = sums.result()
     d = torch.tensor([becomes])
     assert found.error == pytest.approx(float((x - d).norm() / x.norm()), rel=1e-6)  # FP32 norms of 32 numbers
@@ -76,12 +76,12 @@ def test_numbers_of_one_row_by_hand():
 def test_two_terms_hold_more_and_a_centre_is_taken_off():
     x = torch.randn(8, 64) + 5
     one, two, centred = Sums(), Sums(), Sums()
-    one.add(x, fused_ops.quantize_terms(x, None, 1))
-    two.add(x, fused_ops.quantize_terms(x, None, 2))
+    one.add(x, linear_ops.quantize_input(x, None, 1))
+    two.add(x, linear_ops.quantize_input(x, None, 2))
     mu = torch.full((64,), 5.0)
-    parts = fused_ops.quantize_terms(x, mu, 1)
+    parts = linear_ops.quantize_input(x, mu, 1)
     centred.add(x, parts, mu)
-    d = fused_ops.dequantize_terms(parts, mu, torch.float32)
+    d = linear_ops.dequantize_input(parts, mu, torch.float32)
     assert centred.result().error == pytest.approx(float((d - x).norm() / x.norm()), rel=1e-5)
     assert two.result().error < 0.2 * one.result().error and centred.result().error < 0.5 * one.result().error
     assert two.result().saturation < one.result().saturation
@@ -90,9 +90,9 @@ def test_two_terms_hold_more_and_a_centre_is_taken_off():
 def test_chunks_are_added_up(monkeypatch):
     x = torch.randn(40, 48)
     whole, pieces = Sums(), Sums()
-    whole.add(x, fused_ops.quantize_terms(x, None, 2))
+    whole.add(x, linear_ops.quantize_input(x, None, 2))
     monkeypatch.setattr(hooks, "CHUNK", 100)
-    pieces.add(x, fused_ops.quantize_terms(x, None, 2))
+    pieces.add(x, linear_ops.quantize_input(x, None, 2))
     a, b = whole.result(), pieces.result()
     assert (a.underflow, a.saturation, a.amax, a.scale_min, a.scale_max, a.values) == (
         *(b.underflow, b.saturation, b.amax, b.scale_min, b.scale_max, b.values),
@@ -104,10 +104,10 @@ def test_values_that_are_not_finite_are_seen():
     x = torch.randn(2, 32)
     x[0, 3] = torch.nan
     sums = Sums()
-    sums.add(x, fused_ops.quantize_terms(x, None, 1))
+    sums.add(x, linear_ops.quantize_input(x, None, 1))
     assert sums.result().error != sums.result().error
     zero = Sums()
-    zero.add(torch.zeros(2, 32), fused_ops.quantize_terms(torch.zeros(2, 32), None, 1))
+    zero.add(torch.zeros(2, 32), linear_ops.quantize_input(torch.zeros(2, 32), None, 1))
     assert (zero.result().error, zero.result().underflow, zero.result().scale_min) == (0.0, 0.0, None)
 
 
@@ -168,8 +168,8 @@ def test_inputs_are_those_that_fused_producers_quantise(monkeypatch, seen, accur
 def test_gradients_are_those_that_enter_the_product(monkeypatch, seen, fused):
     model, _ = adapted(fused=fused)
     entered = []
-    original = linear_ops.dgrad
-    monkeypatch.setattr(linear_ops, "dgrad", lambda dys, *rest: (entered.extend(dys), original(dys, *rest))[1])
+    original = linear_ops.dgrad.run
+    monkeypatch.setattr(linear_ops.dgrad, "run", lambda p: (entered.extend(item.dy for item in p.linears), original(p))[1])
     with Measurement(model, sites=("gradient",)) as watching:
         step(model)
     measured = [t for t, _ in seen]

@@ -26,7 +26,7 @@ from peft_nvfp4.kernels import bf16_matmul
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
-from peft_nvfp4.ops import fused as fused_ops
+from peft_nvfp4.ops import linear
 from peft_nvfp4.quantization.freeze import dequantize_model, frozen_layers
 
 RANDOM = dict(init_lora_weights=False)  # A and B both random: the adapter matters
@@ -299,8 +299,8 @@ def test_inputs_are_quantised_once(llama, monkeypatch, kind, fused):
     """Two layers, sites q/k/v, o, gate/up, down. Fused norms and MLPs emit what they produce quantised, which leaves o."""
     model = get_peft_model(llama(), config(accuracy="paper", use_dora=kind == "dora", target_modules="all-linear"))
     model = model if fused else detach(model)
-    calls, quantize = [], fused_ops.quantize_terms
-    monkeypatch.setattr(fused_ops, "quantize_terms", lambda x, *args: calls.append(x.dtype) or quantize(x, *args))
+    calls, quantize = [], linear.quantize_input.run
+    monkeypatch.setattr(linear.quantize_input, "run", lambda x, *args: calls.append(x.dtype) or quantize(x, *args))
     with nullcontext() if kind == "dora" else torch.autocast("cpu", dtype=kind):
         model(IDS)
     assert calls == [torch.float32 if kind == "dora" else kind] * (2 if fused else 8)

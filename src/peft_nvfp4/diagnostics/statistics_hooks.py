@@ -27,7 +27,7 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics import fused_reference
 from ..numerics.formats import BLOCK, E2M1_MAX, E4M3_NAN, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT, QuantizedMatrix
 from ..numerics.reference import e4m3_decode
-from ..ops.linear import quantize_input
+from ..ops.linear import dequantize_input, quantize_input
 from ..training.cuda_graphs import GraphedForward
 from ..training.offload.frozen_methods import computing
 
