@@ -10,11 +10,9 @@ from _estimates import ATTENTION, FACTORS, WEIGHTS, adapted, as_on_a_gpu, by_fam
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from peft_nvfp4 import ops
 from peft_nvfp4.autograd import frozen_linear, lora
 from peft_nvfp4.memory import Settings, estimate, kept, model_shape, run
-from peft_nvfp4.ops import fused
-from peft_nvfp4.ops import linear as linear_ops
+from peft_nvfp4.ops.core import OPERATORS
 
 __all__ = ["as_on_a_gpu"]  # a fixture
 
@@ -182,8 +180,8 @@ def test_peak_of_a_step(case, checkpointing, make, as_on_a_gpu, monkeypatch):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tensors = Tensors(model)
-    for module, name in ((m, n) for m in (ops, fused, linear_ops) for n, value in vars(m).items() if hasattr(value, "op")):
-        monkeypatch.setattr(module, name, tensors.as_one(getattr(module, name)))
+    for operator in OPERATORS.values():
+        monkeypatch.setattr(operator, "run", tensors.as_one(operator.run))
     for module, name in ((lora, "mm"), (frozen_linear, "mm"), (frozen_linear, "add_mm")):  # through FP32 on a CPU
         monkeypatch.setattr(module, name, tensors.as_one(getattr(module, name)))
     with tensors:
