@@ -4,7 +4,7 @@
 
 ``--check`` runs every case of tests/triton_cases.py on the GPU (in several processes, since compiling takes longer than running)
 and prints the number of elements that differ, per kernel; it exits with 1 if any does. ``--bench`` times every kernel and writes
-``ops.csv`` and ``ops.json``. ``--sweep`` times the row kernels with other numbers of threads per row (kernels/triton_tables.py).
+``ops.csv`` and ``ops.json``. ``--sweep`` times the row kernels with other numbers of threads per row (kernels/triton_launch.py).
 
 A kernel of this package moves bytes; what it can reach is the speed of a device-to-device copy. So each one is reported as
 compulsory bytes (every input read once, every output written once) over time, next to a copy that moves as many bytes, measured
@@ -47,23 +47,19 @@ TARGET = 0.75
 
 def check_worker(index: int, workers: int) -> None:
     """This worker's share of the cases, one JSON line each. Cases of one label share a worker: they share compiled kernels."""
-    from peft_nvfp4.kernels.triton import tables
-
     torch.set_num_threads(1)
-    todo = [(case, True) for group in GROUPS for case in cases(group, *ON_GPU[group])]
-    todo += [(case, True) for rows in (0, 1, 3) for g in GROUPS if g != "transpose" for case in cases(g, rows, (1000,), ())]
-    todo += [(case, False) for g in GROUPS for case in cases(g, 200, (2048,), ON_GPU[g][2][:1])]
-    for case, packed in todo:
-        if zlib.crc32(f"{case.operator} {case.label} {packed}".encode()) % workers != index:
+    todo = [case for group in GROUPS for case in cases(group, *ON_GPU[group])]
+    todo += [case for rows in (0, 1, 3) for g in GROUPS if g != "transpose" for case in cases(g, rows, (1000,), ())]
+    for case in todo:
+        if zlib.crc32(f"{case.operator} {case.label}".encode()) % workers != index:
             continue
-        tables.PACKED_FP16 = packed
         started = time.perf_counter()
         try:
             found = run_case(case, "cuda")
         except Exception as error:  # one kernel that fails to compile should not hide the others
             found = [f"{case.operator} {case.label}: {type(error).__name__}: {' '.join(str(error).split())[-600:]}"]
         seconds = round(time.perf_counter() - started, 2)
-        print(json.dumps({"operator": case.operator, "packed": packed, "found": found, "s": seconds}), flush=True)
+        print(json.dumps({"operator": case.operator, "found": found, "s": seconds}), flush=True)
 
 
 def check(out: Path, workers: int) -> int:
@@ -72,13 +68,13 @@ def check(out: Path, workers: int) -> int:
     running = [subprocess.Popen([*command, str(i), str(workers)], stdout=subprocess.PIPE, text=True) for i in range(workers)]
     lines = [json.loads(line) for process in running for line in process.communicate()[0].splitlines() if line.startswith("{")]
     (out / "check.json").write_text(json.dumps(lines, indent=1))
-    counts: dict[tuple[str, bool], list[int]] = {}
+    counts: dict[str, list[int]] = {}
     for line in lines:
-        count = counts.setdefault((line["operator"], line["packed"]), [0, 0])
+        count = counts.setdefault(line["operator"], [0, 0])
         count[0] += 1
         count[1] += bool(line["found"])
-    for (operator, packed), (n, wrong) in counts.items():
-        print(f"{operator:22} {'PTX pairs' if packed else 'plain':9}  {n:3} cases, {wrong:3} with differences")
+    for operator, (n, wrong) in counts.items():
+        print(f"{operator:22} {n:3} cases, {wrong:3} with differences")
     failures = [text for line in lines for text in line["found"]]
     print(*failures[:60], sep="\n")
     died = sum(process.returncode != 0 for process in running)
@@ -230,8 +226,8 @@ SWEPT = {  # operator -> (table or module attribute, key, values)
 
 
 def sweep(out: Path) -> None:
-    """The launch constants of tables, one at a time; 1-term and plain cases only."""
-    from peft_nvfp4.kernels.triton import tables
+    """The launch constants of launch, one at a time; 1-term and plain cases only."""
+    from peft_nvfp4.kernels.triton import launch
 
     timer, copies, rows = Timer(), {}, []
     with torch.no_grad():
@@ -239,7 +235,7 @@ def sweep(out: Path) -> None:
             if operator not in SWEPT or "stochastic" in label or "tensor" in label:
                 continue
             name, key, values = SWEPT[operator]
-            table = getattr(tables, name)
+            table = getattr(launch, name)
             before = table[key]
             for value in values:
                 table[key] = value

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peft_nvfp4.kernels.fp4 import extension
+from peft_nvfp4.kernels.fp4 import cutlass
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import QuantizedMatrix, padded_k
 
@@ -153,7 +153,7 @@ def run_case(case: Case, names: list[tuple], tiles: dict, exact: bool) -> list[t
     for name in names:
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[name[2]]
         poison(64 << 20)
-        ys = extension.gemms(case.terms, case.weights, constants=case.constants, adds=case.adds, dtype=dtype, tile=tiles[name[0]])
+        ys = cutlass.gemms(case.terms, case.weights, constants=case.constants, adds=case.adds, dtype=dtype, tile=tiles[name[0]])
         for y, (want, size) in zip(ys, wanted):
             if exact:
                 equal = torch.equal(y, want.to(dtype))
@@ -203,7 +203,7 @@ def check_in_place() -> list[dict]:
     found = []
     for what, out in outs.items():
         add = out if what == "in place" else case.adds[0]
-        y = extension.gemms(case.terms, case.weights, adds=[add], outs=[out])[0]
+        y = cutlass.gemms(case.terms, case.weights, adds=[add], outs=[out])[0]
         same = y.data_ptr() == out.data_ptr()
         found.append({"what": what, "same_memory": same, **judge(y, want, size)})
     found.append({"what": "beside longer rows", "wrong": int((~wide[:, 267:].isnan()).sum()), "exact": 1.0})
@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=330, help="seconds after which no further shape is begun")
     parser.add_argument("--small", action="store_true", help="only shapes that a memory checker gets through")
     args = parser.parse_args()
-    library, reason = extension.load()
+    library, reason = cutlass.load()
     if library is None:
         print(reason)
         return 1

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from peft_nvfp4 import cli
 from peft_nvfp4.cli._run import options, texts
-from peft_nvfp4.kernels.fp4 import library
+from peft_nvfp4.kernels import library
 
 # ---------------------------------------------------------------------------------------------- YAML
 

@@ -57,7 +57,8 @@ def _check_parts(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, k:
         _check(not per_row or g.shape[0] == rows, lambda: f"{op}: gscale must hold {rows} values, got {g.shape[0]}")
 
 
-def _empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Storage of ``terms`` matrices: codes (T, R, Kp/2), scales (T, R, Kp/16), gscale (T, R)."""
     kp, byte = padded_k(k), torch.uint8
     return (
         like.new_empty(terms, rows, kp // 2, dtype=byte),
@@ -94,7 +95,7 @@ _quantize_terms = _operator(
     "(Tensor x, Tensor? centre, int terms) -> (Tensor, Tensor, Tensor)",
     _check_quantize_terms,
     lambda x, centre, terms: _stack(fused_reference.quantize_terms(x, centre, terms)),
-    lambda x, centre, terms: _empty_terms(x, terms, *x.shape),
+    lambda x, centre, terms: empty_terms(x, terms, *x.shape),
 )
 
 
@@ -148,7 +149,7 @@ def _rmsnorm_quantize_reference(x, gamma, centre, eps: float, plus_one: bool, te
 
 
 def _rmsnorm_quantize_fake(x, gamma, centre, eps: float, plus_one: bool, terms: int):
-    return *_empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+    return *empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 _rmsnorm_quantize = _operator(
@@ -224,8 +225,8 @@ def _silu_mul_quantize_reference(gate: Tensor, up: Tensor, centre: Tensor | None
 
 
 def _silu_mul_quantize_fake(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
-    kept = [t.new_empty(t.shape[1:]) for _ in range(2) for t in _empty_terms(gate, 1, *gate.shape)]
-    return *_empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape if keep_h else (0,)), *kept
+    kept = [t.new_empty(t.shape[1:]) for _ in range(2) for t in empty_terms(gate, 1, *gate.shape)]
+    return *empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape if keep_h else (0,)), *kept
 
 
 _silu_mul_quantize = _operator(
