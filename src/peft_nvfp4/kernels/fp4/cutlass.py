@@ -126,10 +126,15 @@ def _open(path: Path) -> tuple[Library | None, str]:
         return None, f"{path} does not fit: {error}"
 
 
+def _path() -> Path:
+    """The library's file, absolute: where :data:`VARIABLE` says, else in the package. No search path is asked."""
+    return Path(os.environ.get(VARIABLE) or Path(__file__).resolve().parents[2] / FILE)
+
+
 def load() -> tuple[Library | None, str]:
     """``(library, "")``, or ``(None, why)``: not built, broken, of another version, or for other GPUs. Never raises. (That a
     library also works is another question: :mod:`check`.)"""
-    library, reason = _open(Path(os.environ.get(VARIABLE) or Path(__file__).resolve().parents[2] / FILE))
+    library, reason = _open(_path())
     if library is None or not torch.cuda.is_available():
         return library, reason
     devices = range(torch.cuda.device_count())
