@@ -1,7 +1,7 @@
 """What the Triton kernels are checked on: operators with arguments, and the comparison of a kernel with its reference.
 
 A *case* is an operator with arguments. Its kernel and its plain-PyTorch reference get the same ones on the same device, and all
-outputs must agree in every bit (any NaN equals any NaN). Used by test_triton.py and by ``benchmarks/bench_ops.py --check``.
+outputs must agree in every bit (any NaN equals any NaN). Used by test_triton.py.
 """
 
 from __future__ import annotations
