@@ -29,13 +29,13 @@ import common
 import torch
 from llama_cases import LABELS, R, fill, last_positions, llama_config
 from peft import get_peft_model
+from peft_nvfp4.memory.cards import CONTEXT
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.memory import Settings, estimate, usable
-from peft_nvfp4.memory.cards import CONTEXT
 from peft_nvfp4.numerics.formats import packed_bytes
 from peft_nvfp4.training.offload.enable import _owner, offload_status
 from peft_nvfp4.training.offload.layers import Offload

@@ -28,6 +28,7 @@ from typing import Any
 import common
 import texts
 import torch
+from peft_nvfp4.data import load_smollm2
 from torch import Tensor, nn
 from transformers import (
     Idefics3Config,
@@ -38,7 +39,6 @@ from transformers import (
 
 from peft_nvfp4.calibration.data import Batch
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
-from peft_nvfp4.data import load_smollm2
 
 TILE, PATCH, SHUFFLE = 128, 16, 2
 TOKENS = (TILE // PATCH // SHUFFLE) ** 2

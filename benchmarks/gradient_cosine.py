@@ -29,14 +29,14 @@ import common
 import texts
 import torch
 from peft import get_peft_model
+from peft_nvfp4.calibration.backward import BACKWARD
+from peft_nvfp4.data import load_smollm2
 from torch import Tensor, nn
 
 from peft_nvfp4 import NVFP4LoraConfig, ops
 from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.frozen_linear import rounded_input
-from peft_nvfp4.calibration.backward import BACKWARD
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
-from peft_nvfp4.data import load_smollm2
 from peft_nvfp4.nn.frozen_linear import frozen
 from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD
 from peft_nvfp4.quantization.freeze import frozen_layers

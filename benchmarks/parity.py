@@ -14,9 +14,9 @@ import sys
 import common
 import torch
 from peft import get_peft_model
+from peft_nvfp4.data import load_smollm2, movie_reviews
 
 from peft_nvfp4 import NVFP4LoraConfig, ops
-from peft_nvfp4.data import load_smollm2, movie_reviews
 from peft_nvfp4.nn import nvfp4
 from peft_nvfp4.nn.frozen_linear import FrozenLinear
 from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC

@@ -32,12 +32,12 @@ import texts
 import torch
 import torch.nn.functional as F
 from input_specs import ALL, NORMS, SITES, Inputs, added_work, centres_of, exact_inputs, rounded_inputs, set_inputs
+from peft_nvfp4.data import load_smollm2
 from torch import Tensor, nn
 
 from peft_nvfp4 import freeze_model
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
-from peft_nvfp4.data import load_smollm2
 
 PRESETS = {"paper": Inputs(), "balanced": Inputs(NORMS), "high": Inputs(ALL)}
 PER_SITE = {

@@ -31,10 +31,10 @@ from pathlib import Path
 import common
 import torch
 from peft import PeftModel, get_peft_model
+from peft_nvfp4.data import collate, encode, evaluate, fine_tune, load_smollm2, movie_reviews
 from torch import nn
 
 from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model, inspect_adapter, merge
-from peft_nvfp4.data import collate, encode, evaluate, fine_tune, load_smollm2, movie_reviews
 
 PROBE_ROWS = 64
 BASES = ("nvfp4", "nf4", "bf16", "stock")

@@ -29,11 +29,11 @@ if __name__ == "__main__":
 import calibrate_vlm
 import torch
 import torch.nn.functional as F
+from peft_nvfp4.data import load_smollm2
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, Idefics3ImageProcessorPil, Idefics3Processor
 
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
-from peft_nvfp4.data import load_smollm2
 from reproduce import scoring
 from reproduce.image_tasks import LETTERS, TASKS, Pictured
 from reproduce.methods import METHODS as TEXT_METHODS

@@ -20,13 +20,13 @@ import rotation
 import texts
 import torch
 from peft import get_peft_model
+from peft_nvfp4.data import model_folder
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
-from peft_nvfp4.data import model_folder
 from peft_nvfp4.quantization.freeze import dequantize_model
 
 from . import sources

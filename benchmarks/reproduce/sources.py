@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from peft_nvfp4.data import Source, _download, _read_member, data_dir
 
 FETCH = "python benchmarks/reproduce/sources.py FOLDER, and set PEFT_NVFP4_DATA to that folder"
