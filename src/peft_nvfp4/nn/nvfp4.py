@@ -6,7 +6,7 @@ accumulates in FP32; backward quantises the incoming gradient and multiplies it 
 are in :mod:`peft_nvfp4.autograd.frozen_linear`.
 
 All parameters are bytes: ``weight`` (N, Kp/2) and ``weight_scales`` (N, Kp/16) and ``weight_gscale`` (4, one FP32), the same
-with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_centre`` (4K) and ``output_centre`` (4N), FP32 too.
+with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_offset`` (4K) and ``output_offset`` (4N), FP32 too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .registry import register_backend
 PARAMETERS = (
     *("weight", "weight_scales", "weight_gscale"),
     *("backward_weight", "backward_scales", "backward_gscale"),
-    *("input_centre", "output_centre"),
+    *("input_offset", "output_offset"),
 )
 
 
@@ -69,7 +69,7 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     Args:
         w: W_f (N, K).
-        significand: of its global scale: 1 for a power of two, as this package makes them; None where it may be another tool's:
+        scale_factor: of its global scale: 1 for a power of two, as this package makes them; None where it may be another tool's:
             it is looked at, which waits for a GPU.
 
     Attributes:
@@ -78,7 +78,7 @@ class NVFP4FrozenLinear(FrozenLinear):
     """
 
     group: SharedInputGroup | None = None
-    _significand: float | None = None
+    _scale_factor: float | None = None
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class NVFP4FrozenLinear(FrozenLinear):
         compute_dtype: torch.dtype,
         options: FrozenOptions,
         w: QuantizedMatrix,
-        significand: float | None = None,
+        scale_factor: float | None = None,
     ):
         super().__init__(in_features, out_features, bias, compute_dtype, options)
         for name in PARAMETERS:
             self.register_parameter(name, None)
-        self._store(w, significand)
+        self._store(w, scale_factor)
 
     @classmethod
     def quantize(
@@ -115,27 +115,27 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     # -- storage
 
-    def _store(self, w: QuantizedMatrix, significand: float | None = None) -> None:
-        """Keep W_f and, where the options ask for it, W_b. ``significand`` of the global scale: looked at if it is not given."""
-        self._put("weight", "weight_scales", "weight_gscale", w, significand)
-        values = torch.bfloat16 if self.significand == 1.0 else torch.float32  # D(W_f) is exact in it
+    def _store(self, w: QuantizedMatrix, scale_factor: float | None = None) -> None:
+        """Keep W_f and, where the options ask for it, W_b. ``scale_factor`` of the global scale: looked at if it is not given."""
+        self._put("weight", "weight_scales", "weight_gscale", w, scale_factor)
+        values = torch.bfloat16 if self.scale_factor == 1.0 else torch.float32  # D(W_f) is exact in it
         if self.options.weight_layouts == "cached" and self.options.gradients != "bf16":
             w_b = ops.quantize_weight(ops.dequantize(w, values).T, WEIGHT_BACKWARD)  # transpose_requantize, by chunks
             self._put("backward_weight", "backward_scales", "backward_gscale", w_b)
 
     @property
-    def significand(self) -> float:
+    def scale_factor(self) -> float:
         """Of the global scale of W_f: 1 for a power of two, as this package's own are."""
-        if self._significand is None:  # it was nowhere, or in pieces, when it was bound
+        if self._scale_factor is None:  # it was nowhere, or in pieces, when it was bound
             self._look()
-        return self._significand or 1.0
+        return self._scale_factor or 1.0
 
     def _look(self, known: float | None = None) -> None:
         """Keep the significand of the global scale that is there now. At once: looking waits for a GPU, and within a forward
         neither a compiler nor the recording of a CUDA graph could do it."""
-        self._significand = known
+        self._scale_factor = known
         if known is None and not self.weight_gscale.is_meta and not hasattr(self.weight_gscale, "device_mesh"):
-            self._significand = reference.significand(self.weight_gscale.view(torch.float32))
+            self._scale_factor = reference.scale_factor(self.weight_gscale.view(torch.float32))
 
     def rewritten(self) -> None:
         self._look()
@@ -145,11 +145,11 @@ class NVFP4FrozenLinear(FrozenLinear):
         if f"{prefix}weight_gscale" in state_dict:  # an adapter's has none
             self._look()
 
-    def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix, significand: float | None = None) -> None:
+    def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix, scale_factor: float | None = None) -> None:
         for name, data in ((codes, q.codes), (scales, q.scales), (gscale, _bytes(q.gscale))):
             setattr(self, name, frozen(data))  # a new parameter: snapshots, and layers that share the old one, keep it
         if gscale == "weight_gscale":
-            self._look(significand)
+            self._look(scale_factor)
 
     @property
     def forward_layout(self) -> QuantizedMatrix:
@@ -165,27 +165,27 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.backward_weight, self.backward_scales, self.backward_gscale.view(torch.float32), self.out_features
         )
 
-    def set_centre(self, mu: Tensor | None) -> None:
+    def set_offset(self, mu: Tensor | None) -> None:
         """Subtract the constant mu (in_features,) from every input before quantising it, and add D(W_f) mu to the output.
 
         mu is typically the mean input on calibration data: a constant costs nothing in the GEMM, and what remains is smaller.
         """
         if mu is None:
-            self.input_centre = self.output_centre = None
+            self.input_offset = self.output_offset = None
             return
         if tuple(mu.shape) != (self.in_features,) or not torch.isfinite(mu).all():
-            raise ValueError(f"the centre must hold {self.in_features} finite values, got shape {tuple(mu.shape)}")
+            raise ValueError(f"the offset must hold {self.in_features} finite values, got shape {tuple(mu.shape)}")
         mu = mu.detach().to(self.weight.device, torch.float32)
-        self.input_centre = frozen(_bytes(mu))
-        self.output_centre = frozen(_bytes(self.dequantize(torch.float32) @ mu))
+        self.input_offset = frozen(_bytes(mu))
+        self.output_offset = frozen(_bytes(self.dequantize(torch.float32) @ mu))
 
     @property
-    def _centre(self) -> Tensor | None:
-        return None if self.input_centre is None else self.input_centre.view(torch.float32)
+    def _offset(self) -> Tensor | None:
+        return None if self.input_offset is None else self.input_offset.view(torch.float32)
 
     @property
     def _constant(self) -> Tensor | None:
-        return None if self.output_centre is None else self.output_centre.view(torch.float32)
+        return None if self.output_offset is None else self.output_offset.view(torch.float32)
 
     # -- the contract
 
@@ -198,19 +198,19 @@ class NVFP4FrozenLinear(FrozenLinear):
         needed = ops.weight_gscale(weight)
         there = next_power_of_two(self.weight_gscale.view(torch.float32))  # if it is large enough: siblings share it
         self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, there)), 1.0)
-        if self.input_centre is not None:
-            self.set_centre(self._centre)
+        if self.input_offset is not None:
+            self.set_offset(self._offset)
 
     def snapshot(self) -> dict[str, nn.Parameter]:
-        return {name: data for name, data in super().snapshot().items() if name not in ("input_centre", "output_centre")}
+        return {name: data for name, data in super().snapshot().items() if name not in ("input_offset", "output_offset")}
 
     def restore(self, snapshot: Mapping[str, nn.Parameter]) -> None:
         before = self.weight_gscale
         super().restore(snapshot)
         if self.weight_gscale is not before:
             self._look()
-        if self.input_centre is not None:  # the constant belongs to the weight that is stored now
-            self.set_centre(self._centre)
+        if self.input_offset is not None:  # the constant belongs to the weight that is stored now
+            self.set_offset(self._offset)
 
     def lora_input(self, x: Tensor) -> Tensor:
         return self.forward_with_lora_input(x)[1]
@@ -219,7 +219,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         cast = autocast_input(x)
         x2 = self._flat(cast)
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_centre, self.shares_input)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
             (y,) = frozen_linear(x2, quantized, [self.operands(())])
             seen = cast if quantized.from_producer else StraightThrough.apply(cast, quantized.dequantized(x2))
         return y.view(*x.shape[:-1], self.out_features), seen
@@ -230,7 +230,7 @@ class NVFP4FrozenLinear(FrozenLinear):
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         x2 = self._flat(autocast_input(x))
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_centre, self.shares_input)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
             few_rows = None if torch.is_grad_enabled() else dispatch.few_rows_module(x2)
             if few_rows is not None and self._draws_nothing(branches):
                 y = self._generate(few_rows, branches, x2, quantized)
@@ -256,7 +256,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.backward_layout,
             self.bias,
             self._constant,
-            self.significand,
+            self.scale_factor,
             self.options.gradients,
             tuple(branches),
         )
@@ -272,9 +272,9 @@ class NVFP4FrozenLinear(FrozenLinear):
         that bookkeeping took most of the time."""
         xd = quantized.dequantized(x2) if branches else None
         constant = total_constant(self.bias, self._constant)
-        values = xd if self.input_centre is None and len(quantized.terms) == 1 else None
+        values = xd if self.input_offset is None and len(quantized.terms) == 1 else None
         adapters = [(b.a, b.b, b.scaling) for b in branches]
-        return kernel.linear(quantized.terms, self.forward_layout, constant, adapters, xd, values, self.significand)
+        return kernel.linear(quantized.terms, self.forward_layout, constant, adapters, xd, values, self.scale_factor)
 
     def extra_repr(self) -> str:
         o = self.options
