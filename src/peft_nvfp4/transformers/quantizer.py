@@ -89,7 +89,7 @@ class PactQuantizer(HfQuantizer):
             )
 
     def update_device_map(self, device_map: Any) -> Any:
-        """The current GPU where there is one, as with bitsandbytes; the CPU if weights are to be offloaded. The caller's map wins."""
+        """The current GPU where there is one, as with bitsandbytes; the CPU for offloaded weights. The caller's map wins."""
         if device_map is None:
             on_gpu = torch.cuda.is_available() and not self.quantization_config.options.offload
             device_map = {"": torch.cuda.current_device() if on_gpu else "cpu"}
