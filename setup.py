@@ -1,7 +1,7 @@
 """Metadata is in pyproject.toml; here is the one thing that it cannot say: how the CUDA extension for RTX 50xx is built.
 
 The extension is optional. Where nvcc or the CUTLASS headers are missing the package installs without it and the build log says
-what is missing (``peft_nvfp4.kernels.fp4.extension.load()`` says later that it is). Neither a GPU nor the network is asked.
+what is missing (``peft_nvfp4.kernels.fp4.cutlass.load()`` says later that it is). Neither a GPU nor the network is asked.
 ``PEFT_NVFP4_BUILD=0`` skips it, ``PEFT_NVFP4_BUILD=1`` makes a failure an error; what else can be set is in ``csrc/build.py``.
 
 The library has plain C symbols, so the wheel is for any Python 3 on its platform: py3-none-<platform>.

@@ -1,11 +1,11 @@
 """Training on several GPUs of one host: tokens/s, peak memory of a card, bytes on the wire.
 
-torchrun --nproc-per-node 1 benchmarks/bench_distributed.py --shape 3b          # without any wrapper: the reference
-torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --shape 3b
-python benchmarks/bench_distributed.py --report                                  # scaling, from what both wrote
+    torchrun --nproc-per-node 1 benchmarks/bench_distributed.py --shape 3b          # without any wrapper: the reference
+    torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --shape 3b
+    python benchmarks/bench_distributed.py --report                                  # scaling, from what both wrote
 
 Every process trains on its own batch of the same size (weak scaling), so twice the cards at the same step time is a scaling of 2.
-A case is STRATEGY-BACKEND with options: ``ddp-nvfp4``, ``ddp-nvfp4-graphs``, ``fsdp2-nvfp4-transient``, ``fsdp2-bf16-stock``. On
+A case is STRATEGY-BACKEND with options of ``llama_cases.py``: ``ddp-nvfp4-graphs``, ``fsdp2-nvfp4-transient``, ``fsdp2-bf16``. On
 one process the strategy does not matter. Weights are random and the same on every process; loss at the last 32 positions of each
 sequence. FSDP2 units: decoder layers, and the rest around them, as accelerate and Trainer wrap.
 
@@ -20,77 +20,44 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import common
 import torch
 import torch.distributed as dist
-from bench_train import ALPHA, LABELS, SHAPES, TARGETS, R, dense_model
-from environment import environment
-from peft import LoraConfig, get_peft_model
+from llama_cases import LABELS, SHAPES, TARGETS, Case, R, build, last_positions
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from wire import WireCount, count_bytes, count_ddp
 
-from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
-from peft_nvfp4.memory import BUILTIN, Settings, estimate
+from peft_nvfp4 import graph_status
+from peft_nvfp4.memory import BUILTIN, estimate
 
 CASES = "ddp-nvfp4 ddp-nvfp4-transient ddp-nvfp4-graphs ddp-nf4 ddp-bf16 fsdp2-nvfp4 fsdp2-nvfp4-transient fsdp2-nf4 fsdp2-bf16"
-STRATEGIES, BACKENDS = ("ddp", "fsdp2"), ("nvfp4", "nf4", "bf16")
-OPTIONS = {
-    "transient": "memory='small' (measured with one layout of weights, and nothing recomputed)",
-    "graphs": "recorded steps",
-    "ckpt": "checkpointing of every decoder layer",
-    "paper": "one term for every activation",
-    "stock": "(bf16) PEFT's own LoraConfig",
-}
+STRATEGIES, BACKENDS = ("ddp", "fsdp2"), {"nvfp4": "nvfp4", "nf4": "qlora-ours", "bf16": "bf16-ours"}
+"""Backends: name here -> as a case of ``llama_cases.py``."""
 
 
-def parse(case: str) -> tuple[str, str, set[str]]:
-    strategy, backend, *options = case.split("-")
-    known = OPTIONS.keys() - (set() if backend == "bf16" else {"stock"})
-    if strategy not in STRATEGIES or backend not in BACKENDS or not known >= set(options):
-        raise ValueError(f"unknown case {case!r}: {'|'.join(STRATEGIES)}-{'|'.join(BACKENDS)}, then any of {', '.join(OPTIONS)}")
-    return strategy, backend, set(options)
-
-
-def lora_config(backend: str, options: set[str]) -> LoraConfig:
-    settings = {"r": R, "lora_alpha": ALPHA, "target_modules": TARGETS}
-    return LoraConfig(**settings) if "stock" in options else NVFP4LoraConfig(**settings, backend=backend, **own_fields(options))
-
-
-def own_fields(options: set[str]) -> dict[str, str]:
-    """Of ``NVFP4LoraConfig``, and of the estimator."""
-    return {
-        "memory": "small" if "transient" in options else "fast",
-        "accuracy": "paper" if "paper" in options else "balanced",
-    }
+def parse(name: str) -> tuple[str, Case]:
+    strategy, backend, *options = name.split("-")
+    if strategy not in STRATEGIES or backend not in BACKENDS:
+        raise ValueError(f"unknown case {name!r}: {'|'.join(STRATEGIES)}-{'|'.join(BACKENDS)}, then options of llama_cases.py")
+    return strategy, Case("-".join([BACKENDS[backend], *options]))
 
 
 class Trainer:
     """A case, ready to step."""
 
     def __init__(self, case: str, args: argparse.Namespace, device: torch.device):
-        self.strategy, backend, options = parse(case)
-        torch.manual_seed(0)  # the same weights everywhere
-        model = dense_model(args.shape, "sdpa" if device.type == "cpu" else "causal", device)
-        model.config.use_cache = False
-        self.model = get_peft_model(model, lora_config(backend, options)).train()
-        attach_loss(self.model)
-        if "ckpt" in options:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model.enable_input_require_grads()
-        if "graphs" in options:
-            enable_cuda_graphs(self.model)
+        self.strategy, parsed = parse(case)
+        self.model, _ = build(parsed, args.shape, device)  # seeded: the same weights everywhere
         self.wrapped: nn.Module = self._wrap(device)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
         torch.manual_seed(1 + dist.get_rank())
-        self.ids = torch.randint(SHAPES[args.shape][6], (args.batch, args.seq), device=device)
-        self.labels = self.ids.clone()
-        self.labels[:, :-LABELS] = -100
+        self.inputs = last_positions(torch.randint(SHAPES[args.shape][6], (args.batch, args.seq), device=device))
 
     def _wrap(self, device: torch.device) -> nn.Module:
         if dist.get_world_size() == 1:
@@ -104,7 +71,7 @@ class Trainer:
         return fully_shard(self.model)
 
     def loss(self, module: nn.Module) -> Tensor:
-        return module(input_ids=self.ids, labels=self.labels).loss
+        return module(**self.inputs).loss
 
     def step(self) -> None:
         self.loss(self.wrapped).backward()
@@ -154,23 +121,13 @@ def predicted(row: dict, world: int) -> int | None:
     """The estimator's peak for a row; None for a shape that it has no name for."""
     if (shape := f"llama-{row['shape']}") not in BUILTIN:
         return None
-    strategy, backend, options = parse(row["case"])
-    settings = Settings(
-        **{
-            "backend": backend,
-            "batch": row["batch"],
-            "sequence": row["seq"],
-            "positions": LABELS,
-            "rank": R,
-            **own_fields(options),
-        },
-        **{"checkpointing": "ckpt" in options, "cuda_graphs": "graphs" in options, "targets": tuple(TARGETS)},
-        **{"cards": world, "strategy": strategy},
-    )
-    return estimate(shape, settings).peak
+    strategy, case = parse(row["case"])
+    step = {"batch": row["batch"], "sequence": row["seq"], "positions": LABELS, "rank": R, "targets": tuple(TARGETS)}
+    return estimate(shape, replace(case.settings(), cards=world, strategy=strategy, **step)).peak
 
 
 COLUMNS = {
+    "shape": lambda row: row["shape"],
     "cards": lambda row: row["world"],
     "case": lambda row: row["case"],
     "step ms": lambda row: row["step_ms"],
@@ -198,53 +155,46 @@ def compared(rows: list[dict]) -> list[dict]:
     alone = {key(row, row["case"].partition("-")[2]): row["tokens_per_s"] for row in good if row["world"] == 1}
     dense = {key(row, row["case"], row["world"]): row for row in good}
     for row in good:
-        strategy, _, options = parse(row["case"])
+        strategy, case = parse(row["case"])
         reference = alone.get(key(row, row["case"].partition("-")[2]))
         if reference and row["world"] > 1:
             row["scaling"] = row["tokens_per_s"] / reference
-        other = dense.get(key(row, "-".join([strategy, "bf16", *(options & {"ckpt"})]), row["world"]))
+        other = dense.get(key(row, "-".join([strategy, "bf16", *(case.options & {"ckpt"})]), row["world"]))
         if other and other["peak_allocated"] and row["peak_allocated"] and "predicted" in row:
             row["gain"] = other["peak_allocated"] / row["peak_allocated"]
             row["predicted_gain"] = row["predicted"] and other["predicted"] / row["predicted"]
     return rows
 
 
-def report(out: Path) -> None:
-    """All results of the folder in one table for each shape."""
-    rows = compared([row for path in sorted(out.glob("distributed_*.json")) for row in json.loads(path.read_text())["rows"]])
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        print(f"\n{shape}", common.table([row for row in rows if row["shape"] == shape], COLUMNS))
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--shape", default="3b", choices=SHAPES)
-    parser.add_argument("--cases", default=CASES, help=f"separated by spaces (%(default)s); options: {', '.join(OPTIONS)}")
+    parser.add_argument("--cases", default=CASES, help="separated by spaces (%(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per process (%(default)s)")
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a round (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for another process (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
     parser.add_argument("--report", action="store_true", help="print what is in --out, run nothing")
     args = parser.parse_args()
-    [parse(case) for case in args.cases.split()]
+    for case in args.cases.split():
+        parse(case)
     return args
 
 
 def main() -> None:
     args = arguments()
     if args.report:
-        return report(args.out)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
+        rows = [row for path in sorted(args.out.glob("distributed_*.json")) for row in json.loads(path.read_text())["rows"]]
+        print(common.table(compared(rows), COLUMNS))
+        return
+    device = args.device
+    if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    limit = {"timeout": timedelta(seconds=args.timeout)}  # a process whose step failed leaves the others in a collective
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, **limit)
-    else:
-        dist.init_process_group("gloo", **limit)
+    backend = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+    # a process whose step failed leaves the others in a collective
+    dist.init_process_group(**backend, timeout=timedelta(seconds=args.timeout))
     rows = []
     for case in args.cases.split():
         row = {"case": case, "shape": args.shape, "world": dist.get_world_size()}
@@ -256,11 +206,9 @@ def main() -> None:
         if any(failed) and "error" not in row:
             row["error"] = f"on another process: {next(filter(None, failed))}"
         if dist.get_rank() == 0:
-            head = {"environment": environment(), "settings": {k: str(v) for k, v in vars(args).items()}}
-            common.write(args.out, f"distributed_{args.shape}_x{row['world']}", head, rows)
+            common.write(args, f"distributed_{args.shape}_x{row['world']}", rows)
             print(common.table(compared(rows)[-1:], COLUMNS), row.get("traceback", ""), flush=True)
     dist.destroy_process_group()
-    return None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One layer of experts, forward and backward: transformers' dense ``grouped_mm`` beside frozen ones with and without adapters.
 
-    python benchmarks/bench_experts.py --out results                       # a GPU, Qwen3-30B-A3B's shape, half a minute
+    python benchmarks/bench_experts.py                                     # a GPU, Qwen3-30B-A3B's shape, half a minute
     python benchmarks/bench_experts.py --shape tiny --device cpu           # does it run?
 
 Random weights, every token to its own random experts. Frozen experts are computed one after the other
@@ -11,14 +11,11 @@ is timed, the first experts are compared, bit for bit, with single frozen linear
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import common
 import torch
-from environment import environment
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -79,7 +76,7 @@ def same_as_linears(frozen: FrozenExperts, weights: dict[str, Tensor]) -> bool:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    device, shape, rows = torch.device(args.device), SHAPES[args.shape], []
+    device, shape, rows = args.device, SHAPES[args.shape], []
     torch.manual_seed(0)
     x = torch.randn(args.tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     index = torch.rand(args.tokens, shape.experts, device=device).topk(shape.chosen, dim=1).indices
@@ -93,9 +90,8 @@ def run(args: argparse.Namespace) -> list[dict]:
 
         step()  # compiles
         memory = common.peak_memory(step, device, common.memory_now(device))
-        rows.append(
-            {"case": case, **common.summary([common.burst(step, args.steps, device) for _ in range(3)]), **memory, **more}
-        )
+        times = common.summary([common.burst(step, args.steps, device) for _ in range(3)])
+        rows.append({"case": case, **times, **memory, **more})
         print(common.table(rows[-1:], COLUMNS), flush=True)
 
     experts = dense_experts(shape, device)
@@ -122,15 +118,12 @@ COLUMNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5, help="of a round; three rounds")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
     args = parser.parse_args()
-    settings = {"shape": args.shape, "tokens": args.tokens, "steps": args.steps}
-    common.write(args.out, f"experts_{args.device}", {"environment": environment(), "settings": settings}, run(args))
+    common.write(args, f"experts_{args.device.type}", run(args))
 
 
 if __name__ == "__main__":

@@ -1,95 +1,40 @@
-"""Do the Triton kernels give the bits of their references, and how close to the memory's speed do they run?
+"""How close do the Triton kernels run to the speed of memory?
 
-    PYTHONPATH=src python benchmarks/bench_ops.py --check --bench --out DIR
-
-``--check`` runs every case of tests/triton_cases.py on the GPU (in several processes, since compiling takes longer than running)
-and prints the number of elements that differ, per kernel; it exits with 1 if any does. ``--bench`` times every kernel and writes
-``ops.csv`` and ``ops.json``. ``--sweep`` times the row kernels with other numbers of threads per row (kernels/triton_tables.py).
+    python benchmarks/bench_ops.py             # every kernel, beside a copy and its reference: ops.csv and ops.json
+    python benchmarks/bench_ops.py --sweep     # the row kernels with other numbers of threads per row (kernels/triton_tables.py)
 
 A kernel of this package moves bytes; what it can reach is the speed of a device-to-device copy. So each one is reported as
 compulsory bytes (every input read once, every output written once) over time, next to a copy that moves as many bytes, measured
 in the same way: CUDA events around one call, the L2 cache overwritten before each, median of the repetitions. Overwriting 1 GB
-also gives the CPU time to have the kernel queued before the GPU is ready for it.
+also gives the CPU time to have the kernel queued before the GPU is ready for it. (Whether the kernels give the bits of their
+references is asked by tests/test_triton.py.)
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import statistics
-import subprocess
-import sys
-import time
-import zlib
 from collections.abc import Callable
-from pathlib import Path
 
+import common
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "src")]
+from peft_nvfp4 import kernels
+from peft_nvfp4.kernels import dispatch
+from peft_nvfp4.kernels.triton import tables
+from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, NVFP4Format
+from peft_nvfp4.ops.core import OPERATORS
 
-from environment import environment  # noqa: E402
-from triton_cases import BF16, GROUPS, ON_GPU, cases, normal, run_case  # noqa: E402
-
-from peft_nvfp4 import kernels  # noqa: E402
-from peft_nvfp4.kernels import dispatch  # noqa: E402
-from peft_nvfp4.numerics import reference  # noqa: E402
-from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, NVFP4Format  # noqa: E402
-from peft_nvfp4.ops.core import OPERATORS  # noqa: E402
-
+BF16 = torch.bfloat16
 SHAPES = ((4096, 2048), (4096, 8192))
 WEIGHTS = ((8192, 2048),)
 FLUSH_BYTES = 1 << 30
 TARGET = 0.75
 
-# ---------------------------------------------------------------------------------------------- check
 
-
-def check_worker(index: int, workers: int) -> None:
-    """This worker's share of the cases, one JSON line each. Cases of one label share a worker: they share compiled kernels."""
-    from peft_nvfp4.kernels.triton import tables
-
-    torch.set_num_threads(1)
-    todo = [(case, True) for group in GROUPS for case in cases(group, *ON_GPU[group])]
-    todo += [(case, True) for rows in (0, 1, 3) for g in GROUPS if g != "transpose" for case in cases(g, rows, (1000,), ())]
-    todo += [(case, False) for g in GROUPS for case in cases(g, 200, (2048,), ON_GPU[g][2][:1])]
-    for case, packed in todo:
-        if zlib.crc32(f"{case.operator} {case.label} {packed}".encode()) % workers != index:
-            continue
-        tables.PACKED_FP16 = packed
-        started = time.perf_counter()
-        try:
-            found = run_case(case, "cuda")
-        except Exception as error:  # one kernel that fails to compile should not hide the others
-            found = [f"{case.operator} {case.label}: {type(error).__name__}: {' '.join(str(error).split())[-600:]}"]
-        seconds = round(time.perf_counter() - started, 2)
-        print(json.dumps({"operator": case.operator, "packed": packed, "found": found, "s": seconds}), flush=True)
-
-
-def check(out: Path, workers: int) -> int:
-    """Run the workers, print a table; the number of cases with a mismatch or an error."""
-    command = [sys.executable, __file__, "--worker"]
-    running = [subprocess.Popen([*command, str(i), str(workers)], stdout=subprocess.PIPE, text=True) for i in range(workers)]
-    lines = [json.loads(line) for process in running for line in process.communicate()[0].splitlines() if line.startswith("{")]
-    (out / "check.json").write_text(json.dumps(lines, indent=1))
-    counts: dict[tuple[str, bool], list[int]] = {}
-    for line in lines:
-        count = counts.setdefault((line["operator"], line["packed"]), [0, 0])
-        count[0] += 1
-        count[1] += bool(line["found"])
-    for (operator, packed), (n, wrong) in counts.items():
-        print(f"{operator:22} {'PTX pairs' if packed else 'plain':9}  {n:3} cases, {wrong:3} with differences")
-    failures = [text for line in lines for text in line["found"]]
-    print(*failures[:60], sep="\n")
-    died = sum(process.returncode != 0 for process in running)
-    if died:
-        print(f"{died} worker(s) ended early: their cases are missing above")
-    return sum(bool(line["found"]) for line in lines) + died
-
-
-# ---------------------------------------------------------------------------------------------- timing
+def normal(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(BF16).cuda()
 
 
 class Timer:
@@ -130,19 +75,12 @@ def lists(parts) -> tuple[list, list, list]:
     return tuple([p[i] for p in parts] for i in range(3))
 
 
-def rope_inputs(b: int, s: int, q_heads: int, k_heads: int, d: int) -> tuple[torch.Tensor, ...]:
-    """q, k (B, H, S, D) as the projections leave them, tokens before heads; cos, sin (1, S, D)."""
-    q, k = (normal(b, s, h, d, seed=h, dtype=BF16).cuda().transpose(1, 2) for h in (q_heads, k_heads))
-    angles = normal(1, s, d, seed=4, scale=20.0).cuda()
-    return q, k, angles.cos().to(BF16), angles.sin().to(BF16)
-
-
 def timed_cases() -> list[tuple[str, str, tuple]]:
     """(operator, label, arguments) of everything that is timed."""
     found: list[tuple[str, str, tuple]] = []
     seed = torch.tensor(1)
     for m, k in SHAPES:
-        x, other = (normal(m, k, seed=s, dtype=BF16).cuda() for s in (1, 2))
+        x, other = (normal(m, k, seed=s) for s in (1, 2))
         gamma, centre = torch.ones(k, dtype=BF16, device="cuda"), torch.zeros(k, device="cuda")
         one, two = (reference.quantize_terms(x, None, t) for t in (1, 2))
         gate, up = (reference.quantize(t, ACTIVATION)[:3] for t in (x, other))
@@ -155,20 +93,19 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
             ("quantize_terms", f"1 term centred {where}", (x, centre, 1)),
             ("dequantize", where, (*one[0], BF16)),
             ("dequantize_terms", f"2 terms {where}", (*lists(two), None, k, BF16)),
-            ("rmsnorm_quantize", f"1 term {where}", (x, gamma, None, 1e-5, False, 1)),
-            ("rmsnorm_quantize", f"2 terms {where}", (x, gamma, None, 1e-5, False, 2)),
-            ("rmsnorm_backward", f"1 term {where}", (other, *lists(one), None, gamma, rstd, False)),
-            ("rmsnorm_backward", f"2 terms {where}", (other, *lists(two), None, gamma, rstd, False)),
+            ("rmsnorm_quantize", f"1 term {where}", (x, None, gamma, None, 1e-5, False, 1)),
+            ("rmsnorm_quantize", f"2 terms residual {where}", (x, other, gamma, None, 1e-5, False, 2)),
+            ("rmsnorm_backward", f"1 term {where}", (other, *lists(one), None, gamma, rstd, None, False)),
+            ("rmsnorm_backward", f"2 terms residual {where}", (other, *lists(two), None, gamma, rstd, x, False)),
             ("silu_mul_quantize", f"1 term {where}", (x, other, None, "silu", 1, True)),
             ("silu_mul_quantize", f"2 terms {where}", (x, other, None, "silu", 2, True)),
-            ("silu_mul_backward", where, (x, *gate, *up, "silu")),
+            ("silu_mul_backward", where, (x, *gate, *up, "silu", False)),
+            ("silu_mul_backward", f"quantised {where}", (x, *gate, *up, "silu", True)),
             ("gated_values", where, (*gate, *up, None, "silu", 1, k, BF16)),
             ("dropout", where, (x, 0.1, seed)),
         ]
-    q, k, cos, sin = rope_inputs(4, 1024, 32, 8, 64)
-    found += [("rotary_embedding", f"{w} 4x1024x32+8x64", (q, k, cos, sin, w == "backward")) for w in ("forward", "backward")]
     for n, k in WEIGHTS:
-        w = normal(n, k, seed=3, dtype=BF16, scale=0.02).cuda()
+        w = normal(n, k, seed=3, scale=0.02)
         q = reference.quantize(w, NVFP4Format())
         found += [
             ("quantize", f"tensor four_over_six {n}x{k}", (w, q.gscale, None, "four_over_six", False, False)),
@@ -199,17 +136,17 @@ def measure(timer: Timer, operator: str, arguments: tuple, copies: dict[int, flo
     }
 
 
-def bench(out: Path) -> None:
+def bench(args: argparse.Namespace) -> None:
     timer, copies, rows = Timer(), {}, []
     with torch.no_grad():
         for operator, label, arguments in timed_cases():
             row = {"operator": operator, "case": label}
-            try:
-                row |= measure(timer, operator, arguments, copies)
-                reference_of = OPERATORS[operator].flat(OPERATORS[operator].reference)
-                row["reference_us"] = round(timer(lambda: reference_of(*arguments), 3)[0])
-            except Exception as error:
-                row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+
+            def fill() -> None:
+                row.update(measure(timer, operator, arguments, copies))
+                row["reference_us"] = round(timer(lambda: OPERATORS[operator].flat(OPERATORS[operator].reference)(*arguments), 3)[0])
+
+            common.guarded(row, fill)
             rows.append(row)
             mark = "" if row.get("of_copy", 0) >= TARGET else "  <-- below target"
             print(
@@ -218,7 +155,7 @@ def bench(out: Path) -> None:
                 f"{row.get('reference_us', 0):6} us{mark} {row.get('error', '')}",
                 flush=True,
             )
-    save(out, "ops", rows)
+    common.write(args, "ops", rows)
 
 
 SWEPT = {  # operator -> (table or module attribute, key, values)
@@ -232,10 +169,8 @@ SWEPT = {  # operator -> (table or module attribute, key, values)
 }
 
 
-def sweep(out: Path) -> None:
+def sweep(args: argparse.Namespace) -> None:
     """The launch constants of tables, one at a time; 1-term and plain cases only."""
-    from peft_nvfp4.kernels.triton import tables
-
     timer, copies, rows = Timer(), {}, []
     with torch.no_grad():
         for operator, label, arguments in timed_cases():
@@ -251,45 +186,19 @@ def sweep(out: Path) -> None:
                 rows.append(row)
                 print(f"{operator:21} {label:36} {key}={value:<5} {row['median_us']:8.1f} us  {row['of_copy']:.3f}", flush=True)
             table[key] = before
-    save(out, "ops_sweep", rows)
+    common.write(args, "ops_sweep", rows)
 
 
-def save(out: Path, name: str, rows: list[dict]) -> None:
-    stamp = environment()
-    (out / f"{name}.json").write_text(json.dumps({"environment": stamp, "rows": rows}, indent=1))
-    fields = list(dict.fromkeys(field for row in rows for field in row)) + list(stamp)
-    with open(out / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows({**row, **stamp} for row in rows)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare every kernel with its reference")
-    parser.add_argument("--bench", action="store_true", help="time every kernel")
-    parser.add_argument("--sweep", action="store_true", help="time the launch constants")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--workers", type=int, default=14, help="processes of --check")
-    parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        check_worker(*arguments.worker)
-        return 0
-    arguments.out.mkdir(parents=True, exist_ok=True)
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="time the launch constants instead")
+    args = parser.parse_args()
+    if args.device.type != "cuda":
+        raise SystemExit("the kernels that are timed here need a CUDA GPU")
     kernels.load()
     print(kernels.status())
-    started, wrong = time.perf_counter(), 0
-    if arguments.check:
-        wrong = check(arguments.out, arguments.workers)
-        print(f"check: {wrong} cases with differences, {time.perf_counter() - started:.0f} s")
-    if arguments.bench:
-        bench(arguments.out)
-        print(f"bench: done after {time.perf_counter() - started:.0f} s")
-    if arguments.sweep:
-        sweep(arguments.out)
-    return min(wrong, 1)
+    sweep(args) if args.sweep else bench(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

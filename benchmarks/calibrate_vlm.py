@@ -19,18 +19,23 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import random
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import common
 import texts
 import torch
-from common import smollm2_reviews as data
-from environment import environment
+from peft_nvfp4.data import load_smollm2
 from torch import Tensor, nn
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+)
 
 from peft_nvfp4.calibration.data import Batch
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
@@ -46,8 +51,6 @@ QUESTIONS = ("What is in this picture?", "Describe the image.", "Continue the ar
 
 def build(lm: nn.Module, tokenizer: Any) -> nn.Module:
     """Idefics3 with ``lm`` as its text tower; ``tokenizer`` gets the tokens that the processor writes around images."""
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
-
     cells = [f"<row_{i}_col_{j}>" for i in range(1, GRID + 1) for j in range(1, GRID + 1)]
     tokenizer.add_tokens(EXTRA + cells, special_tokens=True)
     torch.manual_seed(0)
@@ -96,9 +99,6 @@ def text_batches(texts_: list[str], tokenizer: Any, lengths: list[int], seed: in
     return [{"input_ids": part[None]} for part in ids.split(lengths)]
 
 
-# ---------------------------------------------------------------------------------------------- errors
-
-
 class Errors:
     """Running means of relative errors, image tokens and text tokens apart."""
 
@@ -123,7 +123,7 @@ def relative(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(dense: nn.Module, models: dict[str, nn.Module], tests: list[Batch], device: str) -> dict[str, dict]:
+def measure(dense: nn.Module, models: dict[str, nn.Module], tests: list[Batch], device: Any) -> dict[str, dict]:
     """Calibration -> error -> kind of token -> mean."""
     errors = {name: Errors() for name in models}
     image_id = dense.config.image_token_id
@@ -159,7 +159,7 @@ def markdown(args: argparse.Namespace, tokens: dict[str, int], found: dict[str, 
         f"Idefics3 with SmolLM2-135M as text tower (real, {'all' if args.layers is None else f'the first {args.layers}'} layers) "
         f"and a random vision tower; accuracy={args.accuracy!r}, "
         f"{args.prompts} prompts of calibration ({tokens['calibration']} tokens, {tokens['image']} of an image), "
-        f"{args.tests} held out; {args.device}. Mean error at image tokens / text tokens.",
+        f"{args.tests} held out; {args.device.type}. Mean error at image tokens / text tokens.",
         "",
         "| calibration | " + " | ".join(keys) + " |",
         "|---" * (len(keys) + 1) + "|",
@@ -170,10 +170,8 @@ def markdown(args: argparse.Namespace, tokens: dict[str, int], found: dict[str, 
 
 
 def run(args: argparse.Namespace) -> None:
-    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
-
     start = time.perf_counter()
-    lm, tokenizer = data.load_smollm2(torch.bfloat16 if args.device == "cuda" else torch.float32, layers=args.layers)
+    lm, tokenizer = load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
     dense = build(lm, tokenizer).to(args.device)
     del lm
     images = Idefics3ImageProcessorPil(size={"longest_edge": args.edge}, max_image_size={"longest_edge": TILE})
@@ -185,52 +183,32 @@ def run(args: argparse.Namespace) -> None:
     through_text = text_batches(calibration, tokenizer, lengths, seed=0)
     tokens = {"calibration": sum(lengths)}
     tokens["image"] = sum(int((b["input_ids"] == dense.config.image_token_id).sum()) for b in through_images)
-    layers = ["vision_model.encoder.layers", "text_model.layers"] if args.vision else None
     models, seconds = {}, {}
     plans = {"image prompts": (through_images, "gptq"), "text": (through_text, "gptq"), "to nearest": (through_text, "nearest")}
     for label, (batches, method) in plans.items():
         model = copy.deepcopy(dense)
         options = CalibrationOptions(method=method, accuracy=args.accuracy, centre=args.centre, report_tokens=0)
         begin = time.perf_counter()
-        calibrate(
-            model,
-            batches,
-            None,
-            options,
-            device=args.device,
-            layers=layers if batches is through_images else None,
-            progress=False,
-        )
+        calibrate(model, batches, None, options, device=args.device, progress=False)
         models[label], seconds[label] = model, time.perf_counter() - begin
         print(f"{label}: calibrated in {seconds[label]:.0f} s", flush=True)
     found = measure(dense, models, tests, args.device)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"calibrate_vlm_{args.accuracy}{'_centred' if args.centre else ''}_{args.device}"
-    keys = ("accuracy", "centre", "vision", "prompts", "tests", "edge", "device", "layers")
-    content: dict[str, Any] = {"environment": environment(), "settings": {k: getattr(args, k) for k in keys}, "tokens": tokens}
-    content |= {"calibration_s": seconds, "seconds": time.perf_counter() - start, "errors": found}
-    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    path = args.out / f"calibrate_vlm_{args.accuracy}{'_centred' if args.centre else ''}_{args.device.type}"
+    content = common.head(args) | {"tokens": tokens, "calibration_s": seconds, "errors": found}
+    common.write_json(path.with_suffix(".json"), content | {"seconds": time.perf_counter() - start})
     path.with_suffix(".md").write_text(markdown(args, tokens, found))
     print(markdown(args, tokens, found))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.text_parser(__doc__)
     parser.add_argument("--images", type=Path, required=True, help="folder of JPEGs; the last one by name is held out")
     parser.add_argument("--accuracy", default="paper", help="preset of the inputs")
     parser.add_argument("--centre", action="store_true", help="centres, from the same batches")
-    parser.add_argument("--vision", action="store_true", help="calibrate the (random) vision tower too, with image prompts")
     parser.add_argument("--prompts", type=int, default=12, help="of calibration")
     parser.add_argument("--tests", type=int, default=4, help="prompts held out")
     parser.add_argument("--edge", type=int, default=512, help="longest edge of an image, in tiles of 128")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--layers", type=int, help="of the text tower")
-    parser.add_argument("--text", type=Path, nargs="*", help=".txt or .jsonl files, instead of the default ones")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    args = parser.parse_args()
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    run(args)
+    run(common.parse_texts(parser))
 
 
 if __name__ == "__main__":

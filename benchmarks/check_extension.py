@@ -1,6 +1,6 @@
 """Checks every instance of the extension's GEMM on the GPU at hand against FP64.
 
-    PEFT_NVFP4_EXTENSION=libnvfp4_emulated.so python benchmarks/check_extension.py --out results/
+    PEFT_NVFP4_EXTENSION=libnvfp4_emulated.so python benchmarks/check_extension.py
 
 On an RTX 50xx it checks the library that is installed. On a Hopper GPU it checks the library built with ``csrc/build.py
 --emulated``: the same kernels, tiles, pipelines, layouts and epilogues, with the one FP4 instruction replaced by arithmetic
@@ -14,18 +14,15 @@ operands lie between NaN bytes, so padding that is read shows.
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
+import common
 import torch
 from torch import Tensor
 
-from peft_nvfp4.kernels.fp4 import extension
+from peft_nvfp4.kernels.fp4 import cutlass
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import QuantizedMatrix, padded_k
 
@@ -50,9 +47,6 @@ class Case:
     weights: list[QuantizedMatrix]
     constants: list[Tensor | None]
     adds: list[Tensor | None]
-
-
-# ---------------------------------------------------------------------------------------------- operands
 
 
 def guarded(t: Tensor) -> Tensor:
@@ -101,9 +95,6 @@ def decoded(q: QuantizedMatrix) -> Tensor:
     return reference.dequantize(q._replace(gscale=torch.ones_like(q.gscale[:1]))).double()
 
 
-# ---------------------------------------------------------------------------------------------- judging
-
-
 def expected(case: Case, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
     """(M, N) in FP64, and the sum of magnitudes, for the bound of an FP32 sum."""
     w, row = decoded(case.weights[i]), case.terms[0].gscale.double()[:, None] * case.weights[i].gscale.double()
@@ -142,9 +133,6 @@ def poison(numel: int) -> None:
     torch.full((numel,), 0xFF, dtype=torch.uint8, device="cuda")
 
 
-# ---------------------------------------------------------------------------------------------- running
-
-
 def run_case(case: Case, names: list[tuple], tiles: dict, exact: bool) -> list[tuple[tuple, dict]]:
     """Every instance of ``names`` on a case (same c and d)."""
     x = sum(decoded(t) for t in case.terms)
@@ -153,7 +141,7 @@ def run_case(case: Case, names: list[tuple], tiles: dict, exact: bool) -> list[t
     for name in names:
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[name[2]]
         poison(64 << 20)
-        ys = extension.gemms(case.terms, case.weights, constants=case.constants, adds=case.adds, dtype=dtype, tile=tiles[name[0]])
+        ys = cutlass.gemms(case.terms, case.weights, constants=case.constants, adds=case.adds, dtype=dtype, tile=tiles[name[0]])
         for y, (want, size) in zip(ys, wanted):
             if exact:
                 equal = torch.equal(y, want.to(dtype))
@@ -163,7 +151,7 @@ def run_case(case: Case, names: list[tuple], tiles: dict, exact: bool) -> list[t
     return found
 
 
-def check(library, shapes, budget_s: float) -> dict:
+def check(library, shapes) -> dict:
     tiles = {tile.name: tile for tile in library.tiles}
     by_type = defaultdict(list)
     for name in library.instances:
@@ -188,10 +176,7 @@ def check(library, shapes, budget_s: float) -> dict:
             f"{time.time() - start:5.0f} s  {m} {ns} {k}: {len(results)} outputs, {sum(r['wrong'] > 0 for r in results)} wrong",
             flush=True,
         )
-        if time.time() - start > budget_s:
-            print("out of time")
-            break
-    return {"shapes": at + 1, "cases": count, "seconds": time.time() - start, "results": results}
+    return {"shapes": len(shapes), "cases": count, "seconds": time.time() - start, "results": results}
 
 
 def check_in_place() -> list[dict]:
@@ -203,7 +188,7 @@ def check_in_place() -> list[dict]:
     found = []
     for what, out in outs.items():
         add = out if what == "in place" else case.adds[0]
-        y = extension.gemms(case.terms, case.weights, adds=[add], outs=[out])[0]
+        y = cutlass.gemms(case.terms, case.weights, adds=[add], outs=[out])[0]
         same = y.data_ptr() == out.data_ptr()
         found.append({"what": what, "same_memory": same, **judge(y, want, size)})
     found.append({"what": "beside longer rows", "wrong": int((~wide[:, 267:].isnan()).sum()), "exact": 1.0})
@@ -226,23 +211,11 @@ def summary(report: dict) -> dict:
     }
 
 
-def write(out: Path, report: dict) -> None:
-    """``extension_check.json``, and its rows in ``extension_check.csv``."""
-    rows = [{**row, "n": "+".join(map(str, row["n"]))} for row in report["results"]]
-    with (out / "extension_check.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
-    (out / "extension_check.json").write_text(json.dumps({k: v for k, v in report.items() if k != "results"}, indent=1) + "\n")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--budget", type=float, default=330, help="seconds after which no further shape is begun")
+    parser = common.parser(__doc__)
     parser.add_argument("--small", action="store_true", help="only shapes that a memory checker gets through")
     args = parser.parse_args()
-    library, reason = extension.load()
+    library, reason = cutlass.load()
     if library is None:
         print(reason)
         return 1
@@ -251,7 +224,7 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "library": library.info,
-        **check(library, shapes, args.budget),
+        **check(library, shapes),
     }
     with_c = any(name[1:] == ("bf16", "bf16") for name in library.instances)
     report["in_place"] = check_in_place() if with_c else []
@@ -259,8 +232,9 @@ def main() -> int:
     bad = [r for r in report["results"] + report["in_place"] if r["wrong"]]
     low = [name for name, s in report["summary"].items() if s["correctly_rounded"] < 0.9999]
     report["passed"] = not bad and not low
-    args.out.mkdir(parents=True, exist_ok=True)
-    write(args.out, report)
+    rows = [{**row, "n": "+".join(map(str, row["n"]))} for row in report.pop("results")]
+    common.write_json(args.out / "extension_check.json", report)
+    common.write_csv(args.out / "extension_check.csv", rows)
     for name, s in report["summary"].items():
         print(f"{name:60} {s['outputs']:4} outputs  {100 * s['correctly_rounded']:.4f} % correctly rounded  {s['wrong']} wrong")
     for r in report["in_place"]:

@@ -1,10 +1,11 @@
-"""Timing, memory and profiling protocol shared by the benchmarks; PROTOCOL.md says why each choice was made.
+"""What the benchmarks share: arguments, timing and memory protocol, and the files they write. PROTOCOL.md says why.
 
 Everything runs without a GPU as well (for tests): times come from a host clock then, and what only a GPU can tell is None.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import json
@@ -14,20 +15,58 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from environment import environment
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import smollm2_reviews  # noqa: E402, F401  the demo's model and data, for whoever imports this module
 
 GB = 1e9
+RESULTS = Path(__file__).resolve().parent / "results"
 
-# ---------------------------------------------------------------------------------------------- device
+# ---------------------------------------------------------------------------------------------- arguments, device
+
+
+def device_of(name: str) -> torch.device:
+    """The device, with an index: statistics of memory are of one GPU."""
+    device = torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """With ``--device`` and ``--out``; the help is the script's docstring."""
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=device_of)
+    found.add_argument("--out", type=Path, default=RESULTS, help="folder of the files written (%(default)s)")
+    return found
+
+
+def text_parser(doc: str) -> argparse.ArgumentParser:
+    """Of the scripts that calibrate or score SmolLM2 on texts: see :func:`parse_texts`."""
+    found = parser(doc)
+    found.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    found.add_argument("--batch", type=int, default=8, help="sequences at a time; 1 needs least memory")
+    found.add_argument("--dtype", choices=["fp32", "bf16"], help="default: fp32 on a CPU, bf16 on a GPU")
+    found.add_argument("--layers", type=int, help="keep so many layers (to try the script)")
+    found.add_argument("--text", type=Path, nargs="*", help=".txt or .jsonl files, instead of the default ones")
+    return found
+
+
+def parse_texts(found: argparse.ArgumentParser) -> argparse.Namespace:
+    args = found.parse_args()
+    args.dtype = args.dtype or ("bf16" if args.device.type == "cuda" else "fp32")
+    if args.device.type == "cpu":
+        torch.set_num_threads(1)
+    return args
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def synchronize(device: torch.device) -> None:
@@ -79,6 +118,25 @@ def _out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__context__
     return False
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the card; without a GPU more than anything takes."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1 << 60
+
+
+@contextmanager
+def capped(gib: float, device: torch.device, context: int = 0) -> Iterator[None]:
+    """So much memory for PyTorch's allocator and a CUDA context of so many bytes. Without a GPU nothing happens."""
+    if device.type != "cuda":
+        yield
+        return
+    share = (gib * 2**30 - context) / total_memory(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def largest_fitting(try_batch: Callable[[int], bool], limit: int) -> int:
@@ -180,25 +238,13 @@ def memory_now(device: torch.device) -> dict[str, int]:
     return {"allocated": allocated(device), "reserved": reserved}
 
 
-def owned_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Iterable[Any]) -> int:
-    """Bytes of a case's parameters, buffers, optimizer states and inputs. What it holds besides sits in some cache."""
-    states = (t for state in optimizer.state.values() for t in state.values())
-    storages = {}
-    for t in (*model.parameters(), *model.buffers(), *states, *inputs):
-        if isinstance(t, Tensor) and t.device.type == "cuda":
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
-class _LayerWatch:
-    """What autograd keeps while a model runs forward, by decoder layer: unique storages that are not parameters or buffers, and
-    the allocator's reading at the entry of every layer."""
+class LayerWatch:
+    """What autograd keeps while a model runs forward, by decoder layer: unique storages that are not parameters or buffers."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], device: torch.device):
         self.layers, self.device = layers, device
         self.seen = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self.kept: dict[int, int] = defaultdict(int)  # layer (-1: outside of all layers) -> bytes
-        self.entries: list[int] = []
         self.current = -1
 
     def _pack(self, t: Tensor) -> Tensor:
@@ -211,15 +257,14 @@ class _LayerWatch:
     def _enter(self, index: int) -> Callable:
         def hook(module, args):
             self.current = index
-            self.entries.append(allocated(self.device))
 
         return hook
 
     def _leave(self, module, args, output) -> None:
         self.current = -1
 
-    def run(self, forward: Callable[[], Tensor]) -> tuple[dict[int, int], list[int], int]:
-        """(bytes by layer, allocator at every layer's entry, allocator after minus before)."""
+    def run(self, forward: Callable[[], Tensor]) -> tuple[dict[int, int], int]:
+        """(bytes by layer, allocator after minus before)."""
         handles = [layer.register_forward_pre_hook(self._enter(i)) for i, layer in enumerate(self.layers)]
         handles += [layer.register_forward_hook(self._leave) for layer in self.layers]
         before = allocated(self.device)
@@ -231,37 +276,29 @@ class _LayerWatch:
             for handle in handles:
                 handle.remove()
         del loss
-        return dict(self.kept), self.entries, after - before
+        return dict(self.kept), after - before
 
 
-def saved_bytes(model, layers, forward_at: Callable[[int], Callable], seqs: tuple[int, int], batch: int, device) -> dict:
+def saved_bytes(model, layers, forward_at: Callable[[int], Callable], seqs: tuple[int, int], batch: int, device) -> float:
     """Bytes per token and layer that a forward keeps, as the difference of two sequence lengths (whatever does not grow with
-    the tokens drops out): counted, by the allocator from layer to layer, by the allocator over the whole model."""
+    the tokens drops out). Median over the inner layers, because the first also keeps the embedding's output."""
     runs = []
     for seq in seqs:
         forward = forward_at(seq)
         forward()  # buffers that a new shape needs once
         release(device)
-        runs.append(_LayerWatch(model, layers, device).run(forward))
-    (kept1, entry1, total1), (kept2, entry2, total2) = runs
+        runs.append(LayerWatch(model, layers, device).run(forward)[0])
     tokens = batch * (seqs[1] - seqs[0])
-    inner = range(1, len(layers) - 1)  # the first also keeps the embedding's output, the last has no successor
-    result = {"saved_counted": statistics.median((kept2.get(i, 0) - kept1.get(i, 0)) / tokens for i in inner)}
-    result["saved_counted_whole"] = (sum(kept2.values()) - sum(kept1.values())) / tokens / len(layers)
-    if device.type == "cuda":
-        growth = [(entry2[i + 1] - entry2[i]) - (entry1[i + 1] - entry1[i]) for i in inner]
-        result["saved_allocator"] = statistics.median(growth) / tokens
-        result["saved_allocator_whole"] = (total2 - total1) / tokens / len(layers)
-    return result
+    return statistics.median((runs[1].get(i, 0) - runs[0].get(i, 0)) / tokens for i in range(1, len(layers) - 1))
 
 
 # ---------------------------------------------------------------------------------------------- output
 
 
-def table(rows: list[dict], columns: dict[str, Callable[[dict], Any]]) -> str:
+def table(rows: list, columns: dict[str, Callable[[Any], Any]]) -> str:
     """Rows as aligned text. A missing value prints as a dash, a column without values not at all; no columns, no table."""
 
-    def cell(row: dict, column: Callable[[dict], Any]) -> str:
+    def cell(row: Any, column: Callable[[Any], Any]) -> str:
         try:
             value = column(row)
         except (KeyError, TypeError):
@@ -277,46 +314,32 @@ def table(rows: list[dict], columns: dict[str, Callable[[dict], Any]]) -> str:
     return "\n" + "\n".join(map("  ".join, aligned)) if len(kept) > 1 else ""
 
 
-def liger_version() -> dict[str, str]:
-    try:
-        return {"liger_kernel": version("liger-kernel")}
-    except PackageNotFoundError:
-        return {"liger_kernel": "absent"}
+def head(args: argparse.Namespace) -> dict[str, dict]:
+    """What a result file begins with."""
+    plain = (int, float, str, bool, type(None))
+    settings = {key: value if isinstance(value, plain) else str(value) for key, value in vars(args).items() if key != "out"}
+    return {"environment": environment(), "settings": settings}
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Step time and peak memory of every case, side by side."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row.get("step_ms")]
-    names = [f"{row['shape']} {row['case']}" for row in rows]
-    colours = ["tab:green" if "nvfp4" in name else "tab:orange" if "qlora" in name else "tab:gray" for name in names]
-    figure = Figure(figsize=(11, 1.2 + 0.32 * len(rows)), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    values = {"step time (ms)": [row["step_ms"] for row in rows], "peak allocated (GB)": [_gigabytes(row) for row in rows]}
-    for axes, (title, numbers) in zip(panels, values.items()):
-        axes.bar_label(axes.barh(names, numbers, color=colours), fmt="{:.2f}", padding=3, fontsize=8)
-        axes.set_title(title)
-        axes.margins(x=0.12)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].invert_yaxis()
-    figure.savefig(path, dpi=130)
+def write_json(path: Path, content: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _gigabytes(row: dict) -> float:
-    return (row.get("peak_allocated") or 0) / GB
+def write_csv(path: Path, rows: list[dict]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def write(out: Path, label: str, head: dict, rows: list[dict]) -> None:
-    """``label.json`` with everything, ``label.csv`` with one line per case."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{label}.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+def write(args: argparse.Namespace, label: str, rows: list[dict]) -> None:
+    """``label.json`` with everything, ``label.csv`` with one line per case, in the folder ``args.out``."""
+    content = head(args)
+    write_json(args.out / f"{label}.json", {**content, "rows": rows})
     flat = []
     for row in rows:
         nested = {f"device_ms {key}": value for key, value in row.get("device_ms", {}).items()}
-        flat.append({k: v for k, v in row.items() if not isinstance(v, dict | list) and k != "traceback"} | nested)
-    names = list(dict.fromkeys(key for row in flat for key in row))
-    with open(out / f"{label}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [*names, *head["environment"]])
-        writer.writeheader()
-        writer.writerows(row | head["environment"] for row in flat)
+        plain = {k: v for k, v in row.items() if not isinstance(v, dict | list) and k != "traceback"}
+        flat.append(plain | nested | content["environment"])
+    write_csv(args.out / f"{label}.csv", flat)

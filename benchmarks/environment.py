@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,7 +14,7 @@ import torch
 def environment() -> dict[str, str]:
     """GPU, driver, processor, package versions and commit, as strings."""
     stamp = {"python": platform.python_version(), "machine": platform.machine(), "commit": commit()}
-    for package in ("torch", "triton", "transformers", "peft", "bitsandbytes"):
+    for package in ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger_kernel"):
         try:
             stamp[package] = version(package)
         except PackageNotFoundError:
@@ -37,8 +36,3 @@ def commit() -> str:
         return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-if __name__ == "__main__":
-    for key, value in environment().items():
-        print(f"{key}: {value}", file=sys.stdout)

@@ -17,27 +17,25 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import common
 import texts
 import torch
-from common import smollm2_reviews as data
-from environment import environment
 from peft import get_peft_model
+from peft_nvfp4.calibration.backward import BACKWARD
+from peft_nvfp4.data import load_smollm2
 from torch import Tensor, nn
 
 from peft_nvfp4 import NVFP4LoraConfig, ops
 from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.frozen_linear import rounded_input
-from peft_nvfp4.calibration.layer import BACKWARD
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
 from peft_nvfp4.nn.frozen_linear import frozen
 from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD
@@ -92,9 +90,6 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return torch.cosine_similarity(a.double(), b.double(), dim=0).item()
 
 
-# ---------------------------------------------------------------------------------------------- variants of backward
-
-
 def put(layer: nn.Module, q: Any) -> None:
     layer._put("backward_weight", "backward_scales", "backward_gscale", q)
 
@@ -122,9 +117,6 @@ def backward_of(variant: str, model: nn.Module, dense: dict[str, Tensor], solved
         yield
 
 
-# ---------------------------------------------------------------------------------------------- statistics
-
-
 def compare(found: list[dict[int, Tensor]], exact: list[dict[int, Tensor]], bf16: list[dict[int, Tensor]]) -> dict[str, Any]:
     """Cosines and scales, mean and standard deviation over batches; per layer the mean."""
     pairs = list(zip(found, exact))
@@ -142,8 +134,8 @@ def compare(found: list[dict[int, Tensor]], exact: list[dict[int, Tensor]], bf16
 def markdown(args: argparse.Namespace, rows: dict[str, dict]) -> str:
     lines = [
         f"SmolLM2-135M-Instruct, accuracy={args.accuracy!r}, GPTQ with {args.calib} x {args.length} tokens; adapters of rank 16 "
-        f"on all linears; {args.batches} sequences of {args.length // 2} held-out tokens; {args.dtype} on {args.device}. Cosine "
-        "of the gradient of all adapters to that of the exact backward pass (± standard deviation over sequences).",
+        f"on all linears; {args.batches} sequences of {args.length // 2} held-out tokens; {args.dtype} on {args.device.type}. "
+        "Cosine of the gradient of all adapters to that of the exact backward pass (± standard deviation over sequences).",
         "",
         "| backward | cosine | scale | of the mean | worst layer | first / middle / last layer | to the BF16 model |",
         "|---|---|---|---|---|---|---|",
@@ -158,7 +150,7 @@ def markdown(args: argparse.Namespace, rows: dict[str, dict]) -> str:
 
 def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    base, tokenizer = data.load_smollm2({"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype], layers=args.layers)
+    base, tokenizer = load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
     base.requires_grad_(False).to(args.device)
     calibration, held_out = texts.split(args.text or texts.default_paths())
     ids = texts.token_ids(calibration, tokenizer, args.calib, args.length, 0)
@@ -180,32 +172,19 @@ def run(args: argparse.Namespace) -> None:
         exact = exact or found
         rows[name] = compare(found, exact, bf16)
         print(f"{name}: cosine {rows[name]['cosine']:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"gradient_cosine_{args.accuracy}_{args.device}"
-    settings = {k: getattr(args, k) for k in ("accuracy", "calib", "batches", "length", "batch", "device", "dtype", "layers")}
-    content = {"environment": environment(), "settings": settings, "seconds": time.perf_counter() - start, "rows": rows}
-    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    path = args.out / f"gradient_cosine_{args.accuracy}_{args.device.type}"
+    common.write_json(path.with_suffix(".json"), common.head(args) | {"seconds": time.perf_counter() - start, "rows": rows})
     path.with_suffix(".md").write_text(markdown(args, rows))
     print(markdown(args, rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.text_parser(__doc__)
+    parser.set_defaults(batch=1)
     parser.add_argument("--accuracy", default="balanced", help="preset of the inputs")
     parser.add_argument("--calib", type=int, default=32, help="sequences of calibration, for the weights and for E[dy dy^T]")
-    parser.add_argument("--batches", type=int, default=16, help="held-out sequences")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence of calibration; half as many are held out")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of calibration at a time")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: fp32 on a CPU, bf16 on a GPU")
-    parser.add_argument("--layers", type=int, help="keep so many layers (to try the script)")
-    parser.add_argument("--text", type=Path, nargs="*", help=".txt or .jsonl files, instead of the default ones")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    args = parser.parse_args()
-    args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    run(args)
+    parser.add_argument("--batches", type=int, default=16, help="held-out sequences, half as long as those of calibration")
+    run(common.parse_texts(parser))
 
 
 if __name__ == "__main__":

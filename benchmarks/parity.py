@@ -3,21 +3,18 @@
 Three comparisons on SmolLM2-135M: every packed byte of the frozen weights (both layouts), the codes of real layer inputs, and the
 codes of real output gradients, all recorded on the CPU in one training step, then quantised again on the GPU. Writes one JSON.
 
-    python benchmarks/parity.py --out benchmarks/results/parity.json
+    python benchmarks/parity.py --device cuda
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import sys
-from pathlib import Path
 
+import common
 import torch
-from common import smollm2_reviews as data
-from environment import environment
 from peft import get_peft_model
+from peft_nvfp4.data import load_smollm2, movie_reviews
 
 from peft_nvfp4 import NVFP4LoraConfig, ops
 from peft_nvfp4.nn import nvfp4
@@ -35,10 +32,10 @@ def count_mismatches(a, b) -> tuple[int, int]:
     return compared, differing
 
 
-def compare_weights(device: str) -> dict[str, int]:
+def compare_weights(device: torch.device) -> dict[str, int]:
     """Freeze the same weights on the CPU and on the device."""
     nvfp4.PACK_ON_GPU = sys.maxsize  # what is on the CPU is packed there
-    model, _ = data.load_smollm2(dtype=torch.bfloat16)
+    model, _ = load_smollm2(dtype=torch.bfloat16)
     config = NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced")
     on_cpu = get_peft_model(copy.deepcopy(model), config)
     on_gpu = get_peft_model(model.to(device), copy.deepcopy(config))
@@ -51,20 +48,20 @@ def compare_weights(device: str) -> dict[str, int]:
 
 def record_step(rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Inputs and output gradients of every frozen linear in one CPU training step."""
-    model, tokenizer = data.load_smollm2(dtype=torch.float32)
+    model, tokenizer = load_smollm2(dtype=torch.float32)
     model = get_peft_model(model, NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced", init_lora_weights=False))
     inputs, gradients = [], []
     for module in model.modules():
         if isinstance(getattr(module, "base_layer", None), FrozenLinear):
             module.register_forward_hook(lambda m, args, out: inputs.append(args[0].detach().flatten(0, -2).clone()))
             module.register_full_backward_hook(lambda m, gin, gout: gradients.append(gout[0].detach().flatten(0, -2).clone()))
-    train, _ = data.movie_reviews()
+    train, _ = movie_reviews()
     batch = tokenizer([e.text for e in train[:rows]], return_tensors="pt", padding=True)
     model(**batch, labels=batch["input_ids"]).loss.backward()
     return inputs, gradients
 
 
-def compare_tensors(tensors: list[torch.Tensor], fmt, device: str, seed: torch.Tensor | None = None) -> dict[str, int]:
+def compare_tensors(tensors: list[torch.Tensor], fmt, device: torch.device, seed: torch.Tensor | None = None) -> dict[str, int]:
     """Quantise recorded tensors on both devices."""
     compared = differing = 0
     for t in tensors:
@@ -76,23 +73,19 @@ def compare_tensors(tensors: list[torch.Tensor], fmt, device: str, seed: torch.T
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda")
+    parser = common.parser(__doc__)
     parser.add_argument("--rows", type=int, default=8)
     args = parser.parse_args()
     inputs, gradients = record_step(args.rows)
     result = {
         "what": "bytes of codes, block scales and global scales on the CPU and on the device, SmolLM2-135M",
-        "environment": environment(),
         "weights_both_layouts": compare_weights(args.device),
         "layer_inputs": compare_tensors(inputs, ACTIVATION, args.device),
         "output_gradients": compare_tensors(gradients, GRADIENT, args.device),
         "output_gradients_stochastic": compare_tensors(gradients, GRADIENT_STOCHASTIC, args.device, torch.tensor(1234)),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    common.write_json(args.out / f"parity_{args.device.type}.json", common.head(args) | result)
+    print(result)
 
 
 if __name__ == "__main__":

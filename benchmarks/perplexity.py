@@ -10,30 +10,29 @@ Rows that differ in their inputs only share one set of weights where they say so
 weights that were calibrated for them.
 
     python benchmarks/perplexity.py --calib 12 --eval 8 --device cpu --recipes balanced      (10 minutes)
-    python benchmarks/perplexity.py --device cuda --budget 200 --out OUT                     all, most important first
-    python benchmarks/perplexity.py --device cuda --budget 200 --out OUT --rotate 0          off the shipped 4-bit grid
+    python benchmarks/perplexity.py --device cuda --out OUT                                  all, most important first
+    python benchmarks/perplexity.py --device cuda --out OUT --rotate 0                       off the shipped 4-bit grid
 
 ``--rotate`` applies a rotation of the residual stream that leaves the function as it is (:mod:`rotation`), because the packaged
-weights are 4-bit already. The model and the texts come from `smollm2_reviews.data_dir` (:mod:`texts` says how).
+weights are 4-bit already. The model and the texts come from :func:`peft_nvfp4.data.data_dir` (:mod:`texts` says how).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import common
 import rotation
 import texts
 import torch
 import torch.nn.functional as F
-from common import smollm2_reviews as data
-from environment import environment
 from input_specs import ALL, NORMS, SITES, Inputs, added_work, centres_of, exact_inputs, rounded_inputs, set_inputs
+from peft_nvfp4.data import load_smollm2
 from torch import Tensor, nn
 
 from peft_nvfp4 import freeze_model
@@ -67,21 +66,15 @@ RECIPES: dict[str, dict[str, Any]] = {  # what a set of GPTQ weights is calibrat
 }
 
 
-# ---------------------------------------------------------------------------------------------- the run
-
-
 class Run:
     """One set of weights, shipped or rotated."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.start = args, time.perf_counter()
         self.rows: list[dict] = []
-        self.not_run: list[str] = []
         self.centres: dict[str, Tensor] = {}
         self.works: dict[str, float] = {}
-        self.longest = 0.0
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-        self.base, tokenizer = data.load_smollm2(torch.float32, layers=args.layers)
+        self.base, tokenizer = load_smollm2(torch.float32, layers=args.layers)
         self.base.eval().requires_grad_(False)
         calibration, held_out = texts.split(args.text or texts.default_paths())
         self.calibration = texts.token_ids(calibration, tokenizer, args.calib, args.length, args.seed)
@@ -90,20 +83,15 @@ class Run:
         self.base.to(args.device)
         if args.rotate is not None:
             self._rotate()
-        self.base.to(dtype)
+        self.base.to(common.DTYPES[args.dtype])
         self.reference = self.nll(self.base)
         self.row("BF16", "exact", self.reference, work=0.0)
 
     def _rotate(self) -> None:
         original = copy.deepcopy(self.base)
-        rotation.rotate_(self.base, self.args.rotate, self.args.rotation)
-        error = rotation.difference(original, self.base, self.held_out[:2])
-        print(f"rotated ({self.args.rotation}): FP32 logits differ by {error:.1e}", flush=True)
-        if not error < 1e-3:  # 1e-6 was seen
-            raise RuntimeError(f"the rotation changed the function: logits differ by {error:.1e}")
-        self.rotated = {"seed": self.args.rotate, "kind": self.args.rotation, "fp32_logits_difference": error}
-
-    # -- measuring
+        rotation.rotate_(self.base, self.args.rotate)
+        error = rotation.check(original, self.base, self.held_out[:2])
+        self.rotated = {"seed": self.args.rotate, "kind": "full", "fp32_logits_difference": error}
 
     @torch.no_grad()
     def nll(self, model: nn.Module) -> Tensor:
@@ -129,14 +117,8 @@ class Run:
         with exact_inputs(model):
             self.row(weights, "exact", self.nll(model), 0.0)
 
-    # -- steps, in the order of `steps`
-
     def nf4(self) -> None:
-        try:
-            model = freeze_model(copy.deepcopy(self.base), "nf4", progress=False)
-        except ImportError as error:  # a machine without bitsandbytes can measure the rest
-            self.not_run.append(f"NF4 ({error})")
-            return
+        model = freeze_model(copy.deepcopy(self.base), "nf4", progress=False)
         self.row("NF4", "exact", self.nll(model), 0.0)
 
     def nearest(self) -> None:
@@ -180,33 +162,14 @@ class Run:
                 self.measure(label, its_name, model)
             self.centred()
 
-    def steps(self) -> dict[str, Callable[[], None]]:
-        found: dict[str, Callable[[], None]] = {
-            "NF4": self.nf4,
-            "to nearest": self.nearest,
-            "BF16 weights, NVFP4 inputs": self.dense,
-        }
-        for name in self.args.recipes or RECIPES:
-            found[f"GPTQ for {name}"] = lambda name=name: self.recipe(name)
-        return found
+    def steps(self) -> list[Callable[[], None]]:
+        return [self.nf4, self.nearest, self.dense, *(partial(self.recipe, name) for name in self.args.recipes or RECIPES)]
 
     def run(self) -> None:
-        """All steps that fit into the time; results are on disk after each."""
-        for name, step in self.steps().items():
-            calibrates = name.startswith("GPTQ")
-            start = time.perf_counter()
-            if self.args.budget and start - self.start + (self.longest if calibrates else 0) > self.args.budget:
-                self.not_run.append(name)
-                continue
+        """All steps, most important first; results are on disk after each."""
+        for step in self.steps():
             step()
-            if calibrates:
-                self.longest = max(self.longest, time.perf_counter() - start)
             self.write()
-        self.write()
-        if self.not_run:
-            print(f"not run within {self.args.budget} s: {'; '.join(self.not_run)}")
-
-    # -- output
 
     def found(self, weights: str, inputs: str) -> float | None:
         return next((r["dnll"] for r in self.rows if (r["weights"], r["inputs"]) == (weights, inputs)), None)
@@ -214,50 +177,43 @@ class Run:
     def findings(self) -> dict[str, float]:
         """Shares that answer: how much of a loss does a recipe give back?"""
         get, own = self.found, "as calibrated"
-        values = {
-            "nearest_paper": get("to nearest", "paper"), "gptq_paper": get("GPTQ for paper", own),
-            "gptq_centred": get("GPTQ for paper, centred", own), "a16": get("GPTQ for balanced", "exact"),
-            "balanced": get("GPTQ for balanced", own), "high": get("GPTQ for high", own),
-            "high_a16": get("GPTQ for high", "exact"), "nf4": get("NF4", "exact"), "activations": get("BF16", "paper"),
-        }  # fmt: skip
-        v = {key: value for key, value in values.items() if value is not None}
+        paper, balanced, high = (get(f"GPTQ for {name}", own) for name in ("paper", "balanced", "high"))
+        nearest, centred = get("to nearest", "paper"), get("GPTQ for paper, centred", own)
+        a16, high_a16, nf4, activations = (get(w, i) for w, i in (
+            ("GPTQ for balanced", "exact"), ("GPTQ for high", "exact"), ("NF4", "exact"), ("BF16", "paper")
+        ))  # fmt: skip
         formulas: dict[str, Callable[[], float]] = {
-            "share of the loss of W4A4 to nearest that GPTQ gives back": lambda: 1 - v["gptq_paper"] / v["nearest_paper"],
-            "the same, of what the activations alone do not cost": lambda: (
-                (v["nearest_paper"] - v["gptq_paper"]) / (v["nearest_paper"] - v["activations"])
-            ),
-            "the same, GPTQ and centres": lambda: 1 - v["gptq_centred"] / v["nearest_paper"],
-            "the same, GPTQ and the balanced preset": lambda: 1 - v["balanced"] / v["nearest_paper"],
-            "share of one-term W4A4's loss against W4A16 that balanced gives back": lambda: (
-                (v["gptq_paper"] - v["balanced"]) / (v["gptq_paper"] - v["a16"])
-            ),
-            "balanced minus NF4, nats": lambda: v["balanced"] - v["nf4"],
-            "high minus W4A16, nats": lambda: v["high"] - v["high_a16"],
+            "share of the loss of W4A4 to nearest that GPTQ gives back": lambda: 1 - paper / nearest,
+            "the same, of what the activations alone do not cost": lambda: (nearest - paper) / (nearest - activations),
+            "the same, GPTQ and centres": lambda: 1 - centred / nearest,
+            "the same, GPTQ and the balanced preset": lambda: 1 - balanced / nearest,
+            "share of one-term W4A4's loss against W4A16 that balanced gives back": lambda: (paper - balanced) / (paper - a16),
+            "balanced minus NF4, nats": lambda: balanced - nf4,
+            "high minus W4A16, nats": lambda: high - high_a16,
         }
         result = {}
         for name, formula in formulas.items():
             try:
                 result[name] = formula()
-            except KeyError:  # a row that was not run
+            except TypeError:  # of a row that was not run
                 continue
         return result
 
     def write(self) -> None:
         args = self.args
-        settings = {key: getattr(args, key) for key in ("calib", "eval", "length", "batch", "device", "dtype", "layers", "seed")}
-        kind = "shipped" if args.rotate is None else f"rotated_{args.rotation}"
-        path = args.out / f"perplexity_{kind}_{args.device}"
-        args.out.mkdir(parents=True, exist_ok=True)
-        content = {"environment": environment(), "settings": settings, "rotated": self.rotated, "findings": self.findings()}
-        content |= {"seconds": time.perf_counter() - self.start, "not_run": self.not_run, "rows": self.rows}
-        path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+        kind = "shipped" if args.rotate is None else "rotated_full"
+        path = args.out / f"perplexity_{kind}_{args.device.type}"
+        content = common.head(args) | {"rotated": self.rotated, "findings": self.findings()}
+        content |= {"seconds": time.perf_counter() - self.start, "rows": self.rows}
+        common.write_json(path.with_suffix(".json"), content)
         path.with_suffix(".md").write_text("\n".join(self.markdown(kind)) + "\n")
 
     def markdown(self, kind: str) -> list[str]:
         args = self.args
         lines = [
             f"SmolLM2-135M-Instruct, {kind} weights; {args.calib} x {args.length} tokens of calibration, {args.eval} x "
-            f"{args.length} held out; {args.dtype} on {args.device}. Nats per token above BF16 ± standard error over sequences.",
+            f"{args.length} held out; {args.dtype} on {args.device.type}. "
+            "Nats per token above BF16 ± standard error over sequences.",
             "",
             "| weights | inputs | nats above BF16 | perplexity | FP4 work added, forward |",
             "|---|---|---|---|---|",
@@ -265,31 +221,17 @@ class Run:
         for r in self.rows:
             loss = f"{r['dnll']:.3f} ± {r['se']:.3f}"
             lines.append(f"| {r['weights']} | {r['inputs']} | {loss} | {r['perplexity']:.2f} | {100 * r['added_work']:.0f} % |")
-        lines += ["", *(f"- {name}: {value:.3f}" for name, value in self.findings().items())]
-        return lines + [f"- not run: {name}" for name in self.not_run]
+        return [*lines, "", *(f"- {name}: {value:.3f}" for name, value in self.findings().items())]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.text_parser(__doc__)
     parser.add_argument("--calib", type=int, default=128, help="sequences of calibration")
     parser.add_argument("--eval", type=int, default=60, help="sequences held out")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences at a time; 1 needs least memory")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: fp32 on a CPU, bf16 on a GPU")
     parser.add_argument("--rotate", type=int, metavar="SEED", help="measure a rotated model")
-    parser.add_argument("--rotation", choices=rotation.KINDS, default="full")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, help="of GPTQ, instead of all")
-    parser.add_argument("--budget", type=float, help="seconds after which nothing new is started")
-    parser.add_argument("--layers", type=int, help="keep so many layers (to try the script)")
-    parser.add_argument("--text", type=Path, nargs="*", help=".txt or .jsonl files, instead of the default ones")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    args = parser.parse_args()
-    args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    Run(args).run()
+    Run(common.parse_texts(parser)).run()
 
 
 if __name__ == "__main__":

@@ -14,25 +14,24 @@ accuracy is about 1.5 points; the retention of weights and logits, and the NLL, 
     python benchmarks/retention.py                                     CPU, some minutes a run
     python benchmarks/retention.py --device cuda --steps 300 --seeds 0 1 2 --trained-on nvfp4 nf4 bf16
     python benchmarks/retention.py --layers 2 --steps 2 --rows 16      mechanics only
-
-Writes --out (JSON).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
+import common
 import torch
-from common import smollm2_reviews as data
-from environment import environment
 from peft import PeftModel, get_peft_model
+from peft_nvfp4.data import collate, encode, evaluate, fine_tune, load_smollm2, movie_reviews
 from torch import nn
 
 from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model, inspect_adapter, merge
@@ -42,7 +41,7 @@ BASES = ("nvfp4", "nf4", "bf16", "stock")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=100, help="optimiser steps (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="sentences per step (%(default)s)")
     parser.add_argument("--lr", type=float, default=4e-4, help="peak learning rate (%(default)s)")
@@ -51,50 +50,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, help="keep only the first layers of the model: mechanics")
     parser.add_argument("--accuracy", default="balanced", help="terms of the activations (%(default)s)")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="of activations (%(default)s)")
+    parser.add_argument("--dtype", default="bf16", choices=tuple(common.DTYPES), help="of activations (%(default)s)")
     parser.add_argument("--aware-lr", type=float, help="peak learning rate of merge-aware training (default: --lr)")
     parser.add_argument("--loftq", action="store_true", help="merge-aware training from init_lora_weights='loftq', too")
     parser.add_argument("--trained-on", nargs="+", default=["nvfp4"], choices=sorted(BACKENDS), help="rows of the second table")
     parser.add_argument("--bases", nargs="+", default=list(BASES), choices=BASES, help="its columns (%(default)s)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/retention.json"))
     return parser.parse_args(argv)
 
 
-# ---------------------------------------------------------------------------------------------- models
-
-
 def load(args: argparse.Namespace) -> tuple[nn.Module, object]:
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
-    model, tokenizer = data.load_smollm2(dtype, args.layers)
+    model, tokenizer = load_smollm2(common.DTYPES[args.dtype], args.layers)
     return model.to(args.device), tokenizer
 
 
 def train(args: argparse.Namespace, seed: int, rows: list, backend: str, **settings) -> tuple[PeftModel, object]:
     model, tokenizer = load(args)
     torch.manual_seed(seed)  # the same initial adapter for all
-    config = NVFP4LoraConfig(
-        r=args.rank,
-        lora_alpha=2 * args.rank,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-        backend=backend,
-        accuracy=args.accuracy,
-        **settings,
-    )
-    model = get_peft_model(model, config)
+    lora = {"r": args.rank, "lora_alpha": 2 * args.rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model = get_peft_model(model, NVFP4LoraConfig(**lora, backend=backend, accuracy=args.accuracy, **settings))
     warmup, lr = max(args.steps // 10, 1), (settings.get("merge_aware") and args.aware_lr) or args.lr
-    data.fine_tune(model, tokenizer, rows, steps=args.steps, batch_size=args.batch_size, lr=lr, warmup=warmup, seed=seed)
+    fine_tune(model, tokenizer, rows, steps=args.steps, batch_size=args.batch_size, lr=lr, warmup=warmup, seed=seed)
     return model.eval(), tokenizer
 
 
 def score(model: nn.Module, tokenizer, test: list) -> dict[str, float]:
-    found = data.evaluate(model, tokenizer, test)
+    found = evaluate(model, tokenizer, test)
     return {"accuracy": found.accuracy, "nll": found.nll}
 
 
 def probe_batch(tokenizer, test: list, device: str) -> dict[str, torch.Tensor]:
-    ids, last, _ = data.collate(data.encode(tokenizer, test[:PROBE_ROWS]), tokenizer.pad_token_id, device)
+    ids, last, _ = collate(encode(tokenizer, test[:PROBE_ROWS]), tokenizer.pad_token_id, device)
     mask = torch.arange(ids.shape[1], device=device)[None] <= last[:, None]
     return {"input_ids": ids, "attention_mask": mask.long()}
 
@@ -102,9 +87,6 @@ def probe_batch(tokenizer, test: list, device: str) -> dict[str, torch.Tensor]:
 def base_model(args: argparse.Namespace, kind: str) -> nn.Module:
     model, _ = load(args)
     return model if kind == "stock" else freeze_model(model, kind, accuracy=args.accuracy, progress=False)
-
-
-# ---------------------------------------------------------------------------------------------- the two tables
 
 
 def merged_and_scored(model: PeftModel, tokenizer, test: list, to: str, probe: dict) -> dict:
@@ -156,46 +138,31 @@ def transfer(args: argparse.Namespace, folders: dict[str, Path], test: list) -> 
     return found
 
 
-# ---------------------------------------------------------------------------------------------- output
-
-
 def mean(runs: list[dict], *path: str) -> float:
-    values = []
-    for run in runs:
-        for key in path:
-            run = run[key]
-        values.append(run)
-    return statistics.fmean(values)
+    """Over seeds."""
+    return statistics.fmean(reduce(getitem, path, run) for run in runs)
 
 
 def show(runs: list[dict]) -> str:
-    lines = [
-        "| | accuracy | NLL | weights retained | logit effect retained | logit error / effect |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in runs[0]["retention"]:
-        row = [f"{mean(runs, 'retention', name, 'accuracy'):.1%}", f"{mean(runs, 'retention', name, 'nll'):.4f}"]
-        measured = "total" in runs[0]["retention"][name]
-        where = (("total", "retained"), ("probe", "retained"), ("probe", "error"))
-        row += [f"{mean(runs, 'retention', name, *path):.3f}" if measured else "" for path in where]
-        lines.append(f"| {name} | {' | '.join(row)} |")
-    lines += ["", "accuracy (NLL) of an adapter trained on (row), on (column):", ""]
-    bases = list(next(iter(runs[0]["transfer"].values())))
-    lines += [f"| | {' | '.join(bases)} |", "|---" * (len(bases) + 1) + "|"]
-    for trained in runs[0]["transfer"]:
-        cells = [
-            f"{mean(runs, 'transfer', trained, b, 'accuracy'):.1%} ({mean(runs, 'transfer', trained, b, 'nll'):.3f})"
-            for b in bases
-        ]
-        lines.append(f"| {trained} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    names, bases = runs[0]["retention"], next(iter(runs[0]["transfer"].values()))
+    columns = {
+        "": lambda name: name,
+        "accuracy": lambda name: f"{mean(runs, 'retention', name, 'accuracy'):.1%}",
+        "NLL": lambda name: f"{mean(runs, 'retention', name, 'nll'):.4f}",
+        "weights retained": lambda name: f"{mean(runs, 'retention', name, 'total', 'retained'):.3f}",
+        "logit effect retained": lambda name: f"{mean(runs, 'retention', name, 'probe', 'retained'):.3f}",
+        "logit error / effect": lambda name: f"{mean(runs, 'retention', name, 'probe', 'error'):.3f}",
+    }
+    on = {base: (lambda trained, b=base: f"{mean(runs, 'transfer', trained, b, 'accuracy'):.1%}") for base in bases}
+    transferred = common.table(list(runs[0]["transfer"]), {"accuracy, trained on": lambda trained: trained, **on})
+    return f"{common.table(list(names), columns)}\n{transferred}"
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
     args = parse(argv)
     runs = []
     for seed in args.seeds:
-        rows, test = data.movie_reviews(seed, args.rows)
+        rows, test = movie_reviews(seed, args.rows)
         with tempfile.TemporaryDirectory() as scratch:
             folders = {backend: Path(scratch, backend) for backend in args.trained_on}
             table = retention(args, seed, rows, test, folders.get("nvfp4", Path(scratch, "unused")))
@@ -204,10 +171,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 model.save_pretrained(folders[backend])
                 del model
             runs.append({"seed": seed, "retention": table, "transfer": transfer(args, folders, test)})
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    result = {"settings": settings, "environment": environment(), "runs": runs}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = common.head(args) | {"runs": runs}
+    common.write_json(args.out / f"retention_{args.device.type}.json", result)
     print(show(runs))
     return result
 

@@ -1,6 +1,6 @@
 """A projection of one training step on cards that nobody has measured this package on: RTX 5080 and 5090. NOT a measurement.
 
-    python benchmarks/roofline.py                       # prints, and with --out FILE.md writes, the tables
+    python benchmarks/roofline.py                       # prints the tables of roofline.md
 
 Each kernel takes the larger of its arithmetic at a rate and its bytes at a bandwidth; a step is their sum (kernels of one stream
 do not overlap; the host is left out, as with CUDA graphs; nothing is found in the L2 cache). Sources of the rates:
@@ -14,15 +14,13 @@ do not overlap; the host is left out, as with CUDA graphs; nothing is found in t
 * RTX 5090: FP4, BF16 and attention rates times 1676 / 900 (dense FP4 of the data sheets).
 
 The last table compares the model, set to what the paper did (logits at every position, gradients quantised in a kernel of their
-own), with the paper's Table 11. What to measure first on a card is at the end.
+own), with the paper's Table 11. ``roofline.md`` says what to measure first on a card.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 COPY, KERNELS = 0.85, 0.85
 NVFP4 = 0.5625  # bytes a value: 4 bits and an eighth of a byte of block scale per 16
@@ -139,76 +137,40 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *rows])
 
 
-def report() -> str:
-    parts = [
-        "# Step time on RTX 5080 and 5090: a projection, not a measurement",
-        "Made by `benchmarks/roofline.py`, whose docstring gives the sources of the rates. Milliseconds of one step, "
-        "LoRA r=16 on "
-        "all linears, 4 x 1024 tokens, loss on the last 32 of each row, CUDA graphs (no time of the host).",
-    ]
-    for card in CARDS:
-        rows = []
-        for shape in SHAPES:
-            for accuracy in TERMS:
-                times = project(card, shape, Step(accuracy=accuracy))
-                total = sum(times.values())
-                rows.append(
-                    [
-                        f"{shape.name}, {accuracy}",
-                        *(f"{t:.1f}" for t in times.values()),
-                        f"**{total:.0f}**",
-                        f"{4096 / total:.1f}k",
-                    ]
-                )
-        parts += [f"## {card.name}", table(["", *times, "step", "tokens/s"], rows)]
-    card, shape = CARDS[0], SHAPES[0]
-    outputs = sum(n for _, n in shape.linears.values()) * shape.layers * 4096 / (card.bandwidth * 1e6 * COPY)
-    up, dy = 4 * outputs, 2 * outputs
-    paper = project(card, shape, Step(labels=4096))
-    bf16 = {"NVFP4 GEMMs": 25.6, "BF16 GEMMs": 48.9, "quantisation / fused kernels": 17.1, "attention": 12.7, "elementwise": 21.8}
-    ours = {
-        "NVFP4 GEMMs": paper["NVFP4 GEMMs"],
-        "BF16 GEMMs": paper["BF16 GEMMs: LoRA"] + paper["BF16 GEMMs: head"],
-        "quantisation / fused kernels": paper["quantisation / fused kernels"],
-        "attention": paper["attention"],
-        "elementwise": paper["elementwise / optimizer"],
+def projection(card: Card) -> str:
+    """Steps of all shapes and presets on a card."""
+    rows = []
+    for shape in SHAPES:
+        for accuracy in TERMS:
+            times = project(card, shape, Step(accuracy=accuracy))
+            total = sum(times.values())
+            cells = [*(f"{t:.1f}" for t in times.values()), f"**{total:.0f}**", f"{4096 / total:.1f}k"]
+            rows.append([f"{shape.name}, {accuracy}", *cells])
+    return table(["", *times, "step", "tokens/s"], rows)
+
+
+def against_the_paper() -> str:
+    """Llama-1B on the RTX 5080 with logits at all positions, beside the paper's Table 11."""
+    found = project(CARDS[0], SHAPES[0], Step(labels=4096))
+    found["BF16 GEMMs"] = found["BF16 GEMMs: LoRA"] + found["BF16 GEMMs: head"]
+    found["elementwise"] = found["elementwise / optimizer"]
+    paper = {
+        "NVFP4 GEMMs": 25.6,
+        "BF16 GEMMs": 48.9,
+        "quantisation / fused kernels": 17.1,
+        "attention": 12.7,
+        "elementwise": 21.8,
     }
-    rows = [[name, f"{ours[name]:.1f}", f"{bf16[name]:.1f}"] for name in ours]
-    rows.append(["sum", f"{sum(ours.values()):.1f}", f"{sum(bf16.values()):.1f} (the paper's own sum: 130.1)"])
-    parts += [
-        "## The model against the paper",
-        "Llama-3.2-1B on the RTX 5080 with logits at all 4096 positions, PACT's Table 11. Attention and the FP4 rate "
-        "come from there, "
-        "so those two rows agree by construction; the others are predictions. BF16 GEMMs: the head alone takes 38 ms "
-        "at this rate, "
-        "which leaves the paper 10 ms for LoRA where the model, which reads everything from memory, has 25. "
-        "Elementwise: the paper "
-        "has more than twice the bytes that are counted here.",
-        table(["ms", "model", "paper"], rows),
-        "## What to measure first on a card",
-        "1. `peft-nvfp4 doctor`: is everything correct there?\n"
-        "2. `peft-nvfp4 tune`: the GEMM's tiles; compare with 678-772 TFLOP/s at M=4096 (Table 1).\n"
-        "3. `benchmarks/bench_ops.py --bench`: the row kernels against a device copy on GDDR7 with 64 MB of L2, where one row of "
-        "MLP activations per program may no longer be the best cut.\n"
-        "4. `benchmarks/bench_train.py --shapes 1b --cases bf16,bf16-liger,bf16-compile,qlora,nvfp4-paper-graphs,nvfp4-graphs,"
-        "nvfp4-high-graphs`.\n"
-        "5. If the step is more than 15 % above this page: the breakdown of the same command shows which row.",
-        "## Where the next milliseconds are\n\nBy the same arithmetic, Llama-3.2-1B on the RTX 5080: "
-        f"{up:.1f} ms of the LoRA row are h B' written to memory and read again by the product's epilogue, which a "
-        f"rank-r product inside "
-        f"the epilogue would save; {dy:.1f} ms are dy read a second time for dB, which one kernel for g and dB would save.",
-    ]
-    return "\n\n".join(parts) + "\n"
+    rows = [[name, f"{found[name]:.1f}", f"{paper[name]:.1f}"] for name in paper]
+    total = f"{sum(paper.values()):.1f} (the paper's own sum: 130.1)"
+    rows.append(["sum", f"{sum(found[name] for name in paper):.1f}", total])
+    return table(["ms", "model", "paper"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    text = report()
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    for card in CARDS:
+        print(f"{card.name}\n\n{projection(card)}\n")
+    print(against_the_paper())
 
 
 if __name__ == "__main__":

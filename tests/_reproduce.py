@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -35,10 +34,6 @@ def write_rows(folder: Path, rows: int = 30) -> None:
     put("disfl_qa.jsonl", [{"passage": t + " .", "question": "what ?", "answer": t.split()[1]} for t in texts])
     put("xsum.jsonl", [{"document": f"{t} " * 30, "summary": t} for t in texts])
     (folder / "alpaca.json").write_text(json.dumps([{"instruction": t, "input": "", "output": t[::-1]} for t in texts]))
-    with open(folder / "mts_dialog.csv", "w", newline="") as file:
-        csv.writer(file).writerows(
-            [["ID", "section_header", "section_text", "dialogue"], *([i, "", t, t] for i, t in enumerate(texts))]
-        )
     lines = []
     for lemma in range(rows):
         lines += [f"noun{lemma}{sense}\tword{lemma}\tthe word{lemma} is {sense} {k}" for sense in "ab" for k in range(2)]

@@ -1,7 +1,7 @@
 """What the Triton kernels are checked on: operators with arguments, and the comparison of a kernel with its reference.
 
 A *case* is an operator with arguments. Its kernel and its plain-PyTorch reference get the same ones on the same device, and all
-outputs must agree in every bit (any NaN equals any NaN). Used by test_triton.py and by ``benchmarks/bench_ops.py --check``.
+outputs must agree in every bit (any NaN equals any NaN). Used by test_triton.py.
 """
 
 from __future__ import annotations
@@ -304,13 +304,13 @@ def run_case(case: Case, device: str) -> list[str]:
     return [f"{case.operator} {case.label}: output {i}: {n} of {got[i].numel()} differ, {text}" for i, n, text in found if n]
 
 
-ON_GPU = {  # group -> rows, widths, weights
-    "quantize": (200, (10, 576, 1000, 2048, 8192), ()),
-    "terms": (200, (10, 576, 1000, 2048, 8192), ()),
-    "dequantize": (200, (10, 576, 1000, 2048, 8192), ()),
+ON_GPU = {  # group -> rows, widths, weights; rows of 33 BF16 values are no pairs: they take the way of FP32 rows
+    "quantize": (200, (10, 33, 576, 1000, 2048, 8192), ()),
+    "terms": (200, (10, 33, 576, 1000, 2048, 8192), ()),
+    "dequantize": (200, (10, 33, 576, 1000, 2048, 8192), ()),
     "transpose": (0, (), ((1000, 576), (8192, 2048), (2048, 8192), (10, 40))),
-    "norm": (200, (10, 576, 1000, 2048, 8192), ()),
-    "mlp": (200, (10, 576, 1000, 2048, 8192), ()),
+    "norm": (200, (10, 33, 576, 1000, 2048, 8192), ()),
+    "mlp": (200, (10, 33, 576, 1000, 2048, 8192), ()),
     "random": (200, (1000, 2048), ()),
     "rope": (200, (10, 80, 96, 128, 256, 64), ()),
     "matmul": (64, (), ((1000, 576), (2048, 1008), (130, 10), (50, 4096))),

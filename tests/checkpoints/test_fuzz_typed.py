@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from peft_nvfp4 import cli
 from peft_nvfp4.cli._run import options, texts
-from peft_nvfp4.kernels.fp4 import library
+from peft_nvfp4.kernels.fp4 import cutlass
 
 # ---------------------------------------------------------------------------------------------- YAML
 
@@ -229,10 +229,10 @@ def test_no_file_can_run_code():
 @pytest.mark.parametrize("told", [False, True])
 def test_the_extension_is_loaded_from_the_package_or_where_one_is_told(tmp_path, monkeypatch, told):
     """Not from the current folder, nor by a name for which the dynamic loader would search."""
-    (tmp_path / library.FILE).write_bytes(b"")
+    (tmp_path / cutlass.FILE).write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(library.VARIABLE, raising=False)
+    monkeypatch.delenv(cutlass.VARIABLE, raising=False)
     if told:
-        monkeypatch.setenv(library.VARIABLE, str(tmp_path / "elsewhere.so"))
-    path = library._path()
-    assert path == (tmp_path / "elsewhere.so" if told else Path(PACKAGE) / library.FILE) and path.is_absolute()
+        monkeypatch.setenv(cutlass.VARIABLE, str(tmp_path / "elsewhere.so"))
+    path = cutlass._path()
+    assert path == (tmp_path / "elsewhere.so" if told else Path(PACKAGE) / cutlass.FILE) and path.is_absolute()

@@ -69,7 +69,7 @@ def test_columns_and_template(tmp_path):
     rows = texts.read(name, "prompt", {"prompt": "q", "completion": "a"})
     assert rows.data.to_list() == [{"prompt": "red", "completion": "blue"}]
     rows = texts.read(name, "classification", {"text": "q", "label": "n"}, template="{text} was")
-    assert rows.data.to_list() == [{"prompt": "red was", "completion": " 1"}] and rows.labels == ["1"]
+    assert rows.data.to_list() == [{"prompt": "red was", "completion": " 1"}] and rows.labels == [" 1"]
     with pytest.raises(ValueError, match="has no column x; it has q, prompt"):
         texts.read(name, columns={"prompt": "x"})
 
@@ -191,7 +191,7 @@ def test_resuming_reads_what_the_run_was(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ranks: 8", "unknown options ranks; known: model, dataset"),
+        ("ranks: 8", "unknown options:? ranks; known: model, dataset"),
         ("rank: many", "rank must be int, got 'many'"),
         ("rank: true", "rank must be int"),
         ("lr: fast", "lr must be float"),
@@ -234,6 +234,6 @@ def test_answers():
 
 def test_labels():
     found, true = [" p", " p", " n", " n"], [" p", " n", " n", " n"]
-    scores = evaluation._label_scores(found, true, ["p", "n", "never"])
+    scores = evaluation._label_scores(found, true, [" p", " n", " never"])
     assert scores == pytest.approx({"accuracy": 0.75, "macro_f1": (2 / 3 + 4 / 5) / 2})
-    assert evaluation._label_scores([" p"], [" p"], ["p"]) == {"accuracy": 1.0, "macro_f1": 1.0}
+    assert evaluation._label_scores([" p"], [" p"], [" p"]) == {"accuracy": 1.0, "macro_f1": 1.0}

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from peft_nvfp4 import ops
-from peft_nvfp4.kernels.fp4 import extension, tiles
-from peft_nvfp4.kernels.fp4 import library as loading
+from peft_nvfp4.kernels.fp4 import cutlass, tiles
 from peft_nvfp4.kernels.fp4.tiles import Problem, Tile
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, QuantizedMatrix
@@ -33,12 +32,12 @@ def load_from(monkeypatch):
     """load() of a given file."""
 
     def load(path):
-        monkeypatch.setenv(extension.VARIABLE, str(path))
-        loading._open.cache_clear()
-        return extension.load()
+        monkeypatch.setenv(cutlass.VARIABLE, str(path))
+        cutlass._open.cache_clear()
+        return cutlass.load()
 
     yield load
-    loading._open.cache_clear()
+    cutlass._open.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +65,13 @@ def shared_object(tmp_path, source):
 
 def test_missing_library_says_how_to_get_one(load_from, tmp_path):
     library, reason = load_from(tmp_path / "nothing.so")
-    assert library is None and reason.startswith("not built") and "nothing.so" in reason and extension.VARIABLE in reason
+    assert library is None and reason.startswith("not built") and "nothing.so" in reason and cutlass.VARIABLE in reason
 
 
 def test_missing_library_of_an_installation(monkeypatch, tmp_path):
-    monkeypatch.delenv(extension.VARIABLE, raising=False)
-    monkeypatch.setattr(loading, "__file__", str(tmp_path / "kernels" / "fp4" / "library.py"))
-    library, reason = extension.load()
+    monkeypatch.delenv(cutlass.VARIABLE, raising=False)
+    monkeypatch.setattr(cutlass, "__file__", str(tmp_path / "kernels" / "fp4" / "cutlass.py"))
+    library, reason = cutlass.load()
     assert library is None and reason.startswith("not built") and "make build-ext" in reason
 
 
@@ -90,7 +89,7 @@ def test_library_without_our_symbols(load_from, tmp_path):
 
 def test_library_of_another_version(load_from, tmp_path):
     library, reason = load_from(shared_object(tmp_path, "int peft_nvfp4_abi(void) { return 99; }"))
-    assert library is None and "version 99" in reason and f"version {loading.ABI}" in reason
+    assert library is None and "version 99" in reason and f"version {cutlass.ABI}" in reason
 
 
 @pytest.mark.parametrize("capability, fits", [((12, 0), True), ((12, 1), True), ((9, 0), False), ((12, 2), False)])
@@ -98,25 +97,25 @@ def test_library_for_another_gpu(monkeypatch, tmp_path, capability, fits):
     class Loaded:
         path, archs = tmp_path, ["12.0a", "12.1a"]
 
-    monkeypatch.setattr(loading, "_open", lambda path: (Loaded, ""))
+    monkeypatch.setattr(cutlass, "_open", lambda path: (Loaded, ""))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "Some GPU")
-    library, reason = extension.load()
+    library, reason = cutlass.load()
     assert (library is Loaded) == fits
     assert fits or (reason.startswith("not built for") and "Some GPU" in reason and "12.0a" in reason)
 
 
 def test_structures_match_the_header(tmp_path):
     """ctypes and the C compiler agree on every offset."""
-    fields = {"peft_nvfp4_gemm_args": loading.Arguments, "peft_nvfp4_part": loading._Part}
+    fields = {"peft_nvfp4_gemm_args": cutlass.Arguments, "peft_nvfp4_part": cutlass._Part}
     lines = [f'#include "{CSRC / "abi.h"}"', "#include <stddef.h>", "int peft_abi(void) { return PEFT_NVFP4_ABI; }"]
     for name, structure in fields.items():
         offsets = [f"offsetof({name}, {field})" for field, _ in structure._fields_]
         lines.append(f"size_t {name}_at[] = {{{', '.join([*offsets, f'sizeof({name})'])}}};")
     library = ctypes.CDLL(str(shared_object(tmp_path, "\n".join(lines))))
-    assert library.peft_abi() == loading.ABI
+    assert library.peft_abi() == cutlass.ABI
     for name, structure in fields.items():
         ours = [getattr(structure, field).offset for field, _ in structure._fields_] + [ctypes.sizeof(structure)]
         assert list((ctypes.c_size_t * len(ours)).in_dll(library, f"{name}_at")) == ours
@@ -135,36 +134,36 @@ def test_without_library_a_product_says_why(load_from, tmp_path):
     load_from(tmp_path / "nothing.so")
     xs, w = operands()
     with pytest.raises(RuntimeError, match="not there: not built"):
-        extension.gemm(xs, w)
+        cutlass.gemms(xs, [w])
 
 
 @pytest.mark.parametrize(
     "change, match",
     [
         (dict(dtype=torch.float16), "dtype is bfloat16 or float32"),
-        (dict(constant=torch.zeros(7)), r"constant 0: contiguous \(8,\)"),
-        (dict(add=torch.zeros(3, 8)), r"add 0: must be \(3, 8\) torch.bfloat16"),
-        (dict(out=torch.zeros(2, 8, dtype=torch.bfloat16)), r"out 0: must be \(3, 8\)"),
+        (dict(constants=[torch.zeros(7)]), r"constant 0: contiguous \(8,\)"),
+        (dict(adds=[torch.zeros(3, 8)]), r"add 0: must be \(3, 8\) torch.bfloat16"),
+        (dict(outs=[torch.zeros(2, 8, dtype=torch.bfloat16)]), r"out 0: must be \(3, 8\)"),
     ],
 )
 def test_wrong_arguments(change, match):
     xs, w = operands()
     with pytest.raises(ValueError, match=match):
-        extension.gemm(xs, w, **change)
+        cutlass.gemms(xs, [w], **change)
 
 
 def test_wrong_operands():
     xs, w = operands()
     with pytest.raises(ValueError, match="one or two terms, got 3"):
-        extension.gemm(xs * 3, w)
+        cutlass.gemms(xs * 3, [w])
     with pytest.raises(ValueError, match="weight 0: codes must be"):
-        extension.gemm(xs, operands(k=128)[1])
+        cutlass.gemms(xs, [operands(k=128)[1]])
     with pytest.raises(ValueError, match="weight 0: at least one row and one global scale"):
-        extension.gemm(xs, QuantizedMatrix(w.codes, w.scales, torch.ones(8), w.k))
+        cutlass.gemms(xs, [QuantizedMatrix(w.codes, w.scales, torch.ones(8), w.k)])
     with pytest.raises(ValueError, match="contiguous"):
-        extension.gemm(xs, w._replace(codes=w.codes.t().contiguous().t()))
+        cutlass.gemms(xs, [w._replace(codes=w.codes.t().contiguous().t())])
     with pytest.raises(ValueError, match="as many constants"):
-        extension.gemms(xs, [w, w], constants=[None])
+        cutlass.gemms(xs, [w, w], constants=[None])
 
 
 # ---------------------------------------------------------------------------------------------- tiles
@@ -214,14 +213,20 @@ def test_measured_tiles_win_and_survive(tmp_path, monkeypatch):
     assert tiles.read(file) == {}
 
 
-def test_tune_stores_the_fastest(tmp_path, monkeypatch):
-    monkeypatch.setattr(extension, "tiles_of_library", lambda: [SMALL, LARGE])
-    monkeypatch.setattr(extension, "measured_file", lambda: tmp_path / "t.json")
+def test_tune_stores_the_fastest(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("typer")
+    from peft_nvfp4.cli import tune
+
+    class Loaded:
+        tiles, info = [SMALL, LARGE], {"source": "abc"}
+
+    monkeypatch.setenv("PEFT_NVFP4_CACHE", str(tmp_path))
     problems = [Problem(128, (128,), 128), Problem(4096, (128,), 128)]
-    said = []
-    winners = tiles.tune(problems, lambda problem, tile: abs(problem.m / 16 - tile.m), said.append)
+    winners = tune.measure("Some GPU", Loaded, problems, lambda problem, tile: abs(problem.m / 16 - tile.m))
     assert winners == {problems[0].key: SMALL.name, problems[1].key: LARGE.name}
-    assert json.loads((tmp_path / "t.json").read_text())["tiles"] == winners and len(said) == 3
+    assert json.loads((tmp_path / "tiles-some-gpu-abc.json").read_text())["tiles"] == winners
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len({problem.key for problem in tune.usual_problems()}) == 64
 
 
 # ---------------------------------------------------------------------------------------------- build
@@ -283,7 +288,7 @@ def compiled(build, tmp_path_factory):
 
 @pytest.fixture
 def library(compiled):
-    return loading.Library(compiled[0])
+    return cutlass.Library(compiled[0])
 
 
 @pytest.mark.slow
@@ -305,7 +310,7 @@ def test_one_instance_compiles(compiled, library):
 def test_library_checks_its_arguments(library):
     """Each rule of entry.cu, broken alone, is the one that is named. Nothing is launched: no GPU is needed."""
     part = dict(n=8, codes=16, scales=1, gscale=4, d=16, ldd=8)
-    good = dict(version=loading.ABI, terms=1, parts=1, m=3, k=32, x_gscale=4, x_gscale_rows=3, workspace=256)
+    good = dict(version=cutlass.ABI, terms=1, parts=1, m=3, k=32, x_gscale=4, x_gscale_rows=3, workspace=256)
     wrong = {
         "version": dict(version=0),
         "instance": dict(instance=9),
@@ -327,7 +332,7 @@ def test_library_checks_its_arguments(library):
         "workspace_bytes": {},
     }
     for rule, change in wrong.items():
-        arguments = loading.Arguments()
+        arguments = cutlass.Arguments()
         values = {**good, "x_codes": 16, "x_scales": 1, **{k: v for k, v in change.items() if k != "part"}}
         for name, value in values.items():
             if name in ("x_codes", "x_scales"):
@@ -349,7 +354,7 @@ def test_library_checks_its_arguments(library):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_match_the_reference(dtype):
     """Needs a library for this GPU: on SM120 the extension, elsewhere PEFT_NVFP4_EXTENSION=an emulated one."""
-    library, reason = extension.load()
+    library, reason = cutlass.load()
     if library is None:
         pytest.skip(f"not run: {reason}")
     x = torch.randn(200, 160, device="cuda")
@@ -358,7 +363,7 @@ def test_products_match_the_reference(dtype):
     weights = [ops.quantize_weight(torch.randn(n, 160, device="cuda"), WEIGHT) for n in (136, 40, 7)]
     constants = [torch.randn(136, device="cuda"), None, None]
     adds = [None, torch.randn(200, 40, device="cuda").to(dtype), None]
-    ys = extension.gemms([first, second], weights, constants=constants, adds=adds, dtype=dtype)
+    ys = cutlass.gemms([first, second], weights, constants=constants, adds=adds, dtype=dtype)
     value = (reference.dequantize(first) + reference.dequantize(second)).double()
     for y, w, constant, add in zip(ys, weights, constants, adds):
         want = value @ reference.dequantize(w).double().T

@@ -14,153 +14,47 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from _gemms import one_by_one
+from _gemms import BF16, CPU, MUTANTS, changed, fake_scaled_mm, gemm, narrow, one_by_one, raising
 from test_emulated import GROUPS, close, exact_dgrad, exact_fprop, group, with_seeds, without_hidden
 
 from peft_nvfp4 import kernels
 from peft_nvfp4.kernels import dispatch, tiers
-from peft_nvfp4.kernels.fp4 import known_products, native, probe, scaled_mm
-from peft_nvfp4.numerics import layout, reference
-from peft_nvfp4.numerics.formats import E4M3_NAN, GRADIENT, QuantizedMatrix
+from peft_nvfp4.kernels.fp4 import check, native, scaled_mm
+from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics.formats import GRADIENT, QuantizedMatrix
 from peft_nvfp4.numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from peft_nvfp4.ops.core import Operator
 
-BF16 = torch.bfloat16
-CPU = torch.device("cpu")
-
-
-def gemm(terms, weight, *, constant=None, add=None, out=None, dtype=BF16):
-    """What a tier's GEMM promises, in FP32."""
-    assert all(t.gscale.shape == (t.codes.shape[0],) for t in terms) and weight.gscale.shape == (1,)
-    assert all(t.is_contiguous() for q in (*terms, weight) for t in q[:3])
-    w = reference.dequantize(weight)
-    y = sum(reference.dequantize(t) @ w.T for t in terms)
-    y = y if constant is None else y + constant
-    y = (y if add is None else y + add.float()).to(dtype)
-    return y if out is None else out.copy_(y)
-
-
-def narrow(bits):
-    """Sums in so many significant bits, rounded after every block of 16 products."""
-
-    def rounded(t):
-        mantissa, exponent = torch.frexp(t)
-        return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
-
-    def run(terms, weight, *, constant=None, add=None, dtype=BF16, **_):
-        w, y = reference.dequantize(weight), 0
-        for x in map(reference.dequantize, terms):
-            for i in range(0, x.shape[1], 16):
-                y = rounded(y + x[:, i : i + 16] @ w[:, i : i + 16].T)
-        y = y if constant is None else y + constant
-        return (y if add is None else y + add.float()).to(dtype)
-
-    return run
-
-
-def changed(inputs=None, weights=None):
-    """A GEMM that sees other operands than it was given."""
-    same = lambda q: q
-
-    def run(terms, weight, **others):
-        return gemm([(inputs or same)(t) for t in terms], (weights or same)(weight), **others)
-
-    return run
-
-
-def swapped(q):
-    return q._replace(codes=(q.codes << 4 | q.codes >> 4))
-
-
-def unswizzled(q):
-    """Linear scales given to a GEMM that reads swizzled ones."""
-    rows, blocks = q.scales.shape
-    flat = F.pad(q.scales.flatten(), (0, -(-rows // 128) * 128 * (-(-blocks // 4) * 4) - q.scales.numel()))
-    return q._replace(scales=layout.unswizzle_scales(flat, rows, blocks))
-
-
-def without_tail(q):
-    scales = q.scales.clone()
-    scales[:, q.k // 128 * 8 :] = 0
-    return q._replace(scales=scales)
-
-
-def last_row_of_tile(terms, weight, **others):
-    y = gemm(terms, weight, **others)
-    y[128:] = 0
-    return y
-
-
-def raising(*args, **others):
-    raise RuntimeError("no kernel image is available for execution on the device\nCUDA kernel errors might be reported later")
-
-
-MUTANTS = {
-    "nibbles of x": (changed(inputs=swapped), "the two codes of a byte are swapped"),
-    "nibbles of W": (changed(weights=swapped), "the two codes of a byte are swapped"),
-    "scales of x": (changed(inputs=unswizzled), r"linear block scales are read as swizzled ones \(input\)"),
-    "scales of W": (changed(weights=unswizzled), r"linear block scales are read as swizzled ones \(weight\)"),
-    "scales of both": (changed(unswizzled, unswizzled), r"linear block scales .* \(input and weight\)"),
-    "row scale": (changed(lambda q: q._replace(gscale=torch.ones_like(q.gscale))), "the rows' global scales are ignored"),
-    "one row's scale": (
-        changed(lambda q: q._replace(gscale=q.gscale[:1].expand_as(q.gscale).contiguous())),
-        "the first row's global scale is used for all rows",
-    ),
-    "weight's scale": (changed(None, lambda q: q._replace(gscale=1 / q.gscale)), "the weight's global scale is divided by"),
-    "K tail": (changed(without_tail, without_tail), "beyond a multiple of 128 in K is ignored"),
-    "NaN as 0": (changed(lambda q: q._replace(scales=q.scales * (q.scales != E4M3_NAN))), "a NaN scale counts as 0"),
-    "flushed": (changed(None, lambda q: q._replace(scales=q.scales * (q.scales > 7))), "subnormal scales count as 0"),
-    "signs": (changed(lambda q: q._replace(codes=q.codes & 0x77)), r"signs are ignored \(input\)"),
-    "BF16 sums": (narrow(8), "accumulated in BF16"),
-    "FP16 sums": (narrow(11), "accumulated in FP16"),
-    "M tail": (last_row_of_tile, r"every k by itself: .* in rows 128\.\.159 of 160"),
-    "constant": (lambda *a, constant=None, **k: gemm(*a, **k), "the constant is ignored"),
-    "overwritten": (lambda *a, add=None, **k: gemm(*a, **k), "what should be added to is ignored"),
-    "scaled constant": (
-        lambda terms, w, constant=None, add=None, **k: gemm(
-            terms, w, add=_plus(add, None if constant is None else terms[0].gscale[:, None] * constant), **k
-        ),
-        "the constant is multiplied with the rows' global scales",
-    ),
-    "second term": (lambda terms, *a, **k: gemm(terms[:1], *a, **k), "the second term is ignored"),
-    "shape": (lambda *a, **k: gemm(*a, **k)[:, :-1], r"the result is \(16, 15\), expected \(16, 16\)"),
-}
-
-
-def _plus(a, b):
-    return b if a is None else a if b is None else a.float() + b
-
-
-# ---------------------------------------------------------------------------------------------- the probe
+# ---------------------------------------------------------------------------------------------- the check
 
 
 def test_a_right_gemm_passes():
-    assert probe.failures(gemm, CPU) == []
-    assert probe.sum_bits(gemm, CPU) == (24, 24)
+    assert check.failures(gemm, CPU) == []
+    assert check.sum_bits(gemm, CPU) == (24, 24)
 
 
 @pytest.mark.parametrize("mutant, message", [pytest.param(*v, id=k) for k, v in MUTANTS.items()])
 def test_every_mistake_is_found_and_named(mutant, message):
-    found = probe.failures(mutant, CPU)
+    found = check.failures(mutant, CPU)
     assert found and re.search(message, found[0]), found
 
 
 def test_a_name_that_right_answers_contradict_is_not_given():
     """Block scales ignored for one K only: not "block scales are ignored", but where."""
     ignored = changed(lambda q: q._replace(scales=torch.full_like(q.scales, 0x38)))
-    found = probe.failures(lambda terms, *a, **k: (ignored if terms[0].k == 64 else gemm)(terms, *a, **k), CPU)
+    found = check.failures(lambda terms, *a, **k: (ignored if terms[0].k == 64 else gemm)(terms, *a, **k), CPU)
     assert len(found) == 1 and found[0].startswith("subnormal scales: 216 of 216 outputs wrong"), found
 
 
 @pytest.mark.parametrize("bits", (17, 20))
 def test_the_width_of_sums_is_measured(bits):
-    assert probe.sum_bits(narrow(bits), CPU) == (bits, bits)
+    assert check.sum_bits(narrow(bits), CPU) == (bits, bits)
 
 
 def test_exact_cases_are_exact():
     """The sum of the summands' magnitudes, in steps of which all are multiples, is below 2**EXACT_BITS; so is every partial
     sum."""
-    for case in known_products.cases():
+    for case in check.cases():
         if not case.exact or case.name in ("NaN scales", "the largest codes and scales"):
             continue
         unscaled = replace(
@@ -168,10 +62,10 @@ def test_exact_cases_are_exact():
             weight=case.weight._replace(gscale=torch.ones(1)),
             terms=tuple(t._replace(gscale=torch.ones(1)) for t in case.terms),
         )
-        smallest = [known_products.values(q).abs() for q in (*unscaled.terms, unscaled.weight)]
+        smallest = [check.values(q).abs() for q in (*unscaled.terms, unscaled.weight)]
         x, w = (min(t[t > 0].min() for t in ts) for ts in (smallest[:-1], smallest[-1:]))
         step = x * w if case.name != "subnormal scales" else torch.tensor(0.25 * 2.0**-18)
-        assert known_products.magnitude(unscaled).max() < step * 2**known_products.EXACT_BITS, case.name
+        assert check.magnitude(unscaled).max() < step * 2**check.EXACT_BITS, case.name
 
 
 # ---------------------------------------------------------------------------------------------- fprop and dgrad over a GEMM
@@ -202,13 +96,11 @@ def test_products_over_a_gemm(name, terms, constant):
 def test_products_without_additions_are_rounded_once():
     """Then there is only the order of the sums: all of this is exact in FP32, so the bits are those of the reference."""
     with torch.no_grad():
-        x = QuantizedMatrix(*known_products.matrix(known_products.codes(9, 64, 0), gscale=known_products.row_scales(9, 1)))
-        w = known_products.matrix(known_products.codes(48, 64, 2), known_products.powers(48, 64, 3))
+        x = QuantizedMatrix(*check.matrix(check.codes(9, 64, 0), gscale=check.row_scales(9, 1)))
+        w = check.matrix(check.codes(48, 64, 2), check.powers(48, 64, 3))
         p = Fprop([x], [ForwardLinear(w)], BF16)
         assert torch.equal(native.fprop(one_by_one(gemm), p)[0], reference.fprop(p)[0])
-        dy = (2.0 ** torch.arange(9))[:, None].to(BF16) * reference.dequantize(
-            known_products.matrix(known_products.codes(9, 64, 4))
-        )
+        dy = (2.0 ** torch.arange(9))[:, None].to(BF16) * reference.dequantize(check.matrix(check.codes(9, 64, 4)))
         dy[:, ::16] = 6 * 2.0 ** torch.arange(9)[:, None]  # every block has a 6, so that quantising changes nothing
         dy = dy.to(BF16)
         assert torch.equal(reference.dequantize(reference.quantize(dy, GRADIENT)), dy.float())
@@ -227,21 +119,7 @@ def test_what_a_tier_does_not_take():
     assert not native.takes_dgrad(backward._replace(linears=[p._replace(dy=p.dy.float()) for p in backward.linears]))
 
 
-# ---------------------------------------------------------------------------------------------- torch._scaled_mm
-
-
-def fake_scaled_mm(x, wt, x_scales, w_scales, *, out_dtype, **_):
-    """torch._scaled_mm for FP4, by its published rules: packed codes, swizzled scales, shapes as it checks them."""
-    shapes = [t.to("meta") for t in (x, x_scales, w_scales)]
-    torch._scaled_mm(shapes[0], wt.t().to("meta").t(), *shapes[1:], out_dtype=out_dtype)  # raises what CUDA would
-    assert x.dtype == wt.dtype == torch.float4_e2m1fn_x2 and wt.stride(0) == 1
-    values = []
-    for codes, scales in ((x, x_scales), (wt.t(), w_scales)):
-        codes = codes.view(torch.uint8)
-        rows, k = codes.shape[0], 2 * codes.shape[1]
-        linear = layout.unswizzle_scales(scales.view(torch.uint8), rows, k // 16)
-        values.append(reference.dequantize(QuantizedMatrix(codes, linear, torch.ones(1), k)))
-    return (values[0] @ values[1].T).to(out_dtype)
+# ---------------------------------------------------------------------------------------------- F.scaled_mm
 
 
 @pytest.fixture
@@ -249,44 +127,40 @@ def scaled(monkeypatch):
     monkeypatch.setattr(scaled_mm, "_scaled_mm", fake_scaled_mm)
 
 
-@pytest.mark.parametrize("product, gemms", [pytest.param(*v, id=v[0]) for v in scaled_mm.variants()])
-def test_scaled_mm_by_its_rules(scaled, product, gemms):
-    one = native.single(gemms)
-    assert probe.failures(one, CPU) == []
-    case = known_products.cases()[3]
+def test_scaled_mm_by_its_rules(scaled):
+    one = native.single(scaled_mm.gemms)
+    assert check.failures(one, CPU) == []
+    case = check.cases()[3]
     assert one(case.terms, case.weight, dtype=torch.float32).dtype == torch.float32
     out = torch.full((7, 33), 5.0, dtype=BF16)  # in place
-    case = next(c for c in known_products.cases() if c.name == "accumulating")
+    case = next(c for c in check.cases() if c.name == "accumulating")
     out.copy_(case.add)
     terms = [case.terms[0]._replace(gscale=torch.ones(7))]
     assert one(terms, case.weight, add=out, out=out) is out
-    assert torch.equal(out, known_products.expected(case).to(BF16))
+    assert torch.equal(out, check.expected(case).to(BF16))
 
 
 def test_scaled_mm_by_groups_of_rows(scaled, monkeypatch):
-    (_, gemms), *_ = scaled_mm.variants()
-    x = known_products.matrix(known_products.codes(300, 96, 1), known_products.powers(300, 96, 2))
-    x = x._replace(gscale=known_products.row_scales(300, 3))
-    w = known_products.matrix(known_products.codes(40, 96, 4), known_products.powers(40, 96, 5))
-    add = known_products.integers(300, 40, seed=6).to(BF16)
-    whole = native.single(gemms)([x], w, add=add)
+    x = check.matrix(check.codes(300, 96, 1), check.powers(300, 96, 2))
+    x = x._replace(gscale=check.row_scales(300, 3))
+    w = check.matrix(check.codes(40, 96, 4), check.powers(40, 96, 5))
+    add = check.integers(300, 40, seed=6).to(BF16)
+    whole = native.single(scaled_mm.gemms)([x], w, add=add)
     calls = []
     monkeypatch.setattr(scaled_mm, "PRODUCT_BYTES", 1)
     monkeypatch.setattr(scaled_mm, "_scaled_mm", lambda x, *a, **k: calls.append(len(x)) or fake_scaled_mm(x, *a, **k))
-    assert torch.equal(native.single(gemms)([x], w, add=add), whole)
+    assert torch.equal(native.single(scaled_mm.gemms)([x], w, add=add), whole)
     assert calls == [128, 128, 44]
     assert torch.equal(whole, gemm([x], w, add=add))
 
 
-def test_bf16_products_are_the_second_choice(scaled, monkeypatch):
-    def without_fp32(*args, out_dtype, **others):
-        if out_dtype == torch.float32:
-            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
-        return fake_scaled_mm(*args, out_dtype=out_dtype, **others)
-
-    monkeypatch.setattr(scaled_mm, "_scaled_mm", without_fp32)
-    word, gemms = tiers.working_gemms("scaled_mm", CPU)
-    assert word == "BF16 products" and gemms.product_dtype == BF16
+def test_a_torch_without_scaled_mm_says_what_is_missing(monkeypatch):
+    assert scaled_mm.load() == (scaled_mm.gemms, "")
+    monkeypatch.delattr(F, "scaled_mm")
+    gemms, reason = scaled_mm.load()
+    assert gemms is None and f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: " in reason
+    with pytest.raises(tiers.Unavailable, match="need torch 2.10"):
+        tiers.working_gemms("scaled_mm", CPU)
 
 
 # ---------------------------------------------------------------------------------------------- the choice
@@ -305,7 +179,7 @@ def native_tiers(monkeypatch):
             def load():
                 if isinstance(what, Exception):
                     raise what
-                return [("", one_by_one(what))]
+                return one_by_one(what)
 
             return load
 
@@ -483,6 +357,10 @@ def _libraries():
         return sorted({line.split()[-1] for line in maps if line.strip().endswith(".so") and "/torch/" not in line})
 
 
+def unavailable():
+    raise tiers.Unavailable("not here")
+
+
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="not run: needs /proc")
 
 
@@ -490,7 +368,7 @@ needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no
 @pytest.mark.parametrize("kind, warned", [("absent", 0), ("garbage", 1), ("missing symbol", 1)])
 def test_a_missing_extension_is_normal_and_a_broken_one_is_said_once(tmp_path, monkeypatch, kind, warned):
     monkeypatch.setattr(tiers, "_warned", set())
-    monkeypatch.setattr(tiers, "NATIVE", {**tiers.NATIVE, "scaled_mm": lambda: []})
+    monkeypatch.setattr(tiers, "NATIVE", {**tiers.NATIVE, "scaled_mm": unavailable})
     monkeypatch.setenv("PEFT_NVFP4_EXTENSION", str(_extension(kind, tmp_path)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

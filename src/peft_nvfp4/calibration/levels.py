@@ -19,13 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..numerics import reference
-from ..numerics.formats import (
-    BLOCK,
-    E2M1_THRESHOLDS,
-    NVFP4Format,
-    QuantizedMatrix,
-    padded_k,
-)
+from ..numerics.formats import BLOCK, E2M1_THRESHOLDS, NVFP4Format, QuantizedMatrix, padded_k
 
 CHUNK = 1 << 22
 """Elements whose scales are searched at a time."""

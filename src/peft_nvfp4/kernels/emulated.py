@@ -23,7 +23,7 @@ from ..numerics.reference import without_significand
 from ..ops import linear
 from .bf16_matmul import full_precision_sums
 from .triton import matmul, operands
-from .triton.tables import MAX_BLOCKS
+from .triton.launch import MAX_BLOCKS
 
 ROWS = 2048
 """Rows of an operand at a time, where all of them would take more than :data:`OPERAND_BYTES`. Fewer would leave a large GPU's

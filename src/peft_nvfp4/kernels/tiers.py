@@ -1,12 +1,12 @@
 """Tiers: the ways to compute the two products of a training step (fprop, dgrad) on a GPU, and the choice between them.
 
-    cutlass     FP4 tensor cores, the package's own extension (:mod:`extension`)
+    cutlass     FP4 tensor cores, the package's own extension (:mod:`cutlass`)
     scaled_mm   FP4 tensor cores, cuBLASLt through PyTorch (:mod:`scaled_mm`)
     emulated    BF16 tensor cores on dequantised operands (:mod:`emulated`)
     reference   plain PyTorch (:mod:`..numerics.reference`)
 
 All compute the same function, up to the order of FP32 sums. The first that works is taken, once per device, at the first
-product. An FP4 tier works if it passes :mod:`probe` on that device; no capability number is asked. What is skipped, and why, is
+product. An FP4 tier works if it passes :mod:`check` on that device; no capability number is asked. What is skipped, and why, is
 part of :class:`Choice` and shown by ``kernels.status()``. A tier that is there but broken (an extension that cannot be loaded,
 wrong results) is also said in one warning. A tier that was asked for by name and does not work raises.
 """
@@ -22,7 +22,7 @@ import torch
 
 from ..numerics import reference
 from ..numerics.products import Dgrad, Fprop
-from .fp4 import extension, native, probe
+from .fp4 import check, cutlass, native, scaled_mm
 
 NAMES = ("cutlass", "scaled_mm", "emulated", "reference")
 """Best first."""
@@ -56,24 +56,22 @@ class Choice:
 # ---------------------------------------------------------------------------------------------- the tiers
 
 
-def _cutlass() -> list[tuple[str, native.Gemms]]:
-    library, reason = extension.load()
+def _cutlass() -> native.Gemms:
+    library, reason = cutlass.load()
     if library is None:
         raise Unavailable(reason, broken=not reason.startswith("not built"))
-    return [("", extension.gemms)]
+    return cutlass.gemms
 
 
-def _scaled_mm() -> list[tuple[str, native.Gemms]]:
-    from .fp4 import scaled_mm
-
-    found = scaled_mm.variants()
-    if not found:
-        raise Unavailable("this PyTorch has no FP4 matrix product")
-    return found
+def _scaled_mm() -> native.Gemms:
+    gemms, reason = scaled_mm.load()
+    if gemms is None:
+        raise Unavailable(reason)
+    return gemms
 
 
-NATIVE: dict[str, Callable[[], list[tuple[str, native.Gemms]]]] = {"cutlass": _cutlass, "scaled_mm": _scaled_mm}
-"""Tier -> its ways to multiply (a word about each, the function), best first; raises :class:`Unavailable`."""
+NATIVE: dict[str, Callable[[], native.Gemms]] = {"cutlass": _cutlass, "scaled_mm": _scaled_mm}
+"""FP4 tier -> its products; raises :class:`Unavailable`."""
 ANYWHERE = ("scaled_mm",)
 """Tiers that are part of PyTorch, so there on GPUs of every kind: that they cannot run is nothing to warn about."""
 
@@ -95,27 +93,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
-def working_gemms(name: str, device: torch.device) -> tuple[str, native.Gemms]:
-    """(a word about it, the function) of an FP4 tier that passes the probe on a device.
+def working_gemms(name: str, device: torch.device) -> native.Gemms:
+    """The products of an FP4 tier, if they pass the check on a device.
 
     Raises:
         Unavailable: with what it did wrong.
         RuntimeError: the attempt has left the GPU unusable for this process.
     """
-    wrong, broken = [], False
-    for word, gemms in NATIVE[name]():
-        try:
-            found = probe.failures(native.single(gemms), device)
-            broken |= bool(found)
-        except Exception as error:  # a library on a GPU that it was not made for may raise anything: said, never hidden
-            _check_alive(name, device, error)
-            found = [f"cannot run on this device ({first_line(error)})"]
-            broken |= name not in ANYWHERE
-        if not found:
-            return word, gemms
-        more = f" (and {len(found) - 1} more: peft-nvfp4 doctor lists them)" if len(found) > 1 else ""
-        wrong.append((f"{word}: " if word else "") + found[0] + more)
-    raise Unavailable("; ".join(wrong), broken=broken)
+    gemms = NATIVE[name]()
+    try:
+        failures = check.failures(native.single(gemms), device)
+    except Exception as error:  # a library on a GPU that it was not made for may raise anything: said, never hidden
+        _check_alive(name, device, error)
+        raise Unavailable(f"cannot run on this device ({first_line(error)})", broken=name not in ANYWHERE) from error
+    if failures:
+        more = f" (and {len(failures) - 1} more: peft-nvfp4 doctor lists them)" if len(failures) > 1 else ""
+        raise Unavailable(failures[0] + more, broken=True)
+    return gemms
 
 
 def _check_alive(name: str, device: torch.device, error: Exception) -> None:
@@ -150,10 +144,9 @@ def _with_fallback(gemms: native.Gemms, triton_obstacle: str) -> tuple[Callable,
 
 def _try(name: str, device: torch.device, triton_obstacle: str) -> tuple[Callable, Callable, str]:
     if name in NATIVE:
-        word, gemms = working_gemms(name, device)
-        fprop, dgrad, small = _with_fallback(gemms, triton_obstacle)
+        fprop, dgrad, small = _with_fallback(working_gemms(name, device), triton_obstacle)
         few = f"; fprop of up to {small} rows: the Triton product" if small else ""
-        return fprop, dgrad, "FP4 tensor cores" + (f", {word}" if word else "") + few
+        return fprop, dgrad, "FP4 tensor cores" + few
     return _emulated(triton_obstacle) if name == "emulated" else _reference()
 
 

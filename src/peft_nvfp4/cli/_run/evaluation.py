@@ -133,12 +133,12 @@ def _losses(model: nn.Module, tokenizer: Any, rows: Sequence[dict], size: int) -
 def _labels(
     model: nn.Module, tokenizer: Any, prompts: Sequence[str], labels: Sequence[str], size: int, length: int
 ) -> list[str]:
-    """The likeliest completion (" label") of every prompt: by the mean log-likelihood of its tokens."""
-    candidates = [_encode(prompt, f" {label}", tokenizer, length, False) for prompt in prompts for label in labels]
+    """The likeliest completion of every prompt: by the mean log-likelihood of its tokens."""
+    candidates = [_encode(prompt, label, tokenizer, length, False) for prompt in prompts for label in labels]
     if None in candidates:
         raise ValueError("a label has no tokens of its own in this tokenizer")
     losses, counts = _losses(model, tokenizer, candidates, size)
-    return [f" {labels[i]}" for i in (losses / counts).view(-1, len(labels)).argmin(1).tolist()]
+    return [labels[i] for i in (losses / counts).view(-1, len(labels)).argmin(1).tolist()]
 
 
 def _answers(model: nn.Module, tokenizer: Any, prompts: list, size: int, new_tokens: int) -> list[str]:
@@ -150,8 +150,7 @@ def _answers(model: nn.Module, tokenizer: Any, prompts: list, size: int, new_tok
 
 
 def _label_scores(answers: Sequence[str], expected: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    numbers = {f" {label}": i for i, label in enumerate(labels)}
-    found, true = (torch.tensor([numbers[text] for text in texts]) for texts in (answers, expected))
+    found, true = (torch.tensor([labels.index(text) for text in texts]) for texts in (answers, expected))
     classes = max(2, len(labels))  # torchmetrics wants two
     accuracy = multiclass_accuracy(found, true, num_classes=classes, average="micro")
     f1 = multiclass_f1_score(found, true, num_classes=classes, average="macro")

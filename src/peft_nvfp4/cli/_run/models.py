@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +148,3 @@ def load_with_adapter(
     layers = layers or trained_layers(adapter)
     base, tokenizer = load(name or base_of_adapter(adapter), dtype, device, layers, config.options)
     return PeftModel.from_pretrained(base, str(adapter), config=config).to(device), tokenizer
-
-
-def frozen_config(settings: dict[str, Any]) -> Any:
-    """An ``NVFP4LoraConfig`` from names of fields.
-
-    Raises:
-        ValueError: a field that it has not.
-    """
-    known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
-    if unknown := sorted(map(str, settings.keys() - known)):
-        raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")
-    return NVFP4LoraConfig(**settings)

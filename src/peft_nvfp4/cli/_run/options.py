@@ -12,7 +12,6 @@ import yaml
 
 from ...lora.config import NVFP4LoraConfig
 from ...quantization.options import Options, check_known, help_of
-from . import models
 
 FILE = "train.yaml"
 """In the output folder: the options of the run, read by ``--resume``."""
@@ -113,7 +112,19 @@ def adapter_config(options: TrainOptions) -> NVFP4LoraConfig:
     known = {f.name for f in fields(NVFP4LoraConfig)}
     shared = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
     lora = {"r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout, "target_modules": targets}
-    return models.frozen_config({**shared, **lora, "task_type": "CAUSAL_LM", **options.lora})
+    return frozen_config({**shared, **lora, "task_type": "CAUSAL_LM", **options.lora})
+
+
+def frozen_config(settings: dict[str, Any]) -> Any:
+    """An ``NVFP4LoraConfig`` from names of fields.
+
+    Raises:
+        ValueError: a field that it has not.
+    """
+    known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
+    if unknown := sorted(map(str, settings.keys() - known)):
+        raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")
+    return NVFP4LoraConfig(**settings)
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

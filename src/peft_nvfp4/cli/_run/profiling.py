@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ...fusion.loss_attach import attach_loss
 from ...memory import BUILTIN
 from ...training.cuda_graphs import enable_cuda_graphs
-from . import models
+from . import models, options
 
 CATEGORIES = ("BF16 GEMMs", "NVFP4 GEMMs", "dequantise", "quantise/fused", "attention", "elementwise/other")
 LAUNCHES = re.compile(r"cu(da)?LaunchKernel|cu(da)?LaunchCooperative|cuda(Memcpy|Memset)Async|cudaGraphLaunch")
@@ -229,7 +229,7 @@ def profile(
 ) -> dict[str, Any]:
     """Profile a training step of a model's shape with random weights; see :func:`breakdown`. ``lora``: of ``NVFP4LoraConfig``."""
     device = models.default_device()
-    config = models.frozen_config({"target_modules": "all-linear", "task_type": "CAUSAL_LM", "backend": backend, **lora})
+    config = options.frozen_config({"target_modules": "all-linear", "task_type": "CAUSAL_LM", "backend": backend, **lora})
     torch.manual_seed(0)
     model = get_peft_model(random_model(name, models.choose_dtype(dtype, device), device, layers), config)
     attach_loss(model)

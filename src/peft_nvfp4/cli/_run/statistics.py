@@ -13,7 +13,7 @@ from ...diagnostics.plots import PERCENT, short
 from ...diagnostics.statistics import Statistics, TensorStatistics, tensor_statistics
 from ...fusion.loss_attach import attach_loss
 from ...lora.config import NVFP4LoraConfig
-from . import models
+from . import models, options
 
 
 def measure(
@@ -41,7 +41,7 @@ def measure(
         raise ValueError("give a model, an adapter, or both")
     device = models.default_device()
     if adapter is None:
-        config = models.frozen_config({"target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora})
+        config = options.frozen_config({"target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora})
     else:
         config, layers = NVFP4LoraConfig.from_pretrained(adapter), layers or models.trained_layers(adapter)
     data = texts.read(dataset, columns=columns, limit=limit)

@@ -42,7 +42,7 @@ class Rows:
     Attributes:
         format: a word of :data:`FORMATS`.
         data: with the columns ``messages``, ``text``, or ``prompt`` and ``completion``.
-        labels: of a classification, in the order in which they came; its completions are " label".
+        labels: of a classification: its completions, in the order in which they came.
     """
 
     format: str
@@ -114,23 +114,10 @@ def read(
     data = data if limit is None else data.select(range(min(limit, len(data))))
     if not len(data):
         raise ValueError(f"{name} holds no rows")
-    for wanted, there in (columns or {}).items():
-        if there not in data.column_names:
-            raise ValueError(f"{name} has no column {there}; it has {', '.join(data.column_names)}")
-        data = data.remove_columns(wanted if wanted in data.column_names and wanted != there else [])
-        data = data.rename_column(there, wanted) if wanted != there else data
+    data = _renamed(name, data, columns or {})
     if "conversations" in data.column_names:
         data = data.map(maybe_convert_to_chatml, remove_columns="conversations")
-    if format == "auto":
-        format = next((known for known, need in FORMATS.items() if set(need) <= set(data.column_names)), "")
-    elif format not in FORMATS:
-        raise ValueError(f"format must be auto, {', '.join(FORMATS)}, got {format!r}")
-    if not set(FORMATS.get(format, ["?"])) <= set(data.column_names):
-        wanted = "; ".join(f"{known}: {', '.join(need)}" for known, need in FORMATS.items())
-        raise ValueError(
-            f"the columns of {name} ({', '.join(data.column_names)}) fit no format{format and f' {format}'}. Formats and their "
-            f"columns: {wanted}. Other names are given with --columns prompt=question,completion=answer"
-        )
+    format = _format_of(name, format, data.column_names)
     data = data.select_columns(FORMATS[format])
     _check(name, format, data)
     if not isinstance(data[0][data.column_names[0]], list):  # numbers as they are written
@@ -142,9 +129,10 @@ def read(
 def _load(name: str, split: str) -> datasets.Dataset:
     path, known = Path(name), ", ".join(BUILDERS)
     kind = BUILDERS.get(path.suffix.lower())
-    if path.is_file() != (kind is not None):
-        error = ValueError(f"{name}: data files end in {known}") if path.is_file() else FileNotFoundError(f"no data at {name}")
-        raise error
+    if path.is_file() and kind is None:
+        raise ValueError(f"{name}: data files end in {known}")
+    if kind is not None and not path.is_file():
+        raise FileNotFoundError(f"no data at {name}")
     try:
         if kind is None:
             return datasets.load_dataset(name, split=split)
@@ -168,6 +156,31 @@ def _settings(path: Path, kind: str) -> dict[str, Any]:
         names = next(csv.reader(file, delimiter=separator), [])
     features = datasets.Features({name: datasets.Value("string") for name in names})
     return {"sep": separator, "keep_default_na": False, "features": features, "encoding": "utf-8-sig"}
+
+
+def _renamed(name: str, data: datasets.Dataset, columns: Mapping[str, str]) -> datasets.Dataset:
+    for wanted, there in columns.items():
+        if there not in data.column_names:
+            raise ValueError(f"{name} has no column {there}; it has {', '.join(data.column_names)}")
+        if wanted != there:
+            others = [column for column in data.column_names if column != wanted]
+            data = data.select_columns(others).rename_column(there, wanted)
+    return data
+
+
+def _format_of(name: str, format: str, there: Sequence[str]) -> str:
+    """The format's name; of ``auto`` the first that the columns fit."""
+    if format not in ("auto", *FORMATS):
+        raise ValueError(f"format must be auto, {', '.join(FORMATS)}, got {format!r}")
+    fitting = [known for known, need in FORMATS.items() if set(need) <= set(there) and format in ("auto", known)]
+    if not fitting:
+        formats = "; ".join(f"{known}: {', '.join(need)}" for known, need in FORMATS.items())
+        what = "no format" if format == "auto" else f"not the format {format}"
+        raise ValueError(
+            f"the columns of {name} ({', '.join(there)}) fit {what}. Formats and their columns: {formats}."
+            " Other names are given with --columns prompt=question,completion=answer"
+        )
+    return fitting[0]
 
 
 def _check(name: str, format: str, data: datasets.Dataset) -> None:
@@ -196,8 +209,9 @@ def _are_messages(value: Any) -> bool:
 def _classified(data: datasets.Dataset, template: str) -> Rows:
     if "{text}" not in template:
         raise ValueError(f"a template has {{text}} where the text goes, got {template!r}")
-    labels = list(dict.fromkeys(data["label"]))
+    pair = lambda row: {"prompt": template.replace("{text}", row["text"]), "completion": f" {row['label']}"}
+    data = data.map(pair, remove_columns=data.column_names)
+    labels = list(dict.fromkeys(data["completion"]))
     if len(labels) > MOST_LABELS:
         raise ValueError(f"{len(labels)} different labels: that is no classification; use the format prompt")
-    pair = lambda row: {"prompt": template.replace("{text}", row["text"]), "completion": f" {row['label']}"}
-    return Rows("classification", data.map(pair, remove_columns=data.column_names), labels)
+    return Rows("classification", data, labels)

@@ -2,13 +2,13 @@
 
 From the bottom up, each on what the one before has shown: the reference against the formats as published (:mod:`oracle`), the
 kernels against the reference (in every bit), every FP4 matrix product against exact ones (:mod:`conformance_gemm`; how a mistake
-is named: :mod:`~peft_nvfp4.kernels.fp4.probe`), products with LoRA against the operators' definition, a training step against the
+is named: :mod:`~peft_nvfp4.kernels.fp4.check`), products with LoRA against the operators' definition, a training step against the
 same step with the reference's products. Shapes are small: all of it takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ...kernels import dispatch, tiers
-from ...kernels.fp4 import known_products, native, probe
+from ...kernels.fp4 import check, native
 from ...lora.config import NVFP4LoraConfig
 from ...numerics import reference
 from ...numerics.formats import ACTIVATION, WEIGHT
@@ -26,12 +26,10 @@ from . import oracle
 from .conformance_gemm import gemm_checks, product_checks
 from .results import FAILED, NOT_RUN, Result, checked, require
 
-# ---------------------------------------------------------------------------------------------- reference
-
 
 def reference_checks() -> Iterator[Result]:
-    for name, check in oracle.CHECKS.items():
-        yield checked("reference", name, check)
+    for name, compare in oracle.CHECKS.items():
+        yield checked("reference", name, compare)
 
 
 # ---------------------------------------------------------------------------------------------- kernels
@@ -50,7 +48,7 @@ def awkward(rows: int, k: int) -> Tensor:
 
 
 def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
-    """Operator -> arguments, for every operator that has a kernel."""
+    """Operator -> arguments, for operators that have a kernel."""
     x = awkward(41, 1000).to(device, dtype)
     seed = torch.tensor(-6148914691236517206)
     q = reference.quantize(x[5:], ACTIVATION)
@@ -68,39 +66,24 @@ def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
         "rmsnorm_quantize": (finite, gamma, None, 1e-6, False, 2),
         "silu_mul_quantize": (finite, finite.flip(0), None, "silu", 1, True),
         "dropout": (x, 0.3, seed),
-        "swizzle_scales": (q.scales,),
     }
-
-
-def _kernel(name: str) -> tuple[Callable, Callable]:
-    """(what runs on a GPU, the reference) of an operator."""
-    operator = name.split(" ")[0]
-    if operator in dispatch.KERNELS:
-        implementation = dispatch.implementation(operator)
-    else:
-        implementation = OPERATORS[operator].reference
-    return OPERATORS[operator].flat(implementation), OPERATORS[operator].flat(OPERATORS[operator].reference)
 
 
 def _flat(value) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [t for v in value for t in _flat(v)]
 
 
-def _to_cpu(arguments: Sequence) -> list:
-    return [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
-
-
-EXACT_ON_ANY_DEVICE = ("quantize", "dequantize", "transpose_requantize", "dropout", "swizzle_scales")
+EXACT_ON_ANY_DEVICE = ("quantize", "dequantize", "transpose_requantize", "dropout")
 """Compared with the CPU; norms and activations, which use functions a GPU rounds otherwise, with the reference on the same
 GPU."""
 
 
 def _same_bits(name: str, arguments: tuple) -> str:
-    function, expected = _kernel(name)
-    got = _flat(function(*arguments))
-    on_cpu = name.split(" ")[0] in EXACT_ON_ANY_DEVICE
-    right = _flat(expected(*(_to_cpu(arguments) if on_cpu else arguments)))
-    for i, (g, r) in enumerate(zip(got, right)):
+    operator = OPERATORS[name.split(" ")[0]]
+    got = _flat(operator.flat(dispatch.implementation(operator.name))(*arguments))
+    if operator.name in EXACT_ON_ANY_DEVICE:
+        arguments = [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
+    for i, (g, r) in enumerate(zip(got, _flat(operator.flat(operator.reference)(*arguments)))):
         g, r = g.cpu(), r.cpu()
         wrong = (g != r) & ~(g.isnan() & r.isnan() if g.is_floating_point() else torch.zeros_like(g, dtype=torch.bool))
         if bool(wrong.any()):
@@ -112,17 +95,13 @@ def _same_bits(name: str, arguments: tuple) -> str:
 
 
 def kernel_checks(device: torch.device) -> Iterator[Result]:
-    """The Triton kernels, and the layout of scales on the device."""
-    if device.type != "cuda":
-        yield Result("kernels", "all", NOT_RUN, "no CUDA device")
-        return
+    """The Triton kernels."""
     obstacle = dispatch._obstacle() or dispatch._loaded
     for dtype in (torch.bfloat16, torch.float32):
         for name, arguments in _operators(device, dtype).items():
-            if obstacle and name != "swizzle_scales":
-                yield Result("kernels", f"{name} {str(dtype)[6:]}", NOT_RUN, obstacle)
-            else:
-                yield checked("kernels", f"{name} {str(dtype)[6:]}", lambda: _same_bits(name, arguments))
+            label = f"{name} {str(dtype)[6:]}"
+            compare = partial(_same_bits, name, arguments)
+            yield Result("kernels", label, NOT_RUN, obstacle) if obstacle else checked("kernels", label, compare)
 
 
 # ---------------------------------------------------------------------------------------------- products
@@ -130,31 +109,20 @@ def kernel_checks(device: torch.device) -> Iterator[Result]:
 
 def tier_checks(device: torch.device) -> Iterator[Result]:
     """Every FP4 tier that is there."""
-    if device.type == "cuda":
-        yield from tiers_on(device)
-    else:
-        yield from (Result(name, "all", NOT_RUN, "no CUDA device") for name in tiers.NATIVE)
-
-
-def tiers_on(device: torch.device) -> Iterator[Result]:
     for name in tiers.NATIVE:
         try:
-            found = tiers.NATIVE[name]()
+            gemms = tiers.NATIVE[name]()
         except tiers.Unavailable as reason:
             yield Result(name, "all", FAILED if reason.broken else NOT_RUN, str(reason))
             continue
-        for word, gemms in found:
-            group = f"{name} ({word})" if word else name
-            try:
-                probe.run(native.single(gemms), known_products.cases()[0], device)
-            except Exception as error:  # on a GPU that it was not made for: expected of what is part of PyTorch
-                tiers._check_alive(name, device, error)
-                expected = name in tiers.ANYWHERE
-                yield Result(
-                    group, "all", NOT_RUN if expected else FAILED, f"cannot run on this device ({tiers.first_line(error)})"
-                )
-                continue
-            yield from gemm_checks(group, gemms, device)
+        try:
+            check.run(native.single(gemms), check.cases()[0], device)
+        except Exception as error:  # on a GPU that it was not made for: expected of what is part of PyTorch
+            tiers._check_alive(name, device, error)
+            outcome = NOT_RUN if name in tiers.ANYWHERE else FAILED
+            yield Result(name, "all", outcome, f"cannot run on this device ({tiers.first_line(error)})")
+            continue
+        yield from gemm_checks(name, gemms, device)
 
 
 def chosen_checks(device: torch.device) -> Iterator[Result]:
@@ -240,7 +208,10 @@ def training_checks(device: torch.device) -> Iterator[Result]:
 def all_checks(device: torch.device) -> Iterator[Result]:
     """In the order in which a failure explains those after it."""
     yield from reference_checks()
-    for checks in (kernel_checks, tier_checks, chosen_checks, training_checks):
+    if device.type != "cuda":
+        yield from (Result(group, "all", NOT_RUN, "no CUDA device") for group in ("kernels", *tiers.NATIVE))
+    on_gpu = (kernel_checks, tier_checks) if device.type == "cuda" else ()
+    for checks in (*on_gpu, chosen_checks, training_checks):
         try:
             yield from checks(device)
         except RuntimeError as error:  # the GPU cannot be used any more: nothing after this would mean anything

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...kernels.fp4 import known_products, native, probe
-from ...kernels.fp4.known_products import Case
+from ...kernels.fp4 import check, native
+from ...kernels.fp4.check import Case
 from ...numerics import reference
 from ...numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 from ...numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
@@ -17,49 +17,53 @@ from .results import FAILED, Noticed, Result, checked, require
 
 # ---------------------------------------------------------------------------------------------- FP4 matrix products
 
-
 TAILS = [(m, n, k) for m in (1, 127, 129, 260) for n in (8, 33, 136) for k in (32, 96, 160, 416)]
+
+
+def _right(gemm: Callable, case: Case, device: torch.device) -> Tensor:
+    """The GEMM's answer, which must be right."""
+    got = check.run(gemm, case, device)
+    wrong = check.compare(case, got)
+    require(not wrong, wrong)
+    return got
 
 
 def _tails(gemm: Callable, device: torch.device) -> str:
     """Ends of tiles in M, N and K, exact."""
     for i, (m, n, k) in enumerate(TAILS):
-        x = known_products.matrix(known_products.codes(m, k, i), known_products.powers(m, k, i + 1))
-        w = known_products.matrix(known_products.codes(n, k, i + 2), known_products.powers(n, k, i + 3))
-        wrong = probe.compare(case := Case(f"M={m} N={n} K={k}", (x,), w), probe.run(gemm, case, device))
-        require(not wrong, wrong)
+        x = check.matrix(check.codes(m, k, i), check.powers(m, k, i + 1))
+        w = check.matrix(check.codes(n, k, i + 2), check.powers(n, k, i + 3))
+        _right(gemm, Case(f"M={m} N={n} K={k}", (x,), w), device)
     return f"{len(TAILS)} shapes"
 
 
 def _two_terms(gemm: Callable, device: torch.device) -> str:
-    case = known_products.gaussian("two terms of random values", 133, 48, 416, 5, terms=2)
-    wrong = probe.compare(case, probe.run(gemm, case, device))
-    require(not wrong, wrong)
+    _right(gemm, check.gaussian("two terms of random values", 133, 48, 416, 5, terms=2), device)
     return "the second term's scales are far smaller, and subnormal in part"
 
 
+def _layer(device: torch.device, seed: int) -> Case:
+    """A product of a real layer's size."""
+    m, n, k = (512, 2048, 2048) if device.type == "cuda" else (40, 48, 2048)
+    return check.gaussian(f"M={m} N={n} K={k}", m, n, k, seed)
+
+
 def _large(gemm: Callable, device: torch.device) -> str:
-    """A product of a real layer's size; how many outputs are the correctly rounded ones tells how wide sums are."""
-    case = known_products.gaussian("M=512 N=2048 K=2048" if device.type == "cuda" else "M=40 N=48 K=2048", *_size(device), 6)
-    got, exact = probe.run(gemm, case, device), known_products.expected(case)
-    wrong = probe.compare(case, got)
-    require(not wrong, wrong)
-    share = (got == exact.to(got.dtype)).double().mean().item()
+    """How many outputs are the correctly rounded ones tells how wide sums are."""
+    case = _layer(device, 6)
+    got = _right(gemm, case, device)
+    share = (got == check.expected(case).to(got.dtype)).double().mean().item()
     said = f"{share:.4%} of the outputs are the correctly rounded value"
     if share < 0.99:
         raise Noticed(said + "; sums of FP32 width give more than 99.9 %")
     return said
 
 
-def _size(device: torch.device) -> tuple[int, int, int]:
-    return (512, 2048, 2048) if device.type == "cuda" else (40, 48, 2048)
-
-
 def _same_again(gemm: Callable, device: torch.device) -> str:
-    case = known_products.gaussian("", *_size(device), 7)
-    first = probe.run(gemm, case, device)
+    case = _layer(device, 7)
+    first = check.run(gemm, case, device)
     for _ in range(4):
-        require(torch.equal(first, probe.run(gemm, case, device)), "the same product gave other bits when it was computed again")
+        require(torch.equal(first, check.run(gemm, case, device)), "the same product gave other bits when it was computed again")
     return "5 runs"
 
 
@@ -75,10 +79,9 @@ def poisoned(t: Tensor, before: int = 512) -> tuple[Tensor, Tensor]:
 def _within_bounds(gemm: Callable, device: torch.device) -> str:
     """Operands and output lie among NaN, and memory that was freed is full of NaN: what a kernel reads or writes outside
     shows."""
-    x, w = known_products.matrix(known_products.codes(131, 96, 1)), known_products.matrix(known_products.codes(40, 96, 2))
-    x = x._replace(gscale=known_products.row_scales(131, 3))
-    case = Case("", (x,), w)
-    right = known_products.expected(case).bfloat16()
+    x, w = check.matrix(check.codes(131, 96, 1)), check.matrix(check.codes(40, 96, 2))
+    x = x._replace(gscale=check.row_scales(131, 3))
+    right = check.expected(Case("", (x,), w)).bfloat16()
     inside = [QuantizedMatrix(*(poisoned(t.to(device))[0] for t in q[:3]), q.k) for q in (x, w)]
     out, memory = poisoned(torch.zeros(131, 40, dtype=torch.bfloat16, device=device))
     freed = [torch.full((1 << p,), 0x7F, dtype=torch.uint8, device=device) for p in range(9, 24)]
@@ -93,12 +96,23 @@ def _within_bounds(gemm: Callable, device: torch.device) -> str:
 
 
 def _sums(gemm: Callable, device: torch.device) -> str:
-    bits = probe.sum_bits(gemm, device)
+    bits = check.sum_bits(gemm, device)
     said = f"{bits[0]} significant bits among the products of one instruction, {bits[1]} across (FP32: 24)"
-    require(not probe.narrow_sums(bits), "".join(probe.narrow_sums(bits)))
-    if min(bits) < known_products.EXACT_BITS:
+    require(not check.narrow_sums(bits), "".join(check.narrow_sums(bits)))
+    if min(bits) < check.EXACT_BITS:
         raise Noticed(said + ": fewer than the exact checks count on")
     return said
+
+
+FURTHER = {
+    "width of sums": _sums,
+    "tails in M, N and K": _tails,
+    "two terms, random values": _two_terms,
+    "a layer's size": _large,
+    "the same bits again": _same_again,
+    "bounds and padding": _within_bounds,
+}
+"""What is checked of a product beyond the cases by which a tier is chosen."""
 
 
 def gemm_checks(group: str, gemms: native.Gemms, device: torch.device) -> Iterator[Result]:
@@ -107,30 +121,21 @@ def gemm_checks(group: str, gemms: native.Gemms, device: torch.device) -> Iterat
     answers: list[tuple[Case, Tensor]] = []
 
     def known(case: Case) -> str:
-        answers.append((case, probe.run(gemm, case, device)))
-        wrong = probe.compare(*answers[-1])
+        answers.append((case, check.run(gemm, case, device)))
+        wrong = check.compare(*answers[-1])
         require(not wrong, wrong.removeprefix(f"{case.name}: "))
         return "the correctly rounded value, bit for bit" if case.exact else "within one rounding"
 
-    for case in known_products.cases():
+    for case in check.cases():
         yield checked(group, case.name, lambda: known(case))
-    if name := probe.diagnose(answers):
+    if name := check.diagnose(answers):
         yield Result(group, "what is wrong", FAILED, name)
-    others = {
-        "width of sums": _sums,
-        "tails in M, N and K": _tails,
-        "two terms, random values": _two_terms,
-        "a layer's size": _large,
-        "the same bits again": _same_again,
-        "bounds and padding": _within_bounds,
-    }
-    for name, check in others.items():
-        yield checked(group, name, lambda: check(gemm, device))
+    for name, further in FURTHER.items():
+        yield checked(group, name, lambda: further(gemm, device))
     yield from product_checks(group, partial(native.fprop, gemms), partial(native.dgrad, gemms), device)
 
 
 # ---------------------------------------------------------------------------------------------- fprop and dgrad
-
 
 M, K, OUTPUTS, RANK = 131, 160, (96, 40, 40), 8
 
@@ -139,14 +144,18 @@ def _random(*shape: int, seed: int, device: torch.device, scale: float = 1.0) ->
     return (torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu") * scale).bfloat16().to(device)
 
 
-def _within(got: Tensor, right: Tensor, magnitude: Tensor, roundings: int, what: str) -> None:
-    """BF16 rounds by at most 2**-8 of the value each time; 2**-13 of the magnitudes: the order, and the width, of sums."""
-    got, right, magnitude = got.cpu().double(), right.cpu().double(), magnitude.cpu().double()
+def _within(got: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], constant: Tensor | None, roundings: int, what: str) -> None:
+    """got is the sum of a @ b.T over the pairs, and the constant. BF16 rounds by at most 2**-8 of the value each time; 2**-13 of
+    the magnitudes: the order, and the width, of sums."""
+    pairs = [(a.cpu().double(), b.cpu().double()) for a, b in pairs]
+    right, magnitude = sum(a @ b.T for a, b in pairs), sum(a.abs() @ b.abs().T for a, b in pairs)
+    if constant is not None:
+        right, magnitude = right + constant.cpu().double(), magnitude + constant.cpu().double().abs()
+    got = got.cpu().double()
     excess = (got - right).abs() - (2.0**-8 * (right.abs() + (roundings - 1) * magnitude) + 2.0**-13 * magnitude)
     at = tuple((excess == excess.nan_to_num(torch.inf).max()).nonzero()[0].tolist())
-    require(
-        bool((excess <= 0).all()), f"{what}: off by more than its roundings, at {at}: {got[at]:.6g}, expected {right[at]:.6g}"
-    )
+    said = f"{what}: off by more than its roundings, at {at}: {got[at]:.6g}, expected {right[at]:.6g}"
+    require(bool((excess <= 0).all()), said)
 
 
 def _fprop(fprop: Callable, device: torch.device) -> str:
@@ -162,33 +171,24 @@ def _fprop(fprop: Callable, device: torch.device) -> str:
     for parts in (terms[:1], terms):
         with torch.no_grad():
             ys = fprop(Fprop(parts, linears, torch.bfloat16))
-        for i, (y, w, c) in enumerate(zip(ys, weights, constants)):
-            pairs = [(reference.dequantize(p).double(), reference.dequantize(w).double()) for p in parts]
-            pairs += [(hidden[i].double(), ups[i].double())] if i < 2 else []
-            right, magnitude = sum(a @ b.T for a, b in pairs), sum(a.abs() @ b.abs().T for a, b in pairs)
-            if c is not None:
-                right, magnitude = right + c.double(), magnitude + c.double().abs()
-            _within(y, right, magnitude, 2, f"{len(parts)} terms, linear {i}")
+        for i, (y, w, constant) in enumerate(zip(ys, weights, constants)):
+            pairs = [(reference.dequantize(p), reference.dequantize(w)) for p in parts]
+            pairs += [(hidden[i], ups[i])] if i < 2 else []
+            _within(y, pairs, constant, 2, f"{len(parts)} terms, linear {i}")
     return "one and two terms, constants"
 
 
 def _dgrad(dgrad: Callable, device: torch.device) -> str:
     dys = [_random(M, n, seed=30 + i, device=device, scale=2.0**-6) for i, n in enumerate(OUTPUTS)]
-    weights = [
-        reference.quantize(_random(K, n, seed=40 + i, device=device, scale=0.1), WEIGHT_BACKWARD) for i, n in enumerate(OUTPUTS)
-    ]
+    dense = [_random(K, n, seed=40 + i, device=device, scale=0.1) for i, n in enumerate(OUTPUTS)]
+    weights = [reference.quantize(w, WEIGHT_BACKWARD) for w in dense]
     g, a = _random(M, RANK, seed=50, device=device, scale=2.0**-6), _random(RANK, K, seed=51, device=device)
     for seeds in ([None] * 3, [torch.tensor(i, device=device) for i in range(3)]):
         with torch.no_grad():
             dx = dgrad(Dgrad([BackwardLinear(*linear) for linear in zip(dys, weights, seeds)], g, a))
-        fmt = GRADIENT if seeds[0] is None else GRADIENT_STOCHASTIC
-        pairs = [
-            (reference.dequantize(reference.quantize(dy, fmt, seed=seed)).double(), reference.dequantize(w).double())
-            for dy, w, seed in zip(dys, weights, seeds)
-        ]
-        pairs.append((g.double(), a.T.double()))
-        right, magnitude = sum(p @ q.T for p, q in pairs), sum(p.abs() @ q.abs().T for p, q in pairs)
-        _within(dx, right, magnitude, 4, "to nearest" if seeds[0] is None else "stochastically")
+        rounding, fmt = ("to nearest", GRADIENT) if seeds[0] is None else ("stochastically", GRADIENT_STOCHASTIC)
+        rounded = [reference.dequantize(reference.quantize(dy, fmt, seed=seed)) for dy, seed in zip(dys, seeds)]
+        _within(dx, [*zip(rounded, map(reference.dequantize, weights)), (g, a.T)], None, 4, rounding)
     return "to nearest and stochastically"
 
 

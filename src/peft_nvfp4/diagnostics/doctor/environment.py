@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from packaging.version import Version
 
 from ..._version import __version__
 from ...kernels import dispatch
-from ...kernels.fp4 import extension
+from ...kernels.fp4 import cutlass
 
 PACKAGES = {"torch": "2.10", "transformers": "5.12", "peft": "0.20", "triton": "", "bitsandbytes": "0.50", "accelerate": ""}
 """Reported packages, and the oldest version that is supported."""
@@ -49,15 +50,9 @@ def installed(package: str) -> str:
         return ""
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """Leading numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
-    found = []
-    for part in text.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        found.append(int(digits))
-    return tuple(found)
+def _release(text: str) -> tuple[int, ...]:
+    """Numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
+    return Version(text).release
 
 
 def _query_driver() -> list[str]:
@@ -74,7 +69,7 @@ def _query_driver() -> list[str]:
 
 def _extension() -> str:
     """One line about the compiled extension."""
-    library, reason = extension.load()
+    library, reason = cutlass.load()
     if library is None:
         return reason
     return f"{library.path}: " + ", ".join(f"{key} {value}" for key, value in library.info.items())
@@ -120,13 +115,11 @@ def advice() -> list[Advice]:
 
 def _versions() -> Iterator[Advice]:
     for package, oldest in PACKAGES.items():
-        have = installed(package)
-        if have and oldest and _numbers(have) < _numbers(oldest):
+        have, newest = installed(package), NEWEST.get(package)
+        if have and oldest and _release(have) < _release(oldest):
             yield Advice(True, f"{package} {have} is too old: pip install -U '{package}>={oldest}'")
-        if have and package in NEWEST and _numbers(have) >= _numbers(NEWEST[package]):
-            yield Advice(
-                True, f"{package} {have} is newer than what this version knows: pip install '{package}<{NEWEST[package]}'"
-            )
+        if have and newest and _release(have) >= _release(newest):
+            yield Advice(True, f"{package} {have} is newer than what this version knows: pip install '{package}<{newest}'")
 
 
 def _cuda() -> Iterator[Advice]:
@@ -135,10 +128,8 @@ def _cuda() -> Iterator[Advice]:
     if not _query_driver():
         yield Advice(False, "no NVIDIA driver was found: everything runs on the CPU, exactly but slowly")
     elif torch.version.cuda is None:
-        yield Advice(
-            True,
-            "there is an NVIDIA GPU, but this torch is a build for CPUs: install one for CUDA (see https://pytorch.org/get-started)",
-        )
+        build = "this torch is a build for CPUs: install one for CUDA (see https://pytorch.org/get-started)"
+        yield Advice(True, f"there is an NVIDIA GPU, but {build}")
     else:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -159,23 +150,20 @@ def _gpus() -> Iterator[Advice]:
         yield Advice(False, "the GPUs differ; only the first one is checked here (CUDA_VISIBLE_DEVICES selects another)")
     major, minor = torch.cuda.get_device_capability()
     targets = torch.cuda.get_arch_list()
-    runs = any(_runs_on(target, major, minor) for target in targets)
-    if targets and not runs:
+    if targets and not any(_runs_on(target, major, minor) for target in targets):
         yield Advice(
             True,
             f"this torch has no code for compute capability {major}.{minor} (it has {' '.join(targets)}), which shows as 'no "
             "kernel image is available': install a build for a newer CUDA (RTX 50xx: CUDA 12.8 or later)",
         )
-    if major >= FP4_CAPABILITY and torch.version.cuda and _numbers(torch.version.cuda) < (12, 8):
+    if major >= FP4_CAPABILITY and torch.version.cuda and _release(torch.version.cuda) < (12, 8):
         yield Advice(True, f"FP4 tensor cores need CUDA 12.8 or later; this torch is built for CUDA {torch.version.cuda}")
     if importlib.util.find_spec("triton") is None:
         package = "triton-windows" if os.name == "nt" else "triton"
         yield Advice(True, f"without Triton the quantising kernels are plain PyTorch, which is slow: pip install {package}")
-    free, total = torch.cuda.mem_get_info()
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
     if free < total / 4:
-        yield Advice(
-            False, f"only {free / 2**30:.1f} of {total / 2**30:.1f} GiB of GPU memory are free: another process holds the rest"
-        )
+        yield Advice(False, f"only {free:.1f} of {total:.1f} GiB of GPU memory are free: another process holds the rest")
     if torch.version.hip:
         yield Advice(True, "this torch is built for ROCm; the kernels are for NVIDIA GPUs")
 
@@ -206,9 +194,7 @@ def _variables() -> Iterator[Advice]:
 
 def _bitsandbytes() -> Iterator[Advice]:
     if not installed("bitsandbytes"):
-        yield Advice(
-            False, "bitsandbytes is absent: backend='nf4' and 8-bit or paged optimizers need it (pip install 'peft_nvfp4[nf4]')"
-        )
-        return
-    if is_wsl() or os.name == "nt":
+        need = "backend='nf4' and 8-bit or paged optimizers need it (pip install 'peft_nvfp4[nf4]')"
+        yield Advice(False, f"bitsandbytes is absent: {need}")
+    elif is_wsl() or os.name == "nt":
         yield Advice(False, "paged optimizers (optim='paged_adamw_8bit') are known to fail on Windows and WSL: take 'adamw_8bit'")

@@ -23,21 +23,15 @@ class Result:
     seconds: float = 0.0
 
 
-class NotRun(Exception):
-    """A check cannot be made here; the message says why."""
-
-
 class Noticed(Exception):
     """Not wrong, but worth saying."""
 
 
-def checked(group: str, name: str, check: Callable[[], str | None]) -> Result:
-    """Runs a check: it raises AssertionError with what is wrong, or returns what to say."""
+def checked(group: str, name: str, check: Callable[[], str]) -> Result:
+    """Runs a check: it returns what to say, or raises AssertionError with what is wrong or :class:`Noticed`."""
     start = time.perf_counter()
     try:
-        outcome, detail = PASSED, check() or ""
-    except NotRun as reason:
-        outcome, detail = NOT_RUN, str(reason)
+        outcome, detail = PASSED, check()
     except Noticed as reason:
         outcome, detail = WARNING, str(reason)
     except AssertionError as wrong:

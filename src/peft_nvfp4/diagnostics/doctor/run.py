@@ -1,7 +1,7 @@
 """``peft-nvfp4 doctor``: what this machine has, what is wrong with it, and whether it computes what it should.
 
 On a GPU with FP4 tensor cores this is the acceptance test: nothing about such a GPU is taken for granted, and every mistake that
-was thought of has a name (:mod:`~peft_nvfp4.kernels.fp4.probe`). The report is made to be pasted into an issue.
+was thought of has a name (:mod:`~peft_nvfp4.kernels.fp4.check`). The report is made to be pasted into an issue.
 
 >>> from peft_nvfp4.cli._run import doctor
 >>> report = doctor.run()
@@ -49,21 +49,13 @@ class Report:
         """One line."""
         counts = {outcome: sum(c.outcome == outcome for c in self.checks) for outcome in (PASSED, WARNING, FAILED, NOT_RUN)}
         wrong = sum(a.wrong for a in self.advice)
-        said = ", ".join(f"{n} {outcome.lower()}" for outcome, n in counts.items() if n)
-        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: checks: {said}" + (
-            f"; set-up: {wrong} wrong" if wrong else ""
-        )
+        checks = ", ".join(f"{n} {outcome.lower()}" for outcome, n in counts.items() if n)
+        setup = f"; set-up: {wrong} wrong" if wrong else ""
+        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: checks: {checks}{setup}"
 
     def as_dict(self) -> dict:
         """For JSON."""
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "machine": self.machine,
-            "advice": [asdict(a) for a in self.advice],
-            "kernels": asdict(self.kernels),
-            "checks": [asdict(c) for c in self.checks],
-        }
+        return {"ok": self.ok, "verdict": self.verdict, **asdict(self)}
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.machine)
@@ -72,9 +64,8 @@ class Report:
             lines += ["", "set-up", *(f"  {'WRONG' if a.wrong else 'note'}: {a.text}" for a in self.advice)]
         lines += ["", str(self.kernels), "", "checks"]
         for check in self.checks:
-            lines.append(
-                f"  {check.outcome.ljust(8)}{check.group}: {check.name}" + (f" ({check.detail})" if check.detail else "")
-            )
+            detail = f" ({check.detail})" if check.detail else ""
+            lines.append(f"  {check.outcome.ljust(8)}{check.group}: {check.name}{detail}")
         return "\n".join([*lines, "", self.verdict])
 
 

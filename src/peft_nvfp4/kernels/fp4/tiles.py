@@ -10,7 +10,7 @@ often. The ping-pong schedule hides the epilogue of all tiles but the last behin
 input are one launch: their tiles are counted together, so the 64 tiles of a (2048 x 512) product, which leave a quarter of 84 SMs
 idle, fill the last wave of a larger one.
 
-The rates (:class:`Rates`) are estimates from a data sheet, not measured: only their proportion matters here. :func:`tune`
+The rates (:class:`Rates`) are estimates from a data sheet, not measured: only their proportion matters here. ``peft-nvfp4 tune``
 measures on the card at hand and stores the winners in the user's cache folder (``PEFT_NVFP4_CACHE``, ``XDG_CACHE_HOME`` or
 ``~/.cache``); :func:`choose` then prefers them. One file per GPU model and build.
 """
@@ -20,15 +20,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-
-import torch
-
-from ...numerics.formats import BLOCK, QuantizedMatrix
 
 
 @dataclass(frozen=True)
@@ -139,67 +134,4 @@ def store(file: Path, times_us: dict[str, dict[str, float]]) -> dict[str, str]:
     partial.replace(file)  # a reader sees the old file or the new one
     read.cache_clear()
     choose_once.cache_clear()
-    return winners
-
-
-LLAMA_1B = ((2048, 512, 512), (2048,), (8192, 8192), (2048,)), (2048, 2048, 2048, 8192)
-LLAMA_8B = ((4096, 1024, 1024), (4096,), (14336, 14336), (4096,)), (4096, 4096, 4096, 14336)
-
-
-def usual_problems(rows: Iterable[int] = (512, 1024, 2048, 4096)) -> list[Problem]:
-    """Launches of a training step of Llama-3.2-1B and Llama-3.1-8B: fprop with LoRA-up added, as one and as two terms."""
-    shapes = [(ns, k) for weights, ks in (LLAMA_1B, LLAMA_8B) for ns, k in zip(weights, ks)]
-    return [Problem(m, ns, k, terms, c=True) for m in rows for ns, k in shapes for terms in (1, 2)]
-
-
-def _random(rows: int, k: int, per_row: bool) -> QuantizedMatrix:
-    """Codes and scales as real data has them: speed depends on the bits that flip."""
-    codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(0x40, 0x78, (rows, k // BLOCK), dtype=torch.uint8, device="cuda")
-    return QuantizedMatrix(codes, scales, torch.full((rows if per_row else 1,), 2.0**-20, device="cuda"), k)
-
-
-def measure_us(problem: Problem, tile: Tile, rounds: int = 7, calls: int = 20) -> float:
-    """Microseconds of one launch: the median of rounds of calls queued back to back, so that the host's part is hidden."""
-    from . import extension
-
-    dtype = {name: dtype for dtype, name in extension.DTYPES.items()}[problem.d]
-    terms = [_random(problem.m, problem.k, True) for _ in range(problem.terms)]
-    weights = [_random(n, problem.k, False) for n in problem.ns]
-    adds = [torch.randn(problem.m, n, dtype=dtype, device="cuda") if problem.c else None for n in problem.ns]
-    times = []
-    for _ in range(rounds + 1):  # the first is a warm-up
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(calls):
-            extension.gemms(terms, weights, adds=adds, dtype=dtype, tile=tile)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times[1:])
-
-
-def tune(
-    problems: Iterable[Problem] | None = None, measure: Callable[[Problem, Tile], float] | None = None, say: Callable = print
-) -> dict[str, str]:
-    """Measures every tile on the current GPU and stores the fastest of each problem.
-
-    Args:
-        problems: default: :func:`usual_problems`.
-        measure: microseconds of a problem with a tile; default: the extension on random operands, median of several runs.
-
-    Raises:
-        RuntimeError: the extension is not there.
-    """
-    from . import extension
-
-    tiles, file = extension.tiles_of_library(), extension.measured_file()
-    measure = measure or measure_us
-    times: dict[str, dict[str, float]] = {}
-    for problem in problems or usual_problems():
-        times[problem.key] = {tile.name: round(measure(problem, tile), 2) for tile in tiles}
-        best = min(times[problem.key], key=times[problem.key].get)
-        say(f"{problem.key}: {best} {times[problem.key][best]:.1f} us")
-    winners = store(file, times)
-    say(f"stored in {file}")
     return winners

@@ -26,8 +26,7 @@ from .pairs import (
     two_roundings,
     unpack,
 )
-from .rows import BLOCK, HALF, INF, block_amax, block_sum, padded_k, row_max
-from .values import rounded, to_floats
+from .rows import BLOCK, HALF, INF, block_amax, block_sum, padded_k, rounded, row_max, to_floats
 
 RULES = {"max6": 0, "four_over_six": 1, "mse": 2}
 MAX6 = tl.constexpr(0)
@@ -131,9 +130,9 @@ def round_blocks(x, s, g, finite, NB: tl.constexpr, MODE: tl.constexpr, BOUNDED:
         lo, hi = x
         sg, ok = sg[:, None], ok[:, None]
         r = libdevice.fast_dividef(1.0, sg)  # one approximate instruction: see triton_codes; Inf where s is 0
-        lo_n, lo_grid = round_e2m1(lo, sg, r, ok, MODE)
-        hi_n, hi_grid = round_e2m1(hi, sg, r, ok, MODE)
-        return pack_nibbles(lo_n, hi_n, MODE), (lo_grid, hi_grid)
+        lo_n, lo_grid = round_e2m1(lo, sg, r, ok)
+        hi_n, hi_grid = round_e2m1(hi, sg, r, ok)
+        return pack_nibbles(lo_n, hi_n), (lo_grid, hi_grid)
 
 
 @triton.jit

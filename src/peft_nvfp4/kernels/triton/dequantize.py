@@ -14,8 +14,8 @@ from torch import Tensor
 from ...numerics.formats import padded_k
 from .blocks import decode_e4m3
 from .codes import decode_e2m1
+from .launch import EXACT_MATH, launch, word_program
 from .rows import BLOCK
-from .tables import DEQUANTIZE, EXACT_MATH
 
 
 @triton.jit
@@ -70,14 +70,19 @@ def dequantize_terms(
         return out
     codes = [c.contiguous().view(torch.int32) for c in codes]
     scales = [s.contiguous() for s in scales]
-    nw = min(triton.next_power_of_2(kp // 8), DEQUANTIZE["words"])
-    warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
+    nw, warps = word_program(kp)
     last = len(codes) - 1
-    dequantize_kernel[(rows, triton.cdiv(kp // 8, nw))](
-        codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], out if centre is None else centre, out,
-        k, kp, int(gscale[0].shape[0] > 1), int(gscale[last].shape[0] > 1),
-        NW=nw, TERMS=len(codes), HAS_CENTRE=centre is not None, num_warps=warps, **EXACT_MATH,
-    )  # fmt: skip
+    first = (codes[0], scales[0], gscale[0])
+    second = (codes[last], scales[last], gscale[last])
+    launch(
+        dequantize_kernel,
+        (rows, triton.cdiv(kp // 8, nw)),
+        (*first, *second, out if centre is None else centre, out),
+        (k, kp, int(gscale[0].shape[0] > 1), int(gscale[last].shape[0] > 1)),
+        {"NW": nw, "TERMS": len(codes), "HAS_CENTRE": centre is not None},
+        num_warps=warps,
+        **EXACT_MATH,
+    )
     return out
 
 

@@ -29,15 +29,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import QuantizedMatrix
 from .. import bf16_matmul
-from .launch import launch
+from .launch import EXACT_MATH, INTERPRETED, launch, rows_contiguous
 from .products import lora_down_kernel, matmul_sum_kernel, matmul_tile_kernel, matmul_vector_kernel
-from .tables import EXACT_MATH
 
 VECTOR_ROWS, MORE_VECTOR_ROWS, MORE_VECTOR_ROWS_UP_TO = 4, 8, 1 << 24
 """Up to so many rows ``matmul_vector_kernel`` is used (up to how many for one term, and weights of up to how many values); ..."""
@@ -136,7 +134,7 @@ def few_rows(
     out = torch.empty(m, n, dtype=dtype, device=w.codes.device)
     rank = 0 if up is None else up.shape[1]
     if rank:
-        hidden, up = hidden if hidden.stride(1) == 1 else hidden.contiguous(), up.contiguous()
+        hidden, up = rows_contiguous(hidden), up.contiguous()
     tensors = [
         *(_words(first.codes), first.scales.contiguous(), first.gscale),
         *(_words(last.codes), last.scales.contiguous(), last.gscale),
@@ -146,7 +144,7 @@ def few_rows(
     strides = (hidden.stride(0) if rank else 0, *(_stride(q.gscale) for q in (first, last, w)))
     numbers = (m, n, float(scaling), *strides)
     constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": bias is not None}
-    constants |= {"SPLIT": factor != 1.0, "PTX": not triton.knobs.runtime.interpret}
+    constants |= {"SPLIT": factor != 1.0, "PTX": not INTERPRETED}
     if m <= VECTOR_ROWS or m <= MORE_VECTOR_ROWS and len(terms) == 1 and n * w.k <= MORE_VECTOR_ROWS_UP_TO:
         _vector_launch(tensors, numbers, constants)
     else:

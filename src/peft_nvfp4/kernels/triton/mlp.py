@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ...numerics import fused_reference
 from ...numerics.formats import QuantizedMatrix
+from ...ops.linear import empty_terms
 from .blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store, quantize_store_terms, terms_values
 from .codes import PAIR
-from .quantize import empty_terms, rows_contiguous
-from .rows import BLOCK, load_row, padded_k, reciprocal, row_max, two_row_max
-from .tables import EXACT, MAX_BLOCKS, launch, mode_for, row_blocks
-from .values import load_values, rounded, store_values, to_floats
+from .launch import EXACT, MAX_BLOCKS, launch, mode_for, options_for, row_blocks, rows_contiguous
+from .rows import BLOCK, load_row, load_values, padded_k, reciprocal, rounded, row_max, store_values, to_floats, two_row_max
 
 SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
 START: tl.constexpr = tl.constexpr(fused_reference.EXP2_START)
@@ -214,11 +213,10 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str,
     kept = [t[0] for _ in range(2) for t in empty_terms(gate, 1, m, k)]
     if m:
         nb, mode = row_blocks(k), mode_for(gate.dtype, k, gate, up)
-        gated_kernel[(m,)](
-            gate, up, gate if centre is None else centre, *parts, h, *kept, m, gate.stride(0), up.stride(0),
-            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh", KEEP_H=keep_h,
-            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp", mode),
-        )  # fmt: skip
+        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_CENTRE": centre is not None, "GELU": act == "gelu_tanh"}
+        constants |= {"KEEP_H": keep_h, "MODE": mode, "TERMS_MODE": mode if centre is None else EXACT}
+        tensors = (gate, up, gate if centre is None else centre, *parts, h, *kept)
+        launch(gated_kernel, (m,), tensors, (m, gate.stride(0), up.stride(0)), constants, **options_for(nb, "mlp", mode))
     return *parts, h, *kept
 
 
@@ -239,11 +237,9 @@ def silu_mul_backward(
     dgate, dup = dh.new_empty(m, k), dh.new_empty(m, k)
     if m:
         nb, mode = row_blocks(k), mode_for(dh.dtype, k, dh)
-        gated_backward_kernel[(m,)](
-            dh, *kept, dgate, dup, dh.stride(0),
-            K=k, NB=nb, GELU=act == "gelu_tanh", MODE=mode,
-            **launch(nb, "mlp_backward", mode),
-        )  # fmt: skip
+        constants = {"K": k, "NB": nb, "GELU": act == "gelu_tanh", "MODE": mode}
+        options = options_for(nb, "mlp_backward", mode)
+        launch(gated_backward_kernel, (m,), (dh, *kept, dgate, dup), (dh.stride(0),), constants, **options)
     return dgate, dup
 
 
@@ -269,9 +265,8 @@ def gated_values(
     out = gate_codes.new_empty(m, k, dtype=dtype)
     if m:
         mode = mode_for(dtype, k, out)
-        gated_values_kernel[(m,)](
-            *kept, out if centre is None else centre, out, m,
-            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, GELU=act == "gelu_tanh",
-            MODE=mode, TERMS_MODE=mode if centre is None else EXACT, **launch(nb, "mlp", mode),
-        )  # fmt: skip
+        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_CENTRE": centre is not None, "GELU": act == "gelu_tanh"}
+        constants |= {"MODE": mode, "TERMS_MODE": mode if centre is None else EXACT}
+        tensors = (*kept, out if centre is None else centre, out)
+        launch(gated_values_kernel, (m,), tensors, (m,), constants, **options_for(nb, "mlp", mode))
     return out

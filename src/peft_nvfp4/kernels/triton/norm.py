@@ -16,13 +16,12 @@ from torch import Tensor
 from ...numerics import fused_reference
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import padded_k as padded
+from ...ops.linear import empty_terms
 from .blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store_terms
 from .codes import EXACT, PAIR
+from .launch import launch, mode_for, options_for, row_blocks, rows_contiguous
 from .pairs import multiply
-from .quantize import empty_terms, rows_contiguous
-from .rows import BLOCK, INF, load_row, padded_k, reciprocal, row_max, row_sum
-from .tables import launch, mode_for, row_blocks
-from .values import load_values, rounded, store_values, to_floats
+from .rows import BLOCK, INF, load_row, load_values, padded_k, reciprocal, rounded, row_max, row_sum, store_values, to_floats
 
 
 def _shifted_bits(x: float) -> int:
@@ -175,13 +174,11 @@ def rmsnorm_quantize(
     if m:
         nb = row_blocks(k)
         gamma, mode = gamma.contiguous(), mode_for(x.dtype, k, x)
-        norm_kernel[(m,)](
-            x, gamma, x if centre is None else centre, codes, scales, gscale, y, rstd, m, x.stride(0), eps, 1.0 / k,
-            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
-            MODE=mode, TERMS_MODE=mode if centre is None else EXACT.value,
-            WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), PADDED=padded(k) - k >= BLOCK_SIZE,
-            **launch(nb, "norm", mode),
-        )  # fmt: skip
+        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_CENTRE": centre is not None, "PLUS_ONE": plus_one, "MODE": mode}
+        constants |= {"TERMS_MODE": mode if centre is None else EXACT.value}
+        constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None]), "PADDED": padded(k) - k >= BLOCK_SIZE}
+        tensors = (x, gamma, x if centre is None else centre, codes, scales, gscale, y, rstd)
+        launch(norm_kernel, (m,), tensors, (m, x.stride(0), eps, 1.0 / k), constants, **options_for(nb, "norm", mode))
     return codes, scales, gscale, y, rstd
 
 
@@ -203,10 +200,10 @@ def rmsnorm_backward(
     if m:
         nb, last = row_blocks(k), len(codes) - 1
         gamma, mode = gamma.contiguous(), mode_for(dy.dtype, k, dy)
-        norm_backward_kernel[(m,)](
-            dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last], dy if centre is None else centre,
-            gamma, rstd.contiguous(), dx, dy.stride(0), 1.0 / k,
-            K=k, NB=nb, TERMS=len(codes), HAS_CENTRE=centre is not None, PLUS_ONE=plus_one,
-            MODE=mode, WEIGHT_MODE=mode_for(gamma.dtype, k, gamma[None]), **launch(nb, "norm_backward", mode),
-        )  # fmt: skip
+        constants = {"K": k, "NB": nb, "TERMS": len(codes), "HAS_CENTRE": centre is not None, "PLUS_ONE": plus_one}
+        constants |= {"MODE": mode, "WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None])}
+        tensors = (dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last])
+        tensors += (dy if centre is None else centre, gamma, rstd.contiguous(), dx)
+        options = options_for(nb, "norm_backward", mode)
+        launch(norm_backward_kernel, (m,), tensors, (dy.stride(0), 1.0 / k), constants, **options)
     return dx

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...numerics.formats import QuantizedMatrix, padded_k
 from .blocks import MAX6, quantize_row
 from .dequantize import _term
+from .launch import EXACT_MATH, launch, mode_for, num_warps, row_blocks, rows_contiguous, word_program
 from .rows import load_row, store_row
-from .tables import DEQUANTIZE, EXACT_MATH, mode_for, num_warps, row_blocks
 
 
 @triton.jit
@@ -71,22 +71,27 @@ def write_operand(
     """D(q) (R, K) into the first columns of out (R, >= copies * K + width), ``copies`` times side by side; after them ``width``
     columns: zeros, but for extra (R, E) from the column ``first`` of them on."""
     rows, kp = q.codes.shape[0], padded_k(q.k)
-    nw = min(triton.next_power_of_2(kp // 8), DEQUANTIZE["words"])
-    warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
+    nw, warps = word_program(kp)
     source = out if extra is None else extra
-    operand_kernel[(rows, triton.cdiv(kp // 8, nw))](
-        q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale, source, out, q.k, kp,
-        int(q.gscale.shape[0] > 1), 0 if extra is None else extra.shape[1], source.stride(0), source.stride(1), out.stride(0),
-        copies * q.k, first, width,
-        NW=nw, COPIES=copies, EXTRA=triton.next_power_of_2(width) if width else 0, num_warps=warps, **EXACT_MATH,
-    )  # fmt: skip
+    launch(
+        operand_kernel,
+        (rows, triton.cdiv(kp // 8, nw)),
+        (q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale, source, out),
+        (
+            *(q.k, kp, int(q.gscale.shape[0] > 1)),
+            *(0 if extra is None else extra.shape[1], source.stride(0), source.stride(1), out.stride(0)),
+            *(copies * q.k, first, width),
+        ),
+        {"NW": nw, "COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0},
+        num_warps=warps,
+        **EXACT_MATH,
+    )
 
 
 def write_rounded(out: Tensor, x: Tensor) -> None:
     """D(Q(x)) of x (M, K), a row's global scale, to nearest, into out (M, K); both with rows of any stride."""
     m, k = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = rows_contiguous(x)
     nb = row_blocks(k)
-    rounded_kernel[(m,)](
-        x, out, k, x.stride(0), out.stride(0), NB=nb, MODE=mode_for(x.dtype), num_warps=num_warps(nb, "terms"), **EXACT_MATH
-    )
+    constants, warps = {"NB": nb, "MODE": mode_for(x.dtype)}, num_warps(nb, "terms")
+    launch(rounded_kernel, (m,), (x, out), (k, x.stride(0), out.stride(0)), constants, num_warps=warps, **EXACT_MATH)

@@ -17,9 +17,9 @@ Rejected: lo and hi in FP32 as in triton_rows with conversions to FP16 pairs: 15
 import triton
 import triton.language as tl
 
-from . import tables
+from . import launch
 
-PAIR = tl.constexpr(tables.PAIR)
+PAIR = tl.constexpr(launch.PAIR)
 
 # ---------------------------------------------------------------------------------------------- in and out
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import padded_k as padded
+from ...ops.linear import empty_terms
 from .blocks import (
     MAX6,
     RULES,
@@ -34,10 +35,9 @@ from .blocks import (
     store_codes,
 )
 from .codes import EXACT
+from .launch import CHUNK_BLOCKS, MAX_BLOCKS, launch, mode_for, options_for, row_blocks, rows_contiguous
 from .random import round_stochastically, seed_arguments
-from .rows import BLOCK, load_row, padded_k, row_max
-from .tables import CENTRED_ROWS, CHUNK_BLOCKS, MAX_BLOCKS, launch, mode_for, row_blocks
-from .values import load_values
+from .rows import BLOCK, load_row, load_values, padded_k, row_max
 
 OWN, GIVEN, FROM_AMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Where quantize_kernel finds the global scale: the row in its registers, an argument, or a maximum from amax_kernel."""
@@ -58,19 +58,16 @@ def terms_kernel(
     HAS_CENTRE: tl.constexpr,
     MODE: tl.constexpr,
     TERMS_MODE: tl.constexpr,
-    ROWS: tl.constexpr,  # per program, so that the centre is read once for all of them
 ):
+    row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
-    first = tl.program_id(0).to(tl.int64) * ROWS
     centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
-    for row in range(first, tl.minimum(first + ROWS, M)):
-        x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
-        x = less_centre(x, centre, HAS_CENTRE, MODE)
-        amax = amax_values(x, NB, TERMS_MODE)
-        largest = row_max(finite_part(amax))
-        quantize_store_terms(
-            codes_ptr, scales_ptr, gscale_ptr, centre, row, x, amax, largest, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, False
-        )  # fmt: skip
+    x = less_centre(load_values(x_ptr + row * x_stride, blk, K, NB, MODE), centre, HAS_CENTRE, MODE)
+    amax = amax_values(x, NB, TERMS_MODE)
+    largest = row_max(finite_part(amax))
+    quantize_store_terms(
+        codes_ptr, scales_ptr, gscale_ptr, centre, row, x, amax, largest, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, False
+    )  # fmt: skip
 
 
 @triton.jit
@@ -131,21 +128,6 @@ def quantize_kernel(
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
-    """x (M, K) with K contiguous; rows may have any stride."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Storage of ``terms`` matrices: codes (T, R, Kp/2), scales (T, R, Kp/16), gscale (T, R)."""
-    kp = padded(k)
-    return (
-        like.new_empty(terms, rows, kp // 2, dtype=torch.uint8),
-        like.new_empty(terms, rows, kp // BLOCK_SIZE, dtype=torch.uint8),
-        like.new_empty(terms, rows, dtype=torch.float32),
-    )
-
-
 def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, K) as ``terms`` NVFP4 terms with a global scale per row: codes (T, M, Kp/2), scales (T, M, Kp/16), gscale (T, M)."""
     m, k = x.shape
@@ -154,12 +136,10 @@ def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> tuple[Tensor
     codes, scales, gscale = empty_terms(x, terms, m, k)
     if m:
         mode = mode_for(x.dtype, k, x)
-        rows = 1 if centre is None else CENTRED_ROWS
-        terms_kernel[(triton.cdiv(m, rows),)](
-            x, x if centre is None else centre, codes, scales, gscale, m, x.stride(0),
-            K=k, NB=nb, TERMS=terms, HAS_CENTRE=centre is not None, MODE=mode,
-            TERMS_MODE=mode if centre is None else EXACT.value, ROWS=rows, **launch(nb, "terms", mode),
-        )  # fmt: skip
+        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_CENTRE": centre is not None, "MODE": mode}
+        constants |= {"TERMS_MODE": mode if centre is None else EXACT.value}
+        tensors = (x, x if centre is None else centre, codes, scales, gscale)
+        launch(terms_kernel, (m,), tensors, (m, x.stride(0)), constants, **options_for(nb, "terms", mode))
     return codes, scales, gscale
 
 
@@ -186,13 +166,13 @@ def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, p
         chunk = min(nb, CHUNK_BLOCKS)
         chunks = triton.cdiv(padded(k), BLOCK_SIZE * chunk)
     mode = mode_for(x.dtype, k, x)
-    options = launch(chunk, "quantize", mode)
+    options = options_for(chunk, "quantize", mode)
     if where == FROM_AMAX:
-        amax_kernel[(m, chunks)](x, given, x.stride(0), g_stride, K=k, NB=chunk, MODE=mode, **options)
+        constants = {"K": k, "NB": chunk, "MODE": mode}
+        launch(amax_kernel, (m, chunks), (x, given), (x.stride(0), g_stride), constants, **options)
     pointer, key0, key1, on_device = seed_arguments(seed, x) if stochastic else (x, 0, 0, False)
-    quantize_kernel[(m, chunks)](
-        x, given, codes, scales, out, pointer, key0, key1, x.stride(0), g_stride,
-        K=k, NB=chunk, RULE=STOCHASTIC.value if stochastic else RULES[rule], MODE=mode, GLOBAL=where.value,
-        SEED_ON_DEVICE=on_device, **options,
-    )  # fmt: skip
+    constants = {"K": k, "NB": chunk, "RULE": STOCHASTIC.value if stochastic else RULES[rule], "MODE": mode}
+    constants |= {"GLOBAL": where.value, "SEED_ON_DEVICE": on_device}
+    tensors, numbers = (x, given, codes, scales, out, pointer), (key0, key1, x.stride(0), g_stride)
+    launch(quantize_kernel, (m, chunks), tensors, numbers, constants, **options)
     return codes, scales, out

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ...numerics.philox import PHILOX_M, PHILOX_W
 from .blocks import E4M3_NAN, max6_scale_up
-from .codes import EXACT, PAIR, decode_e2m1, pack_nibbles
+from .codes import PAIR, decode_e2m1, pack_nibbles
+from .launch import EXACT_MATH, RANDOM_CHUNK, launch
 from .pairs import JOIN_NIBBLES, both, exponent_factor, split_words
 from .rows import INF
-from .tables import EXACT_MATH, RANDOM_CHUNK
 
 M0: tl.constexpr = tl.constexpr(PHILOX_M[0])
 M1: tl.constexpr = tl.constexpr(PHILOX_M[1])
@@ -185,13 +185,13 @@ def round_stochastically(
         sg, ok = sg[:, None], ok[:, None]
         lo_n = _round(x[0], sg, tl.reshape(tl.join(r0, r2), [NB, 8]), ok)
         hi_n = _round(x[1], sg, tl.reshape(tl.join(r1, r3), [NB, 8]), ok)
-        codes = pack_nibbles(lo_n, hi_n, EXACT)
+        codes = pack_nibbles(lo_n, hi_n)
     return codes, tl.where(finite, bits, E4M3_NAN)
 
 
 @triton.jit(do_not_specialize=["threshold", "key0", "key1"])
 def dropout_kernel(
-    x_ptr, out_ptr, n, keep_value, threshold, seed_ptr, key0, key1,
+    x_ptr, out_ptr, seed_ptr, n, keep_value, threshold, key0, key1,
     CHUNK: tl.constexpr, SEED_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """out = x * mask; mask: 0 where the element's random number is below the threshold, else keep_value."""
@@ -236,8 +236,7 @@ def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     if n:
         grid = (triton.cdiv(n, 4 * RANDOM_CHUNK),)
         pointer, key0, key1, on_device = seed_arguments(seed, out)
-        dropout_kernel[grid](
-            x, out, n, _keep_value(p), _signed(int(p * 2**32)), pointer, key0, key1,
-            CHUNK=RANDOM_CHUNK, SEED_ON_DEVICE=on_device, num_warps=4, **EXACT_MATH,
-        )  # fmt: skip
+        numbers = (n, _keep_value(p), _signed(int(p * 2**32)), key0, key1)
+        constants = {"CHUNK": RANDOM_CHUNK, "SEED_ON_DEVICE": on_device}
+        launch(dropout_kernel, grid, (x, out, pointer), numbers, constants, num_warps=4, **EXACT_MATH)
     return out

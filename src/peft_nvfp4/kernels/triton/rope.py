@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...numerics.fused_reference import rotary_output
-from .tables import EXACT_MATH
+from .launch import EXACT_MATH, launch, rows_contiguous
 
 PAIRS = 2048
 """Pairs of values (one of each half) per program: 16 per thread, four 16-byte loads of BF16 from memory in flight."""
@@ -93,11 +93,6 @@ def rotary_kernel(
 # ---------------------------------------------------------------------------------------------- launch
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """x with D contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
     """Rotated q and k, or the gradients of the unrotated ones; without k the second result is empty."""
     q_out = rotary_output(q, backward)
@@ -109,16 +104,15 @@ def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back
     if any(t.numel() and t.stride(-1) != 1 for t in (q_out, k_out)):  # a layout that no attention has: eager keeps it, so do we
         q_dense, k_dense = rotary_embedding(q.contiguous(), None if k is None else k.contiguous(), cos, sin, backward)
         return q_out.copy_(q_dense), k_out.copy_(k_dense)
-    q, k = _dense_rows(q), q if k is None else _dense_rows(k)
+    q, k = rows_contiguous(q), q if k is None else rows_contiguous(k)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     lanes = triton.next_power_of_2(max(d // 2, 1))
     rows = max(PAIRS // lanes, 1)
     out = k_out if k_heads else q_out
     grid = (triton.cdiv(s * heads, rows) + triton.cdiv(s * k_heads, rows), b)
-    rotary_kernel[grid](
-        q, k, cos, sin, q_out, out, s, *q.stride()[:3], *k.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-        *q_out.stride()[:3], *out.stride()[:3],
-        HQ=heads, HK=k_heads, D=d, ROWS=rows, LANES=lanes, BACKWARD=backward, num_warps=WARPS, **EXACT_MATH,
-    )  # fmt: skip
+    of_cos = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    numbers = (s, *q.stride()[:3], *k.stride()[:3], *of_cos, *q_out.stride()[:3], *out.stride()[:3])
+    constants = {"HQ": heads, "HK": k_heads, "D": d, "ROWS": rows, "LANES": lanes, "BACKWARD": backward}
+    launch(rotary_kernel, grid, (q, k, cos, sin, q_out, out), numbers, constants, num_warps=WARPS, **EXACT_MATH)
     return q_out, k_out

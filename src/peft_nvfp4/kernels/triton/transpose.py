@@ -28,9 +28,9 @@ from .blocks import (
     search_blocks,
 )
 from .codes import PAIR, decode_e2m1
+from .launch import EXACT_MATH, TRANSPOSE, launch, mode_for
 from .pairs import both, decode_e4m3_pairs, decode_nibbles, interleave, multiply, opaque, pack
 from .rows import BLOCK, HALF, INF, row_max
-from .tables import EXACT_MATH, TRANSPOSE, mode_for
 
 
 @triton.jit
@@ -192,14 +192,11 @@ def transpose_requantize(
     amax = codes.new_zeros(1)
     nb, kw, kp = TRANSPOSE["blocks"], TRANSPOSE["words"], padded_k(k)
     mode = mode_for(torch.bfloat16 if significand == 1.0 else torch.float32)
-    options = {
-        "NB": nb, "KW": kw, "WHOLE": n % (BLOCK_SIZE * nb) == 0 and k % (8 * kw) == 0, "PER_ROW": gscale.shape[0] > 1,
-        "MODE": mode, "num_warps": max(nb * kw // 32, 1), **EXACT_MATH,
-    }  # fmt: skip
+    constants = {"NB": nb, "KW": kw, "WHOLE": n % (BLOCK_SIZE * nb) == 0 and k % (8 * kw) == 0, "PER_ROW": gscale.shape[0] > 1}
+    options = {"num_warps": max(nb * kw // 32, 1), **EXACT_MATH}
     grid = (triton.cdiv(np_, BLOCK_SIZE * nb), triton.cdiv(kp, 8 * kw))
-    transpose_amax_kernel[grid](codes, scales, gscale, amax, n, kp, **options)
-    out_words = out_codes.view(torch.int32)
-    transpose_kernel[grid](
-        codes, scales, gscale, amax, out_words, out_scales, out_gscale, n, k, kp, np_, RULE=RULES[rule], **options
-    )
+    tensors = (codes, scales, gscale, amax)
+    launch(transpose_amax_kernel, grid, tensors, (n, kp), {**constants, "MODE": mode}, **options)
+    tensors += (out_codes.view(torch.int32), out_scales, out_gscale)
+    launch(transpose_kernel, grid, tensors, (n, k, kp, np_), {**constants, "RULE": RULES[rule], "MODE": mode}, **options)
     return out_codes, out_scales, out_gscale
