@@ -13,11 +13,12 @@ from scalar_nvfp4 import quantize_exact, swizzled_position
 from peft_nvfp4.diagnostics.doctor import conformance, conformance_gemm, environment, oracle
 from peft_nvfp4.diagnostics.doctor import run as doctor
 from peft_nvfp4.diagnostics.doctor.results import FAILED, NOT_RUN, PASSED, WARNING, Noticed, Result, checked
-from peft_nvfp4.kernels import tiers
+from peft_nvfp4.kernels import dispatch, tiers
 from peft_nvfp4.kernels.fp4 import check, scaled_mm
 from peft_nvfp4.kernels.report import OperatorStatus, Status
 from peft_nvfp4.numerics import layout, philox, reference
 from peft_nvfp4.numerics.formats import ACTIVATION
+from peft_nvfp4.ops.core import OPERATORS
 
 
 def outcomes(results):
