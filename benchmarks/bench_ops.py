@@ -81,7 +81,7 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
     seed = torch.tensor(1)
     for m, k in SHAPES:
         x, other = (normal(m, k, seed=s) for s in (1, 2))
-        gamma, centre = torch.ones(k, dtype=BF16, device="cuda"), torch.zeros(k, device="cuda")
+        gamma, offset = torch.ones(k, dtype=BF16, device="cuda"), torch.zeros(k, device="cuda")
         one, two = (reference.quantize_terms(x, None, t) for t in (1, 2))
         gate, up = (reference.quantize(t, ACTIVATION)[:3] for t in (x, other))
         rstd = torch.ones(m, device="cuda")
@@ -90,7 +90,7 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
             ("quantize", f"row max6 {where}", (x, None, None, "max6", True, False)),
             ("quantize", f"row stochastic {where}", (x, None, seed, "max6", True, True)),
             ("quantize_terms", f"2 terms {where}", (x, None, 2)),
-            ("quantize_terms", f"1 term centred {where}", (x, centre, 1)),
+            ("quantize_terms", f"1 term centred {where}", (x, offset, 1)),
             ("dequantize", where, (*one[0], BF16)),
             ("dequantize_terms", f"2 terms {where}", (*lists(two), None, k, BF16)),
             ("rmsnorm_quantize", f"1 term {where}", (x, None, gamma, None, 1e-5, False, 1)),

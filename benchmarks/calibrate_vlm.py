@@ -187,13 +187,13 @@ def run(args: argparse.Namespace) -> None:
     plans = {"image prompts": (through_images, "gptq"), "text": (through_text, "gptq"), "to nearest": (through_text, "nearest")}
     for label, (batches, method) in plans.items():
         model = copy.deepcopy(dense)
-        options = CalibrationOptions(method=method, accuracy=args.accuracy, centre=args.centre, report_tokens=0)
+        options = CalibrationOptions(method=method, accuracy=args.accuracy, offset=args.offset, report_tokens=0)
         begin = time.perf_counter()
         calibrate(model, batches, None, options, device=args.device, progress=False)
         models[label], seconds[label] = model, time.perf_counter() - begin
         print(f"{label}: calibrated in {seconds[label]:.0f} s", flush=True)
     found = measure(dense, models, tests, args.device)
-    path = args.out / f"calibrate_vlm_{args.accuracy}{'_centred' if args.centre else ''}_{args.device.type}"
+    path = args.out / f"calibrate_vlm_{args.accuracy}{'_centred' if args.offset else ''}_{args.device.type}"
     content = common.head(args) | {"tokens": tokens, "calibration_s": seconds, "errors": found}
     common.write_json(path.with_suffix(".json"), content | {"seconds": time.perf_counter() - start})
     path.with_suffix(".md").write_text(markdown(args, tokens, found))
@@ -204,7 +204,7 @@ def main() -> None:
     parser = common.text_parser(__doc__)
     parser.add_argument("--images", type=Path, required=True, help="folder of JPEGs; the last one by name is held out")
     parser.add_argument("--accuracy", default="paper", help="preset of the inputs")
-    parser.add_argument("--centre", action="store_true", help="centres, from the same batches")
+    parser.add_argument("--offset", action="store_true", help="offsets, from the same batches")
     parser.add_argument("--prompts", type=int, default=12, help="of calibration")
     parser.add_argument("--tests", type=int, default=4, help="prompts held out")
     parser.add_argument("--edge", type=int, default=512, help="longest edge of an image, in tiles of 128")

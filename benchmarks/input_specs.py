@@ -1,4 +1,4 @@
-"""The inputs of a Llama's linears, changed while the weights stay: terms and centres, site by site; exact; rounded before dense
+"""The inputs of a Llama's linears, changed while the weights stay: terms and offsets, site by site; exact; rounded before dense
 weights. What :mod:`perplexity` measures with, and others that compare input specs on one set of weights."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peft_nvfp4.autograd.frozen_linear import rounded_input
-from peft_nvfp4.calibration.store import share_centre
+from peft_nvfp4.calibration.store import share_offset
 from peft_nvfp4.fusion.probe import standing_in
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -28,7 +28,7 @@ NORMS, ALL = ("q/k/v", "gate/up"), tuple(SITES)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Treatment of inputs: sites with two terms, and sites with a centre; ``last``: two terms in the last layer only."""
+    """Treatment of inputs: sites with two terms, and sites with an offset; ``last``: two terms in the last layer only."""
 
     two: tuple[str, ...] = ()
     centred: tuple[str, ...] = ()
@@ -44,8 +44,8 @@ def site_of(name: str) -> tuple[int, str]:
     return layer, next(site for site, members in SITES.items() if name.rpartition(".")[2] in members)
 
 
-def set_inputs(model: nn.Module, inputs: Inputs, centres: dict[str, Tensor] | None = None) -> None:
-    """Give the frozen linears of ``model`` other terms and centres, the latter from ``centres`` (name -> mean input)."""
+def set_inputs(model: nn.Module, inputs: Inputs, offsets: dict[str, Tensor] | None = None) -> None:
+    """Give the frozen linears of ``model`` other terms and offsets, the latter from ``offsets`` (name -> mean input)."""
     layers = frozen_layers(model)
     count = 1 + max(site_of(name)[0] for name, _ in layers)
     groups: dict[tuple[int, str], list[NVFP4FrozenLinear]] = {}
@@ -53,17 +53,17 @@ def set_inputs(model: nn.Module, inputs: Inputs, centres: dict[str, Tensor] | No
         index, site = site_of(name)
         linear.options = replace(linear.options, terms=inputs.terms(site, index, count))
         centred = site in inputs.centred and linear.options.terms == 1
-        linear.set_centre(centres[name] if centred else None)
+        linear.set_offset(offsets[name] if centred else None)
         groups.setdefault((index, site), []).append(linear)
     for members in groups.values():
-        if members[0].input_centre is not None:
-            share_centre(members)
+        if members[0].input_offset is not None:
+            share_offset(members)
 
 
-def centres_of(model: nn.Module) -> dict[str, Tensor]:
+def offsets_of(model: nn.Module) -> dict[str, Tensor]:
     """Name of a centred linear -> its mean input."""
-    found = {name: linear.input_centre for name, linear in frozen_layers(model)}
-    return {name: centre.detach().view(torch.float32).clone() for name, centre in found.items() if centre is not None}
+    found = {name: linear.input_offset for name, linear in frozen_layers(model)}
+    return {name: offset.detach().view(torch.float32).clone() for name, offset in found.items() if offset is not None}
 
 
 def added_work(model: nn.Module) -> float:
@@ -84,7 +84,7 @@ def exact_inputs(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def rounded_inputs(model: nn.Module, inputs: Inputs, centres: dict[str, Tensor] | None = None) -> Iterator[None]:
+def rounded_inputs(model: nn.Module, inputs: Inputs, offsets: dict[str, Tensor] | None = None) -> Iterator[None]:
     """Within the context the dense linears of the decoder read D(x~): W16A4."""
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
     count = 1 + max(site_of(name)[0] for name in linears)
@@ -92,8 +92,8 @@ def rounded_inputs(model: nn.Module, inputs: Inputs, centres: dict[str, Tensor] 
     def forward_of(name: str, m: nn.Linear) -> Callable:
         index, site = site_of(name)
         terms = inputs.terms(site, index, count)
-        centre = centres[name] if site in inputs.centred and terms == 1 else None
-        return lambda x: F.linear(rounded_input(x, terms, centre), m.weight, m.bias)
+        offset = offsets[name] if site in inputs.centred and terms == 1 else None
+        return lambda x: F.linear(rounded_input(x, terms, offset), m.weight, m.bias)
 
     with standing_in({m: forward_of(name, m) for name, m in linears.items()}):
         yield

@@ -1,7 +1,7 @@
 """What 4 bits cost SmolLM2 on held-out real text, and what gives it back: weights by weights, inputs by inputs.
 
 A row is a set of weights (BF16, NF4, NVFP4 rounded to nearest, NVFP4 from GPTQ) with a treatment of the linears' inputs: exact
-(W4A16), or NVFP4 (W4A4) with one or two terms and with or without a centre at each of the four kinds of site. It says how many
+(W4A16), or NVFP4 (W4A4) with one or two terms and with or without an offset at each of the four kinds of site. It says how many
 nats per token the model loses against BF16 (± standard error of the paired difference over sequences), its perplexity, and the
 FP4 multiplications that its second terms add to those of the forward pass (backward has one term in any case: of a training
 step's products half of that share).
@@ -31,7 +31,7 @@ import rotation
 import texts
 import torch
 import torch.nn.functional as F
-from input_specs import ALL, NORMS, SITES, Inputs, added_work, centres_of, exact_inputs, rounded_inputs, set_inputs
+from input_specs import ALL, NORMS, SITES, Inputs, added_work, exact_inputs, offsets_of, rounded_inputs, set_inputs
 from peft_nvfp4.data import load_smollm2
 from torch import Tensor, nn
 
@@ -42,7 +42,7 @@ from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
 PRESETS = {"paper": Inputs(), "balanced": Inputs(NORMS), "high": Inputs(ALL)}
 PER_SITE = {
     "paper, centred at all sites": Inputs(centred=ALL),
-    "one term, no centre (paper)": Inputs(),
+    "one term, no offset (paper)": Inputs(),
     **{f"two terms at {site}": Inputs((site,)) for site in SITES},
     **{f"centred at {site}": Inputs(centred=(site,)) for site in SITES},
     "two terms at q/k/v and gate/up (balanced)": Inputs(NORMS),
@@ -57,11 +57,11 @@ PER_SITE = {
 RECIPES: dict[str, dict[str, Any]] = {  # what a set of GPTQ weights is calibrated for, most important first
     "balanced": dict(accuracy="balanced"),
     "paper": dict(accuracy="paper"),
-    "paper, centred": dict(accuracy="paper", centre=True),
+    "paper, centred": dict(accuracy="paper", offset=True),
     "high": dict(accuracy="high"),
     "a budget of 0.33": dict(budget=0.33),
-    "balanced, centred": dict(accuracy="balanced", centre=True),
-    "paper, centred, asymmetric target": dict(accuracy="paper", centre=True, gptq=GPTQOptions(asymmetric=True)),
+    "balanced, centred": dict(accuracy="balanced", offset=True),
+    "paper, centred, asymmetric target": dict(accuracy="paper", offset=True, gptq=GPTQOptions(asymmetric=True)),
     "balanced, plain GPTQ": dict(accuracy="balanced", gptq=GPTQOptions("max6", weighted=False, act_order=False)),
 }
 
@@ -72,7 +72,7 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         self.args, self.start = args, time.perf_counter()
         self.rows: list[dict] = []
-        self.centres: dict[str, Tensor] = {}
+        self.offsets: dict[str, Tensor] = {}
         self.works: dict[str, float] = {}
         self.base, tokenizer = load_smollm2(torch.float32, layers=args.layers)
         self.base.eval().requires_grad_(False)
@@ -135,12 +135,12 @@ class Run:
                 self.row("BF16", name, self.nll(self.base), self.works[name])
 
     def centred(self) -> None:
-        """With the centres that a GPTQ run has found: needs one."""
+        """With the offsets that a GPTQ run has found: needs one."""
         inputs, name = Inputs(centred=ALL), "paper, centred at all sites"
         model = freeze_model(copy.deepcopy(self.base), accuracy="paper", progress=False)
-        set_inputs(model, inputs, self.centres)
+        set_inputs(model, inputs, self.offsets)
         self.measure("to nearest", name, model)
-        with rounded_inputs(self.base, inputs, self.centres):
+        with rounded_inputs(self.base, inputs, self.offsets):
             self.row("BF16", name, self.nll(self.base), 0.0)
 
     def recipe(self, name: str) -> None:
@@ -156,9 +156,9 @@ class Run:
         self.measure(label, "as calibrated", model, calibration_s=seconds, errors_percent=report.means())
         self.measure_exact(label, model)
         if name == "paper, centred":
-            self.centres = centres_of(model)
+            self.offsets = offsets_of(model)
             for its_name, inputs in list(PER_SITE.items())[1:]:
-                set_inputs(model, inputs, self.centres)
+                set_inputs(model, inputs, self.offsets)
                 self.measure(label, its_name, model)
             self.centred()
 
@@ -185,7 +185,7 @@ class Run:
         formulas: dict[str, Callable[[], float]] = {
             "share of the loss of W4A4 to nearest that GPTQ gives back": lambda: 1 - paper / nearest,
             "the same, of what the activations alone do not cost": lambda: (nearest - paper) / (nearest - activations),
-            "the same, GPTQ and centres": lambda: 1 - centred / nearest,
+            "the same, GPTQ and offsets": lambda: 1 - centred / nearest,
             "the same, GPTQ and the balanced preset": lambda: 1 - balanced / nearest,
             "share of one-term W4A4's loss against W4A16 that balanced gives back": lambda: (paper - balanced) / (paper - a16),
             "balanced minus NF4, nats": lambda: balanced - nf4,

@@ -8,7 +8,7 @@ from peft_nvfp4.quantization.freeze import frozen_layers
 
 IDS = torch.randint(1, 128, (8, 24), generator=torch.Generator().manual_seed(3))
 FAST = dict(device="cpu", progress=False)
-OPTIONS = CalibrationOptions(budget=0.3, centre=True, backward="gptq", report_tokens=8)
+OPTIONS = CalibrationOptions(budget=0.3, offset=True, backward="gptq", report_tokens=8)
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -25,11 +25,11 @@ by_terms = pytest.mark.parametrize("terms", (1, 2), ids=lambda t: f"{t}term")
 by_gradients = pytest.mark.parametrize("gradients", ("nvfp4", "nvfp4_sr", "bf16"))
 
 
-def make_layer(shape, terms=1, gradients="nvfp4", layouts="cached", centre=False, bias=True, dtype=torch.float32):
+def make_layer(shape, terms=1, gradients="nvfp4", layouts="cached", offset=False, bias=True, dtype=torch.float32):
     k, n = shape
     layer = BACKENDS["nvfp4"].quantize(nn.Linear(k, n, bias=bias).to(dtype), FrozenOptions(layouts, gradients, terms))
-    if centre:
-        layer.set_centre(3 * torch.randn(k))
+    if offset:
+        layer.set_offset(3 * torch.randn(k))
     if bias:
         layer.bias.requires_grad_()
     return layer
@@ -89,10 +89,10 @@ def value_and_gradients(x, w, bias, adapters, masks, dy):
 
 def expected(layer, x, branches, dy):
     """(values, the same polynomial on absolute values) of the straight-through function of D(x~)."""
-    x, centre = x.detach().reshape(-1, x.shape[-1]), layer._centre
-    parts = linear.quantize_input(x, centre, layer.options.terms)
-    xd, w = dequantized(parts, centre, torch.float32), layer.dequantize(torch.float32)
-    magnitude = sum(ops.dequantize(p).abs() for p in parts) + (0 if centre is None else centre.abs())
+    x, offset = x.detach().reshape(-1, x.shape[-1]), layer._offset
+    parts = linear.quantize_input(x, offset, layer.options.terms)
+    xd, w = dequantized(parts, offset, torch.float32), layer.dequantize(torch.float32)
+    magnitude = sum(ops.dequantize(p).abs() for p in parts) + (0 if offset is None else offset.abs())
     masks, _ = masks_and_seed(layer, x, branches)
     adapters = [(b.a, b.b, b.scaling) for b in branches]
     bias = layer.bias

@@ -147,11 +147,11 @@ def _norm_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
         return x, gamma, normal(k, seed=3) if centred else None, 1e-5, plus_one, terms
 
     def backward(k, dtype, plus_one, terms, centred):
-        x, gamma, centre, *rest = forward(k, dtype, plus_one, terms, centred)
+        x, gamma, offset, *rest = forward(k, dtype, plus_one, terms, centred)
         x = torch.where(x.isfinite(), x, 1.0).clamp(-1e4, 1e4)  # statistics as they are in training; dy stays awkward
-        out = fused_reference.rmsnorm_quantize(x, gamma, centre, *rest)
+        out = fused_reference.rmsnorm_quantize(x, gamma, offset, *rest)
         lists = ([p[i] for p in out.parts] for i in range(3))
-        return awkward(rows, k, dtype), *lists, centre, gamma, out.rstd, plus_one
+        return awkward(rows, k, dtype), *lists, offset, gamma, out.rstd, plus_one
 
     for k in widths:
         variants = (
@@ -170,17 +170,17 @@ def _norm_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
 def _mlp_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
     def forward(k, dtype, act, terms, centred):
         keep_h = terms == 1 or centred  # False once, with two terms
-        centre = normal(k, seed=3) if centred else None
-        return awkward(rows, k, dtype), normal(rows, k, seed=2, dtype=dtype), centre, act, terms, keep_h
+        offset = normal(k, seed=3) if centred else None
+        return awkward(rows, k, dtype), normal(rows, k, seed=2, dtype=dtype), offset, act, terms, keep_h
 
     def backward(k, dtype, act):
         gate, up = (reference.quantize(t, ACTIVATION) for t in forward(k, FP32, act, 1, False)[:2])
         return awkward(rows, k, dtype), *gate[:3], *up[:3], act
 
     def values(k, dtype, act, terms, centred):
-        gate, up, centre, *_ = forward(k, dtype, act, terms, centred)
+        gate, up, offset, *_ = forward(k, dtype, act, terms, centred)
         gate, up = (reference.quantize(t, ACTIVATION) for t in (gate, up))
-        return *gate[:3], *up[:3], centre, act, terms, k, dtype
+        return *gate[:3], *up[:3], offset, act, terms, k, dtype
 
     for k in widths:
         variants = (

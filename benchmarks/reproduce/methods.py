@@ -87,7 +87,7 @@ DEFAULT = ("bf16", "nf4", "paper", "paper_gptq", "balanced", "balanced_gptq", "h
 
 CALIBRATIONS: dict[str, dict[str, Any]] = {  # of CalibrationOptions
     **{accuracy: dict(accuracy=accuracy) for accuracy in ("paper", "balanced", "high")},
-    "paper_centred": dict(accuracy="paper", centre=True),
+    "paper_centred": dict(accuracy="paper", offset=True),
     "paper_asymmetric": dict(accuracy="paper", gptq=GPTQOptions(asymmetric=True)),
     "paper_plain": dict(accuracy="paper", gptq=GPTQOptions("max6", weighted=False, act_order=False)),
     "paper_backward": dict(accuracy="paper", backward="gptq"),

@@ -58,7 +58,7 @@ def test_the_same_gradients(how, monkeypatch):
         elif how == "centred":
             for layer in model.modules():
                 if isinstance(layer, NVFP4FrozenLinear) and layer.in_features == layer.out_features:
-                    layer.set_centre(torch.linspace(-0.1, 0.1, layer.in_features))
+                    layer.set_offset(torch.linspace(-0.1, 0.1, layer.in_features))
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             torch.manual_seed(3)
             sizes[again] = kept_bytes(model, IDS)

@@ -45,11 +45,11 @@ CASES = [c for c in itertools.product((False, True), (0, 1, 2), (0.0, 0.3)) if c
 @by_shape
 @by_terms
 @pytest.mark.parametrize(
-    "centre, adapters, dropout", CASES, ids=[f"{'centred' if c else 'plain'}-{n}adapters-p{p}" for c, n, p in CASES]
+    "offset, adapters, dropout", CASES, ids=[f"{'centred' if c else 'plain'}-{n}adapters-p{p}" for c, n, p in CASES]
 )
-def test_value_and_gradients_are_those_of_the_dequantised_function(shape, terms, centre, adapters, dropout):
+def test_value_and_gradients_are_those_of_the_dequantised_function(shape, terms, offset, adapters, dropout):
     """With gradients="bf16" nothing of the backward is quantised, so all of it is autograd's on the function of D(x~)."""
-    layer = make_layer(shape, terms, "bf16", centre=centre)
+    layer = make_layer(shape, terms, "bf16", offset=offset)
     branches, x, dy = make_branches(shape, adapters, dropout), make_input(shape[0]), torch.randn(M, shape[1])
     got = actual(forward(layer, x, branches), x, layer.bias, branches, dy)
     want, bound = expected(layer, x, branches, dy)
@@ -63,7 +63,7 @@ def test_value_and_gradients_are_those_of_the_dequantised_function(shape, terms,
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no_bias"))
 def test_adapter_gradients_do_not_depend_on_the_gradient_format(shape, gradients, bias):
     """dA, dB and dbias use the incoming gradient as it is; only the frozen weight's part of dx sees the quantised one."""
-    layer = make_layer(shape, 2, gradients, centre=True, bias=bias)
+    layer = make_layer(shape, 2, gradients, offset=True, bias=bias)
     branches, x, dy = make_branches(shape, 2, 0.3), make_input(shape[0]), torch.randn(M, shape[1])
     got = actual(forward(layer, x, branches), x, layer.bias, branches, dy)
     want, bound = expected(layer, x, branches, dy)
@@ -132,13 +132,13 @@ def test_stochastic_gradients_follow_the_seed():
 
 
 @pytest.mark.parametrize("gradients", ("nvfp4", "bf16"))
-@pytest.mark.parametrize("centre", (False, True), ids=("plain", "centred"))
+@pytest.mark.parametrize("offset", (False, True), ids=("plain", "centred"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-def test_16_bit_value_and_gradients(gradients, centre, dtype):
+def test_16_bit_value_and_gradients(gradients, offset, dtype):
     """On the way to one entry at most eleven results are rounded to 16 bits: D(x~), A, B, m * x, h, its product, the scaled
-    product, the base product, the constant (twice with a centre), the sum; backward has no more."""
+    product, the base product, the constant (twice with an offset), the sum; backward has no more."""
     shape = (576, 64)
-    layer = make_layer(shape, 2, gradients, centre=centre, dtype=dtype)
+    layer = make_layer(shape, 2, gradients, offset=offset, dtype=dtype)
     branches, x, dy = make_branches(shape, 1, 0.3), make_input(shape[0], dtype), torch.randn(M, shape[1]).to(dtype)
     got = actual(forward(layer, x, branches), x, layer.bias, branches, dy)
     want, bound = expected(layer, x, branches, dy)
@@ -204,13 +204,13 @@ def test_quantize_input_terms():
     assert_same_bits(dequantized(one, None, torch.bfloat16).float(), ops.dequantize(one[0]), "one term is exact in BF16")
 
 
-def test_second_term_and_centre_reduce_the_error():
-    """A second term leaves about a tenth of the error (the error of E2M1 is 9 %), a centre removes the mean's share."""
+def test_second_term_and_offset_reduce_the_error():
+    """A second term leaves about a tenth of the error (the error of E2M1 is 9 %), an offset removes the mean's share."""
     mu = 5 * torch.randn(512)
     x = torch.randn(64, 512) + mu
 
-    def error(terms, centre):
-        return (dequantized(quantize_input(x, centre, terms), centre, torch.float32) - x).norm() / x.norm()
+    def error(terms, offset):
+        return (dequantized(quantize_input(x, offset, terms), offset, torch.float32) - x).norm() / x.norm()
 
     assert error(2, None) < 0.2 * error(1, None)
     assert error(1, mu) < 0.5 * error(1, None)  # |x - mu| is a fifth of |x|
@@ -334,7 +334,7 @@ def test_branches_over_an_unquantised_input_share_it():
 
 
 def test_linears_of_one_input_share_its_codes_and_no_more():
-    """Two layers with the same input spec keep the codes once; one with another number of terms, or a centre, makes its own."""
+    """Two layers with the same input spec keep the codes once; one with another number of terms, or an offset, makes its own."""
     shape = (576, 64)
     x, branches = make_input(shape[0]), [make_branches(shape, 1)[0] for _ in range(3)]
     layers = [make_layer(shape, 1), make_layer(shape, 1), make_layer(shape, 2)]

@@ -206,10 +206,10 @@ def test_input_of_another_dtype_raises_and_names_it(dtype):
 
 
 @by_terms
-@pytest.mark.parametrize("centre", (False, True), ids=("plain", "centred"))
+@pytest.mark.parametrize("offset", (False, True), ids=("plain", "centred"))
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")), ids=str)
-def test_a_token_that_is_not_finite_spoils_only_itself(terms, centre, value):
-    layer, branches = make_layer((576, 64), terms, centre=centre), make_branches((576, 64), 1)
+def test_a_token_that_is_not_finite_spoils_only_itself(terms, offset, value):
+    layer, branches = make_layer((576, 64), terms, offset=offset), make_branches((576, 64), 1)
     with torch.no_grad():
         x = make_input(576, requires_grad=False)
         clean = layer.lora_forward(x, branches)
@@ -240,7 +240,7 @@ def test_a_gradient_that_is_not_finite_is_seen_and_spoils_only_its_token(gradien
 
 def test_autocast_equals_casting_the_input_first():
     """FP32 in, BF16 out, and the same bits as with a BF16 input; the gradient comes back in FP32."""
-    layer, branches = make_layer((64, 7), 2, centre=True), make_branches((64, 7), 1, 0.3)
+    layer, branches = make_layer((64, 7), 2, offset=True), make_branches((64, 7), 1, 0.3)
     x = make_input(64)
     cast = x.detach().bfloat16().requires_grad_()
     want = forward(layer, cast, branches)

@@ -275,7 +275,7 @@ def edits(model):
         scaling=lambda: layer.set_scale("default", 5.0),
         dropout=lambda: setattr(layer.lora_dropout["default"], "p", 0.0),
         requantised=lambda: base.requantize_(torch.flip(base.dequantize(torch.float32), [0])),
-        centred=lambda: base.set_centre(torch.ones(64)),
+        centred=lambda: base.set_offset(torch.ones(64)),
         bias=lambda: setattr(base, "bias", nn.Parameter(torch.ones(32))),
         evaluation=lambda: model.eval(),
     )
@@ -476,7 +476,7 @@ def test_sites_do_not_cross_modules(calls):
 
 def test_linears_that_quantise_differently_are_no_site():
     model, x = made(grouped=False), data()[0].detach()
-    base_of(model.v_proj).set_centre(torch.ones(64))
+    base_of(model.v_proj).set_offset(torch.ones(64))
     assert attach(model, run=lambda: model(x)).sites == []
     dense = freeze_model(Three(), skip_modules=["k_proj"])
     assert attach(dense, run=lambda: dense(x)).sites == [["q_proj", "v_proj"]]

@@ -82,18 +82,18 @@ def test_a_rotation_leaves_the_function(tied):
 
 def test_inputs_change_and_weights_stay():
     model = tiny_llama().eval()
-    calibrate(model, IDS, options=CalibrationOptions(accuracy="paper", centre=True), device="cpu", progress=False)
-    own, centres = logits(model), input_specs.centres_of(model)
-    assert len(centres) == 14 and input_specs.added_work(model) == 0
+    calibrate(model, IDS, options=CalibrationOptions(accuracy="paper", offset=True), device="cpu", progress=False)
+    own, offsets = logits(model), input_specs.offsets_of(model)
+    assert len(offsets) == 14 and input_specs.added_work(model) == 0
     input_specs.set_inputs(model, perplexity.PRESETS["high"])
-    assert input_specs.added_work(model) == 1 and not input_specs.centres_of(model) and not torch.equal(logits(model), own)
-    input_specs.set_inputs(model, input_specs.Inputs(("gate/up",), ("gate/up", "o")), centres)
-    terms = {n.rpartition(".")[2]: (m.options.terms, m.input_centre is not None) for n, m in frozen_layers(model)}
+    assert input_specs.added_work(model) == 1 and not input_specs.offsets_of(model) and not torch.equal(logits(model), own)
+    input_specs.set_inputs(model, input_specs.Inputs(("gate/up",), ("gate/up", "o")), offsets)
+    terms = {n.rpartition(".")[2]: (m.options.terms, m.input_offset is not None) for n, m in frozen_layers(model)}
     assert terms["up_proj"] == (2, False) and terms["o_proj"] == (1, True) and terms["down_proj"] == (1, False)
-    input_specs.set_inputs(model, input_specs.Inputs(input_specs.ALL, input_specs.ALL, last=True), centres)
+    input_specs.set_inputs(model, input_specs.Inputs(input_specs.ALL, input_specs.ALL, last=True), offsets)
     assert [m.options.terms for _, m in frozen_layers(model)] == [1] * 7 + [2] * 7
-    assert [m.input_centre is not None for _, m in frozen_layers(model)] == [True] * 7 + [False] * 7
-    input_specs.set_inputs(model, perplexity.PER_SITE["paper, centred at all sites"], centres)
+    assert [m.input_offset is not None for _, m in frozen_layers(model)] == [True] * 7 + [False] * 7
+    input_specs.set_inputs(model, perplexity.PER_SITE["paper, centred at all sites"], offsets)
     assert torch.equal(logits(model), own)  # back to what was calibrated
 
 
@@ -110,13 +110,13 @@ def test_exact_and_rounded_inputs():
         # the same products: D(x~) D(W) in FP32
         torch.testing.assert_close(logits(dequantized), w4a4, rtol=1e-4, atol=1e-5)
     seen = []
-    centres = {n: torch.full((m.in_features,), 0.5) for n, m in dense.named_modules() if isinstance(m, torch.nn.Linear)}
-    with input_specs.rounded_inputs(dense, input_specs.Inputs(("q/k/v",), ("o",)), centres):
+    offsets = {n: torch.full((m.in_features,), 0.5) for n, m in dense.named_modules() if isinstance(m, torch.nn.Linear)}
+    with input_specs.rounded_inputs(dense, input_specs.Inputs(("q/k/v",), ("o",)), offsets):
         x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
         attention = dense.model.layers[0].self_attn
         seen = [attention.q_proj(x), attention.o_proj(x)]
     assert torch.equal(seen[0], torch.nn.functional.linear(rounded_input(x, 2), attention.q_proj.weight))
-    assert torch.equal(seen[1], torch.nn.functional.linear(rounded_input(x, 1, centres["lm_head"]), attention.o_proj.weight))
+    assert torch.equal(seen[1], torch.nn.functional.linear(rounded_input(x, 1, offsets["lm_head"]), attention.o_proj.weight))
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_the_same_call_gives_the_same_bits():
 def test_on_a_gpu():
     """The model stays on the CPU; the result is that of the CPU but for the order of sums."""
     here, there = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16)
-    options = CalibrationOptions(backward="gptq", centre=True, accuracy="paper")
+    options = CalibrationOptions(backward="gptq", offset=True, accuracy="paper")
     calibrate(here, IDS, options=options, **FAST)
     calibrate(there, IDS, options=options, device="cuda", progress=False)
     assert {p.device.type for p in there.parameters()} == {"cpu"}
@@ -133,23 +133,23 @@ def test_on_a_gpu():
     assert abs(logit_error(here, dense) - logit_error(there, dense)) < 0.1 * logit_error(here, dense)
 
 
-def test_centres():
+def test_offsets():
     model, dense = tiny_llama(), tiny_llama()
-    calibrate(model, IDS, options=CalibrationOptions(accuracy="balanced", centre=True), **FAST)
+    calibrate(model, IDS, options=CalibrationOptions(accuracy="balanced", offset=True), **FAST)
     for name, layer in frozen_layers(model):
-        assert (layer.input_centre is not None) == (layer.options.terms == 1), name
+        assert (layer.input_offset is not None) == (layer.options.terms == 1), name
     paper = tiny_llama()
-    calibrate(paper, IDS, options=CalibrationOptions(accuracy="paper", centre=True), **FAST)
+    calibrate(paper, IDS, options=CalibrationOptions(accuracy="paper", offset=True), **FAST)
     attention = paper.model.layers[0].self_attn
-    assert attention.q_proj.input_centre is attention.k_proj.input_centre is attention.v_proj.input_centre
+    assert attention.q_proj.input_offset is attention.k_proj.input_offset is attention.v_proj.input_offset
     with torch.no_grad():
         x = torch.cat([dense.model.layers[0].input_layernorm(dense.model.embed_tokens(row)) for row in IDS[:-1]])
     # FP32 values, summed in FP64
-    torch.testing.assert_close(attention.q_proj.input_centre.view(torch.float32), x.mean(0), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(attention.q_proj.input_offset.view(torch.float32), x.mean(0), rtol=1e-6, atol=1e-7)
     moments = Moments(64)
     for row in x.view(7, 24, 64):  # moments of the whole D(x~): the layer adds D(W) mu, not W mu
-        centre = attention.q_proj.input_centre.view(torch.float32)
-        moments.add(dequantize_input(quantize_input(row, centre, 1), centre, row.dtype))
+        offset = attention.q_proj.input_offset.view(torch.float32)
+        moments.add(dequantize_input(quantize_input(row, offset, 1), offset, row.dtype))
     own = dense.model.layers[0].self_attn
     expected = gptq([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight], moments)[0].q
     assert torch.equal(attention.q_proj.weight, expected.codes)

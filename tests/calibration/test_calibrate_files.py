@@ -98,12 +98,12 @@ def bits_of_folder(folder: Path) -> dict[str, bytes]:
 
 def test_applied_to_another_copy(tmp_path):
     model, other = tiny_llama(), tiny_llama()
-    calibrate(model, IDS, options=CalibrationOptions(accuracy="paper", centre=True), output_dir=tmp_path, **FAST)
+    calibrate(model, IDS, options=CalibrationOptions(accuracy="paper", offset=True), output_dir=tmp_path, **FAST)
     names = apply_calibration(other, tmp_path)
     assert len(names) == 14
     assert_same_model(model, other)
     attention = other.model.layers[0].self_attn
-    assert attention.q_proj.input_centre is attention.v_proj.input_centre
+    assert attention.q_proj.input_offset is attention.v_proj.input_offset
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, other(IDS).logits)
     transient = tiny_llama()

@@ -154,12 +154,12 @@ def test_refusals_of_calibrate():
         calibrate(model, IDS, **FAST)
 
 
-def test_centres_that_have_nowhere_to_go_are_warned_of():
+def test_offsets_that_have_nowhere_to_go_are_warned_of():
     with pytest.warns(UserWarning, match="say accuracy='balanced' or 'paper', or a budget"):
-        CalibrationOptions(centre=True)
+        CalibrationOptions(offset=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        CalibrationOptions(centre=True, accuracy="balanced"), CalibrationOptions(centre=True, budget=0.3)
+        CalibrationOptions(offset=True, accuracy="balanced"), CalibrationOptions(offset=True, budget=0.3)
 
 
 def test_a_linear_that_only_a_later_batch_reaches():

@@ -401,10 +401,10 @@ def test_what_cannot_be_exported_is_refused_and_nothing_written(tmp_path):
 
 
 def test_centred_layers_export_their_weights(tmp_path):
-    """A centre is how an input is quantised; a reader with unquantised inputs has no use for it."""
+    """An offset is how an input is quantised; a reader with unquantised inputs has no use for it."""
     model = freeze_model(tiny_llama(torch.bfloat16), "nvfp4")
     expected = copy.deepcopy(model)
-    model.model.layers[0].mlp.up_proj.set_centre(torch.ones(64))
+    model.model.layers[0].mlp.up_proj.set_offset(torch.ones(64))
     export_checkpoint(model, tmp_path)
     assert_same_state(load(tmp_path), expected)
 

@@ -73,7 +73,7 @@ def test_numbers_of_one_row_by_hand():
     assert (found.scale_min, found.scale_max) == (0.25, 256.0)
 
 
-def test_two_terms_hold_more_and_a_centre_is_taken_off():
+def test_two_terms_hold_more_and_a_offset_is_taken_off():
     x = torch.randn(8, 64) + 5
     one, two, centred = Sums(), Sums(), Sums()
     one.add(x, linear_ops.quantize_input(x, None, 1))

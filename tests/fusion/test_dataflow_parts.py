@@ -210,7 +210,7 @@ def test_a_fused_norm_steps_aside():
 def test_a_fused_norm_follows_its_reader():
     """A constant that calibration finds later is what the norm subtracts, too; so nothing is quantised twice."""
     block, x, _ = attached_block(T5LayerNorm())
-    block.proj.set_centre(torch.randn(64))
+    block.proj.set_offset(torch.randn(64))
     fused = block(x)
     assert torch.equal(fused, detach(block)(x))
 

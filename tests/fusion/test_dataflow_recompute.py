@@ -69,10 +69,10 @@ def test_recomputing_the_product_keeps_its_codes_no_more(accuracy, targets):
 )
 def test_recomputed_gradient(family, accuracy, centred):
     """dA of down is that of D(h~) made from D(gate) and D(up): g.T @ D(h~), with g = dy @ (s * B). The same bits."""
-    model, centre = tuned(family, accuracy=accuracy), None
+    model, offset = tuned(family, accuracy=accuracy), None
     if centred:
-        centre = torch.linspace(-1, 1, model.config.intermediate_size)
-        base_of(model.base_model.model.model.layers[-1].mlp.down_proj).set_centre(centre)
+        offset = torch.linspace(-1, 1, model.config.intermediate_size)
+        base_of(model.base_model.model.model.layers[-1].mlp.down_proj).set_offset(offset)
     attach(model, recompute_mlp=True)
     mlp, seen = model.base_model.model.model.layers[-1].mlp, {}
     for name in mlp.parts.first:
@@ -87,7 +87,7 @@ def test_recomputed_gradient(family, accuracy, centred):
     assert mlp.parts.gate == 0
     gate, up = (reference.quantize(t, ACTIVATION) for t in pair)
     terms = 2 if accuracy == "high" else 1
-    h = fused_reference.gated_values(gate, up, centre, mlp.parts.act, terms, torch.float32)
+    h = fused_reference.gated_values(gate, up, offset, mlp.parts.act, terms, torch.float32)
     a, b = mlp.down_proj.lora_A["default"].weight, mlp.down_proj.lora_B["default"].weight
     assert torch.equal(a.grad, mm(mm(seen["dy"], b * mlp.down_proj.scaling["default"]).T, h))
 

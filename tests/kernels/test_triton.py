@@ -152,8 +152,8 @@ def test_public_functions_return_what_the_reference_returns(operator):
     elif operator == "silu_mul_backward":
         arguments[1:7] = QuantizedMatrix(*arguments[1:4], 80), QuantizedMatrix(*arguments[4:7], 80)
     elif operator == "gated_values":
-        *codes, centre, act, terms, k, dtype = arguments
-        arguments = [QuantizedMatrix(*codes[:3], k), QuantizedMatrix(*codes[3:], k), centre, act, terms, dtype]
+        *codes, offset, act, terms, k, dtype = arguments
+        arguments = [QuantizedMatrix(*codes[:3], k), QuantizedMatrix(*codes[3:], k), offset, act, terms, dtype]
     with torch.no_grad():
         got = getattr(fused, operator)(*arguments)
         expected = getattr(fused_reference, operator)(*arguments)

@@ -212,7 +212,7 @@ def test_another_base_of_the_same_format_is_warned_of(tmp_path):
         assert "trained on another nvfp4 base" in inspect_adapter(base, tmp_path, probe=False).warnings[0]
     report = inspect_adapter(frozen(accuracy="paper"), tmp_path, probe=False)
     assert report.warnings == [
-        "the weights are those it was trained on, but inputs are quantised otherwise (accuracy preset, centres)"
+        "the weights are those it was trained on, but inputs are quantised otherwise (accuracy preset, offsets)"
     ]
     assert inspect_adapter(frozen(weight_layouts="transient"), tmp_path, probe=False).warnings == []
 

@@ -99,7 +99,7 @@ def test_centred_inputs():
     model = mlp()
     layer = layer_of(model)
     base = layer.get_base_layer()
-    base.set_centre(torch.linspace(-1, 1, D))
+    base.set_offset(torch.linspace(-1, 1, D))
     x = inputs(layer)
     trained = layer(x).detach()
     layer.merge()

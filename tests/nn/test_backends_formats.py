@@ -1,5 +1,5 @@
 """What is particular to one backend: NF4's layout and its adoption of bitsandbytes layers; NVFP4's two layouts, shared global
-scales and centres."""
+scales and offsets."""
 
 import copy
 import pickle
@@ -176,30 +176,30 @@ def test_nvfp4_siblings_share_a_global_scale(llama, dtype):
 
 def centred():
     layer, mu = freeze("nvfp4", dense()), torch.randn(IN)
-    layer.set_centre(mu)
+    layer.set_offset(mu)
     return layer, mu
 
 
-def output_centre(layer):
-    return None if layer.output_centre is None else layer.output_centre.view(torch.float32)
+def output_offset(layer):
+    return None if layer.output_offset is None else layer.output_offset.view(torch.float32)
 
 
-def test_nvfp4_centre_is_kept_as_frozen_bytes():
+def test_nvfp4_offset_is_kept_as_frozen_bytes():
     layer, mu = centred()
-    assert layer.input_centre.dtype == layer.output_centre.dtype == torch.uint8
-    assert not layer.input_centre.requires_grad and not layer.output_centre.requires_grad
-    assert_same_bits(layer.input_centre.view(torch.float32), mu, "mu")
-    assert_same_bits(output_centre(layer), layer.dequantize(torch.float32) @ mu, "D(W) mu")
+    assert layer.input_offset.dtype == layer.output_offset.dtype == torch.uint8
+    assert not layer.input_offset.requires_grad and not layer.output_offset.requires_grad
+    assert_same_bits(layer.input_offset.view(torch.float32), mu, "mu")
+    assert_same_bits(output_offset(layer), layer.dequantize(torch.float32) @ mu, "D(W) mu")
     before, x = packed(layer), torch.randn(TOKENS, IN) + mu
     y = layer(x)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).to(torch.bfloat16)):
         assert_same_packed(twin, before)
     fresh = freeze("nvfp4", dense())
-    fresh.set_centre(torch.zeros(IN))  # creates the parameters that a state dict fills
+    fresh.set_offset(torch.zeros(IN))  # creates the parameters that a state dict fills
     fresh.load_state_dict(layer.state_dict())
     assert_same_bits(fresh(x), y, "output after loading")
-    layer.set_centre(None)
-    assert layer.packed_tensors().keys().isdisjoint({"input_centre", "output_centre"})
+    layer.set_offset(None)
+    assert layer.packed_tensors().keys().isdisjoint({"input_offset", "output_offset"})
     assert sqnr(y, dense_of(layer)(x)) > sqnr(layer(x), dense_of(layer)(x))  # centring helped
 
 
@@ -208,33 +208,33 @@ def dense_of(layer):
 
 
 @pytest.mark.parametrize("mu", (torch.zeros(OUT), torch.full((IN,), float("nan"))), ids=("wrong_size", "nan"))
-def test_nvfp4_centre_is_checked(mu):
+def test_nvfp4_offset_is_checked(mu):
     layer = freeze("nvfp4", dense())
     with pytest.raises(ValueError, match=rf"{IN} finite values, got shape \({len(mu)},\)"):
-        layer.set_centre(mu)
-    assert layer.input_centre is None and layer.output_centre is None
+        layer.set_offset(mu)
+    assert layer.input_offset is None and layer.output_offset is None
 
 
-def test_nvfp4_centre_follows_the_weight():
+def test_nvfp4_offset_follows_the_weight():
     layer, mu = centred()
     before, snapshot = packed(layer), layer.snapshot()
     layer.requantize_(torch.randn(OUT, IN))
-    assert_same_bits(output_centre(layer), layer.dequantize(torch.float32) @ mu, "D(W) mu of the new weight")
+    assert_same_bits(output_offset(layer), layer.dequantize(torch.float32) @ mu, "D(W) mu of the new weight")
     layer.restore(snapshot)
     assert_same_packed(layer, before)
 
 
 @pytest.mark.parametrize("change", ("added", "removed"))
-def test_nvfp4_restoring_after_the_centre_changed_leaves_no_stale_constant(change):
+def test_nvfp4_restoring_after_the_offset_changed_leaves_no_stale_constant(change):
     """Calibrating while an adapter is merged, then unmerging: D(W) mu must be that of the weight that is there."""
     layer, mu = centred()
     if change == "added":
-        layer.set_centre(None)
+        layer.set_offset(None)
     snapshot = layer.snapshot()
     layer.requantize_(torch.randn(OUT, IN))
-    layer.set_centre(mu if change == "added" else None)
+    layer.set_offset(mu if change == "added" else None)
     layer.restore(snapshot)
-    if layer.input_centre is None:
-        assert layer.output_centre is None
+    if layer.input_offset is None:
+        assert layer.output_offset is None
     else:
-        assert_same_bits(output_centre(layer), layer.dequantize(torch.float32) @ layer._centre, "D(W) mu")
+        assert_same_bits(output_offset(layer), layer.dequantize(torch.float32) @ layer._offset, "D(W) mu")

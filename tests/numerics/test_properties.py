@@ -354,7 +354,7 @@ class SideTable(RuleBasedStateMachine):
             x, entry, counts = self.alive[name]
             fits = entry is not None and counts and len(entry.terms) == terms and entry.dtype == dtype
             assert activation_cache.get(x, terms, None, dtype) is (entry if fits else None)
-            assert activation_cache.get(x, terms, torch.zeros(4), dtype) is None  # another centre
+            assert activation_cache.get(x, terms, torch.zeros(4), dtype) is None  # another offset
             assert activation_cache.get(x.view(4), terms, None, dtype) is None  # another tensor over the same memory
 
     @invariant()

@@ -21,10 +21,10 @@ class RMSNormQuantize(torch.autograd.Function):
     """(D(y~) (M, d), codes, scales and gscale of every term) of x (M, d)."""
 
     @staticmethod
-    def forward(ctx, x, gamma, centre, eps: float, plus_one: bool, terms: int):
-        out = fused.rmsnorm_quantize(x, gamma, centre, eps, plus_one, terms)
+    def forward(ctx, x, gamma, offset, eps: float, plus_one: bool, terms: int):
+        out = fused.rmsnorm_quantize(x, gamma, offset, eps, plus_one, terms)
         flat = [t for part in out.parts for t in part[:3]]
-        ctx.save_for_backward(gamma, centre, out.rstd, *flat)
+        ctx.save_for_backward(gamma, offset, out.rstd, *flat)
         ctx.plus_one = plus_one
         ctx.mark_non_differentiable(*flat)
         ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
@@ -33,9 +33,9 @@ class RMSNormQuantize(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, *unused):
-        gamma, centre, rstd, *flat = ctx.saved_tensors
+        gamma, offset, rstd, *flat = ctx.saved_tensors
         parts = as_parts(flat, gamma.shape[0])
-        return fused.rmsnorm_backward(dy, parts, centre, gamma, rstd, ctx.plus_one), None, None, None, None, None
+        return fused.rmsnorm_backward(dy, parts, offset, gamma, rstd, ctx.plus_one), None, None, None, None, None
 
 
 def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
@@ -48,8 +48,8 @@ class GatedQuantize(torch.autograd.Function):
     ``placeholder``: of D(h~) only the shape, the dtype and the gradient (one number in memory)."""
 
     @staticmethod
-    def forward(ctx, gate, up, centre, act: str, terms: int, placeholder: bool = False):
-        out = fused.silu_mul_quantize(gate, up, centre, act, terms, not placeholder)
+    def forward(ctx, gate, up, offset, act: str, terms: int, placeholder: bool = False):
+        out = fused.silu_mul_quantize(gate, up, offset, act, terms, not placeholder)
         flat = [t for part in (*out.parts, out.gate, out.up) for t in part[:3]]
         ctx.save_for_backward(*flat[-6:])
         ctx.act, ctx.k = act, gate.shape[1]

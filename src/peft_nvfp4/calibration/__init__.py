@@ -1,4 +1,4 @@
-"""Calibration: GPTQ weights, centres and terms of the inputs from a few texts (or images), before training starts.
+"""Calibration: GPTQ weights, offsets and terms of the inputs from a few texts (or images), before training starts.
 
 This package imports nothing heavy; its parts, each knowing only those before it, are
 

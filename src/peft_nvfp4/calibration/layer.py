@@ -35,7 +35,7 @@ from ..numerics.matmul import exact_matmul
 from ..quantization.freeze import _carry_attributes
 from .gptq import GPTQOptions, gptq, gptq_backward, output_error
 from .moments import Moments
-from .store import replace_linear, share_centre
+from .store import replace_linear, share_offset
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SiteInput:
     Attributes:
         names: of the linears, within the layer.
         terms: NVFP4 terms of the input.
-        centre: (K,) or None.
+        offset: (K,) or None.
         moments: of D(x~), once collected.
         sample: (tokens, K) inputs that did not enter the moments, for the errors.
     """
@@ -53,7 +53,7 @@ class SiteInput:
     names: list[str]
     linears: list[nn.Linear]
     terms: int
-    centre: Tensor | None = None
+    offset: Tensor | None = None
     moments: Moments | None = None
     sample: Tensor | None = None
     _last: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
@@ -65,7 +65,7 @@ class SiteInput:
     def values(self, x: Tensor) -> Tensor:
         """D(x~), computed once for all linears of the site."""
         if self._last is None or self._last[0] is not x:
-            self._last = x, rounded_input(x, self.terms, self.centre)
+            self._last = x, rounded_input(x, self.terms, self.offset)
         return self._last[1]
 
     def forget(self) -> None:
@@ -160,11 +160,11 @@ def freeze_site(
         new = NVFP4FrozenLinear(linear.in_features, linear.out_features, linear.bias, linear.weight.dtype, options, q)
         new.train(linear.training)
         _carry_attributes(linear, new)
-        if site.centre is not None:
-            new.set_centre(site.centre)
+        if site.offset is not None:
+            new.set_offset(site.offset)
         replace_linear(layer, linear_name, new, len(site.names) > 1)
         frozen[linear_name] = new
-    share_centre(list(frozen.values()))
+    share_offset(list(frozen.values()))
     return frozen
 
 
@@ -201,14 +201,14 @@ def site_errors(site: SiteInput, frozen: dict[str, NVFP4FrozenLinear]) -> dict[s
     with rounded inputs (W4A4) and exact ones (W4A16); the same for rounding to nearest."""
     errors = {}
     x = site.sample
-    values = None if x is None else rounded_input(x, site.terms, site.centre).float()
+    values = None if x is None else rounded_input(x, site.terms, site.offset).float()
     for name, linear in zip(site.names, site.linears):
         w = linear.weight.detach().float()
         layer = frozen[name]
         solved = layer.dequantize(torch.float32)
         nearest = reference.dequantize(ops.quantize_weight(w, WEIGHT, layer.forward_layout.gscale))
         row = {"weight": _percent(solved - w, w), "weight_nearest": _percent(nearest - w, w), "terms": site.terms}
-        row["centred"] = site.centre is not None
+        row["centred"] = site.offset is not None
         if x is not None and x.numel():
             with exact_matmul():
                 y = x.float() @ w.T

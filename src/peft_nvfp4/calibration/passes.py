@@ -163,8 +163,8 @@ class Run:
         group += [SiteInput([n], [layer.get_submodule(n)], self.terms[f"{name}.{n}"]) for n in missed]
         row: dict[str, Any] = {"linears": {}, "sites": [], "not_reached": missed}
         tensors: dict[str, Tensor] = {}
-        if self.options.centre and any(site.terms == 1 for site in group):
-            self._centres(layer, index, group)
+        if self.options.offset and any(site.terms == 1 for site in group):
+            self._offsets(layer, index, group)
         if group:
             self._collect(layer, index, group)
         for site in group:
@@ -179,7 +179,7 @@ class Run:
         if self.options.report_tokens:
             row["linears"].update(site_errors(site, frozen))
         else:
-            row["linears"].update({n: {"terms": site.terms, "centred": site.centre is not None} for n in frozen})
+            row["linears"].update({n: {"terms": site.terms, "centred": site.offset is not None} for n in frozen})
         row["sites"].append(site.names)
         site.moments = site.sample = None
         return frozen
@@ -209,7 +209,7 @@ class Run:
 
         self._visit(layer, index, group, visit)
 
-    def _centres(self, layer: nn.Module, index: int, group: list[SiteInput]) -> None:
+    def _offsets(self, layer: nn.Module, index: int, group: list[SiteInput]) -> None:
         """Mean inputs of the sites with one term."""
         sums: dict[int, Tensor] = {}
         counts: dict[int, int] = {}
@@ -223,7 +223,7 @@ class Run:
         self._visit(layer, index, group, visit)
         for site in group:
             if counts.get(id(site)):
-                site.centre = (sums[id(site)] / counts[id(site)]).float()
+                site.offset = (sums[id(site)] / counts[id(site)]).float()
 
     def _split(self, i: int, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(tokens that count, tokens held out for the errors): the last sequence, if there is more than one, is held out."""

@@ -42,12 +42,12 @@ class CalibrationOptions:
     """What is calibrated, and on how much.
 
     Attributes:
-        method: ``"gptq"``, or ``"nearest"`` (weights by the searching rule; for centres and terms alone).
+        method: ``"gptq"``, or ``"nearest"`` (weights by the searching rule; for offsets and terms alone).
         gptq: see :class:`~peft_nvfp4.calibration.gptq.GPTQOptions`.
         accuracy: preset of the inputs' terms, see :class:`~peft_nvfp4.NVFP4LoraConfig`.
         budget: choose the terms by measured errors instead, adding at most this share to the multiplications of the forward
             products (two terms at all norm outputs add 0.66 in a Llama; backward has one term in any case).
-        centre: subtract the mean input, at sites of one term (``accuracy="high"`` has none).
+        offset: subtract the mean input, at sites of one term (``accuracy="high"`` has none).
         backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
             the gradient from a few backward passes.
         backward_batches: how many.
@@ -60,7 +60,7 @@ class CalibrationOptions:
     gptq: GPTQOptions = field(default_factory=GPTQOptions)
     accuracy: str = "high"
     budget: float | None = None
-    centre: bool = False
+    offset: bool = False
     backward: str = "requantize"
     backward_batches: int = 16
     weight_layouts: str = "cached"
@@ -78,9 +78,9 @@ class CalibrationOptions:
         for name, least in (("samples", 1), ("seq_len", 2), ("batch_size", 1), ("backward_batches", 1), ("report_tokens", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.centre and self.accuracy == "high" and self.budget is None:
+        if self.offset and self.accuracy == "high" and self.budget is None:
             warnings.warn(
-                "centre=True subtracts means from inputs of one NVFP4 term, and with accuracy='high' there are none: say "
+                "offset=True subtracts means from inputs of one NVFP4 term, and with accuracy='high' there are none: say "
                 "accuracy='balanced' or 'paper', or a budget",
                 stacklevel=3,
             )

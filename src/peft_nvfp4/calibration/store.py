@@ -1,7 +1,7 @@
 """A calibration on disk: one safetensors file per layer, and a manifest.
 
     manifest.json                settings, fingerprint, and for every layer: its file, its linears (terms of their input), errors
-    layers_00000.safetensors     <linear>.weight, .weight_scales, .weight_gscale [, .input_centre]
+    layers_00000.safetensors     <linear>.weight, .weight_scales, .weight_gscale [, .input_offset]
     backward_00000.safetensors   <linear>.backward_weight, .backward_scales, .backward_gscale, where those are calibrated too
 
 Every file is written under another name and renamed, the manifest last: whatever kills the process, what the manifest lists is
@@ -9,7 +9,7 @@ whole. The fingerprint covers settings, data and the model's weights; a folder m
 
 A folder is looked at before anything of a model is replaced. What is damaged in it is an error that names the file, and leaves
 the model as it was: of every linear the tensors are compared with what it needs, by the headers of the files. Read are scales and
-centres, in which not every byte is a value.
+offsets, in which not every byte is a value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS, Quantized
 
 MANIFEST = "manifest.json"
 VERSION = 1
-STORED = ("weight", "weight_scales", "weight_gscale", "input_centre")
+STORED = ("weight", "weight_scales", "weight_gscale", "input_offset")
 PARTS = ("layers", "backward")
 SAMPLED = 4096
 """Elements of every parameter that enter the fingerprint."""
@@ -66,7 +66,7 @@ class Store:
     def save(self, layer: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any], part: str = "layers") -> None:
         file = f"{part}_{len(self.manifest[part]):05d}.safetensors"
         unfinished = self.folder / f"{file}.part"
-        # copies: linears of a site share their centre, which a file cannot
+        # copies: linears of a site share their offset, which a file cannot
         save_file({name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}, unfinished)
         os.replace(unfinished, self.folder / file)
         self.manifest[part][layer] = {"file": file, **entry}
@@ -174,8 +174,8 @@ def _check_linear(layer: nn.Module, n: str, prefix: str, file: Any, path: Path, 
     codes = "backward_weight" if backward else "weight"
     shapes = {codes: (rows, width // 2), f"{stem}scales": (rows, width // BLOCK), f"{stem}gscale": (4,)}
     keys = set(file.keys())
-    if not backward and f"{prefix}input_centre" in keys:
-        shapes["input_centre"] = (4 * columns,)
+    if not backward and f"{prefix}input_offset" in keys:
+        shapes["input_offset"] = (4 * columns,)
     for leaf, shape in shapes.items():
         key = f"{prefix}{leaf}"
         if key not in keys:
@@ -192,7 +192,7 @@ def _possible(leaf: str, stored: Tensor) -> bool:
     if leaf.endswith("_scales"):
         return not stored.numel() or int(stored.amax()) <= E4M3_MAX_BITS
     values = stored.clone().view(torch.float32)  # a copy: in a mapped file, four bytes may lie anywhere
-    if leaf == "input_centre":
+    if leaf == "input_offset":
         return bool(values.isfinite().all())
     return bool(((values >= 2.0 ** GSCALE_EXPONENTS[0]) & (values <= 2.0 ** GSCALE_EXPONENTS[1])).all())
 
@@ -216,7 +216,7 @@ def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, T
             options = FrozenOptions(layouts, gradients, entry["linears"][n]["terms"])
             built.append(_build(layer.get_submodule(n), stored, options))
             replace_linear(layer, n, built[-1], len(group) > 1)
-        share_centre(built)
+        share_offset(built)
 
 
 def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOptions) -> NVFP4FrozenLinear:
@@ -229,8 +229,8 @@ def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOpti
     if "backward_weight" in tensors and layer.backward_weight is not None:
         layer.backward_weight = frozen(tensors["backward_weight"])
         layer.backward_scales, layer.backward_gscale = frozen(tensors["backward_scales"]), frozen(tensors["backward_gscale"])
-    if "input_centre" in tensors:
-        layer.set_centre(tensors["input_centre"].view(torch.float32))
+    if "input_offset" in tensors:
+        layer.set_offset(tensors["input_offset"].view(torch.float32))
     return layer.train(linear.training)
 
 
@@ -241,11 +241,11 @@ def replace_linear(layer: nn.Module, name: str, new: NVFP4FrozenLinear, shares_i
     setattr(layer.get_submodule(parent), child, new)
 
 
-def share_centre(linears: Sequence[NVFP4FrozenLinear]) -> None:
-    """Linears of a site recognise a shared input by the identity of its centre, where it has one."""
-    if linears[0].input_centre is not None:
+def share_offset(linears: Sequence[NVFP4FrozenLinear]) -> None:
+    """Linears of a site recognise a shared input by the identity of its offset, where it has one."""
+    if linears[0].input_offset is not None:
         for linear in linears[1:]:
-            linear.input_centre = linears[0].input_centre
+            linear.input_offset = linears[0].input_offset
 
 
 # ---------------------------------------------------------------------------------------------- fingerprint

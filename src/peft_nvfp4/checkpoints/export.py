@@ -2,7 +2,7 @@
 
 What is written is the weights' own bytes. What a reader computes with them is its own business: by default the settings say
 W4A16, so it multiplies D(W) by unquantised inputs; in transformers that are, bit for bit, the logits of
-``model.dequantize()``. Two terms are how this package quantises an input, and a centre is subtracted from it before and put
+``model.dequantize()``. Two terms are how this package quantises an input, and an offset is subtracted from it before and put
 back after: both are ways to come close to the unquantised input, which a W4A16 reader has, so nothing need be folded into the
 weights. Where every linear came with a calibrated input scale from another tool (:mod:`.load`), the scales are written again
 and the settings say W4A4, as they did.

@@ -21,7 +21,7 @@ def calibrate(
         Optional[float],  # noqa: UP045
         typer.Option(help="Choose terms by measured errors, for this share of forward work."),
     ] = None,
-    centre: Annotated[bool, typer.Option(help="Subtract the mean input (of one term: balanced, paper).")] = False,
+    offset: Annotated[bool, typer.Option(help="Subtract the mean input (of one term: balanced, paper).")] = False,
     backward: Annotated[str, typer.Option(help="Backward layouts: requantize or gptq.")] = "requantize",
     samples: Annotated[int, typer.Option(help="Sequences.")] = 128,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
@@ -32,9 +32,9 @@ def calibrate(
     layers: Annotated[Optional[int], typer.Option(help="Keep only the first: a quick look.")] = None,  # noqa: UP045
     json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045
 ) -> None:
-    """GPTQ weights, terms and centres from a few texts, for train --calibration."""
+    """GPTQ weights, terms and offsets from a few texts, for train --calibration."""
     options = {
-        **{"method": method, "accuracy": accuracy, "budget": budget, "centre": centre, "backward": backward},
+        **{"method": method, "accuracy": accuracy, "budget": budget, "offset": offset, "backward": backward},
         **{"samples": samples, "seq_len": seq, "batch_size": batch, "seed": seed},
     }
     out = console(stderr=json_file == "-")

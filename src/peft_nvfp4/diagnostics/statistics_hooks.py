@@ -76,14 +76,14 @@ class Sums:
 
     @torch.no_grad()
     def add(
-        self, t: Tensor, parts: Sequence[QuantizedMatrix] = (), centre: Tensor | None = None, d: Tensor | None = None
+        self, t: Tensor, parts: Sequence[QuantizedMatrix] = (), offset: Tensor | None = None, d: Tensor | None = None
     ) -> None:
         """Add t (R, K) with its terms; or with d, the values that stand for it in another format."""
         step = max(1, CHUNK // max(1, t.shape[1]))
         for start in range(0, t.shape[0], step):
             rows = slice(start, start + step)
             pieces = [_rows(part, rows) for part in parts]
-            self._accumulate(*_measured(t[rows].float(), pieces, centre, None if d is None else d[rows]), t[rows].numel())
+            self._accumulate(*_measured(t[rows].float(), pieces, offset, None if d is None else d[rows]), t[rows].numel())
 
     def _accumulate(self, totals: Tensor, extremes: Tensor, values: int) -> None:
         self.values += values
@@ -104,10 +104,10 @@ class Sums:
 
 
 def _measured(
-    x: Tensor, parts: Sequence[QuantizedMatrix], centre: Tensor | None, d: Tensor | None
+    x: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None, d: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Totals and extremes, as :class:`Sums` has them, of x (R, K) float32."""
-    moved = x if centre is None else x - centre
+    moved = x if offset is None else x - offset
     d = dequantize_input(parts, None, torch.float32) if d is None else d.float()
     nonzero = moved != 0
     saturated, low, high = x.new_zeros(()), x.new_full((), -torch.inf), x.new_zeros(())
@@ -212,7 +212,7 @@ class Measurement:
     @staticmethod
     def _fused(x: Tensor, reader: NVFP4FrozenLinear) -> bool:
         """Whether a producer has quantised x already, so that x is not what was quantised."""
-        entry = activation_cache.get(x, reader.options.terms, reader.input_centre, autocast_input(x).dtype)
+        entry = activation_cache.get(x, reader.options.terms, reader.input_offset, autocast_input(x).dtype)
         return entry is not None and entry.from_producer
 
     def _before(self, name: str) -> Callable:
@@ -271,8 +271,8 @@ def _uses_gradient(layer: FrozenLinear) -> bool:
 
 def _add_input(sums: Sums, x: Tensor, layer: FrozenLinear) -> None:
     own = isinstance(layer, NVFP4FrozenLinear)
-    terms, centre = (layer.options.terms, layer._centre) if own else (1, None)
-    sums.add(x, quantize_input(x, centre, terms), centre)
+    terms, offset = (layer.options.terms, layer._offset) if own else (1, None)
+    sums.add(x, quantize_input(x, offset, terms), offset)
 
 
 @torch.no_grad()

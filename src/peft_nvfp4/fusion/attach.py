@@ -149,7 +149,7 @@ def _keeps_codes(base: nn.Module) -> bool:
 def _input_spec(base: FrozenLinear) -> tuple:
     """What linears must have in common to share the codes of an input."""
     if isinstance(base, NVFP4FrozenLinear):
-        return base.options.terms, id(base.input_centre)
+        return base.options.terms, id(base.input_offset)
     return ("kept",)
 
 

@@ -80,8 +80,8 @@ class FusedGatedMLP(nn.Module):
         if not isinstance(down, NVFP4FrozenLinear) or args or kwargs:
             return self.original.forward(x, *args, **kwargs)
         gate, up = self._gate_and_up(x)
-        centre, terms, f, shape = down.input_centre, down.options.terms, gate.shape[-1], gate.shape
-        mu = None if centre is None else centre.view(torch.float32)
+        offset, terms, f, shape = down.input_offset, down.options.terms, gate.shape[-1], gate.shape
+        mu = None if offset is None else offset.view(torch.float32)
         placeholder = _reads_only_codes(self._modules[parts.down], gate)
         h, *flat = GatedQuantize.apply(gate.reshape(-1, f), up.reshape(-1, f), mu, parts.act, terms, placeholder)
         del gate, up  # the largest activations of a layer: nothing needs them any more
@@ -89,7 +89,7 @@ class FusedGatedMLP(nn.Module):
         *codes, gate_copy, up_copy = as_parts(flat, f)
         kept = h.requires_grad  # gate and up are
         source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute and kept else None
-        entry = QuantizedInput(tuple(codes), centre, h.dtype, from_producer=True, placeholder=placeholder, source=source)
+        entry = QuantizedInput(tuple(codes), offset, h.dtype, from_producer=True, placeholder=placeholder, source=source)
         activation_cache.put(h, entry)
         return self._modules[parts.down](h)
 
@@ -116,7 +116,7 @@ def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
         if hooked or "forward" in vars(module) or module._compiled_call_impl is not None:
             return False
     branches = down.plain_branches() if hasattr(down, "plain_branches") else []
-    return branches is not None and base_of(down).input_centre is None
+    return branches is not None and base_of(down).input_offset is None
 
 
 # ---------------------------------------------------------------------------------------------- recognising one

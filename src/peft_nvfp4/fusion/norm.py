@@ -56,13 +56,13 @@ class NVFP4RMSNorm(nn.Module):
         if weight.requires_grad or (weight.dtype != x.dtype and not self.plus_one) or args or kwargs or traced:
             return self.original.forward(x, *args, **kwargs)
         reader = self._outside[1]
-        centre, terms = reader.input_centre, reader.options.terms
-        mu = None if centre is None else centre.view(torch.float32)
+        offset, terms = reader.input_offset, reader.options.terms
+        mu = None if offset is None else offset.view(torch.float32)
         y, *flat = RMSNormQuantize.apply(x.reshape(-1, x.shape[-1]), weight, mu, self.eps, self.plus_one, terms)
         y, kind = y.view(x.shape), x.device.type
         # what the readers will ask for: autocast gives them y in its own dtype
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else y.dtype
-        activation_cache.put(y, QuantizedInput(as_parts(flat, x.shape[-1]), centre, dtype, from_producer=True))
+        activation_cache.put(y, QuantizedInput(as_parts(flat, x.shape[-1]), offset, dtype, from_producer=True))
         return y
 
     def extra_repr(self) -> str:

@@ -28,7 +28,7 @@ from ..quantization.plan import kept_dense
 BASE_FILE = "nvfp4_base.json"
 BASE_VERSION = 1
 SAMPLE = 1 << 16
-DERIVED = ("backward_weight", "backward_scales", "backward_gscale", "input_centre", "output_centre")
+DERIVED = ("backward_weight", "backward_scales", "backward_gscale", "input_offset", "output_offset")
 """Endings of the names of packed tensors that follow from the others, or belong to the input."""
 
 _RECORD = "_peft_nvfp4_base"
@@ -68,8 +68,8 @@ def base_record(model: nn.Module) -> dict[str, Any]:
     inputs = hashlib.sha256()
     for name, module, options in frozen_matrices(model):
         linears += module.experts if isinstance(module, FrozenExperts) else 1
-        centre = getattr(module, "input_centre", None)
-        inputs.update(f"{name}{options.terms}".encode() + (b"" if centre is None else _sample(centre)))
+        offset = getattr(module, "input_offset", None)
+        inputs.update(f"{name}{options.terms}".encode() + (b"" if offset is None else _sample(offset)))
     weights = _digest(stored)
     return {
         "format": backend,

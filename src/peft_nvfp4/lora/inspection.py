@@ -188,7 +188,7 @@ def _compare_bases(report: AdapterReport, merge_aware: bool) -> list[str]:
             "selection of layers, or an initialisation that rewrote the base)"
         )
     elif then.get("inputs") != now.get("inputs"):
-        found.append("the weights are those it was trained on, but inputs are quantised otherwise (accuracy preset, centres)")
+        found.append("the weights are those it was trained on, but inputs are quantised otherwise (accuracy preset, offsets)")
     return found
 
 

@@ -105,9 +105,9 @@ def with_weight(base: NVFP4FrozenLinear, q: QuantizedMatrix) -> NVFP4FrozenLinea
     known = 1.0 if base.significand == 1.0 else None  # another tool's scale stays where nothing changes (B = 0): a look, a wait
     twin = NVFP4FrozenLinear(base.in_features, base.out_features, None, base.compute_dtype, options, q, known)
     twin.bias, twin.shares_input = base.bias, base.shares_input
-    if base.input_centre is not None:
-        twin.set_centre(base.input_centre.view(torch.float32))
-        twin.input_centre = base.input_centre  # linears of a group know a shared input by this very tensor
+    if base.input_offset is not None:
+        twin.set_offset(base.input_offset.view(torch.float32))
+        twin.input_offset = base.input_offset  # linears of a group know a shared input by this very tensor
     return twin.train(base.training)
 
 
@@ -127,7 +127,7 @@ def merged_layer(layer: FrozenLoraLinear, names: Sequence[str]) -> NVFP4FrozenLi
 
 def _identity(layer: FrozenLoraLinear, names: Sequence[str]) -> list[tuple]:
     base = layer.get_base_layer()
-    tensors = [base.weight, base.bias, base.input_centre]
+    tensors = [base.weight, base.bias, base.input_offset]
     tensors += [t for name in names for t in (layer.lora_A[name].weight, layer.lora_B[name].weight)]
     marks = [None if t is None else (id(t), t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
     return [*marks, *(layer.scaling[name] for name in names)]
@@ -175,7 +175,7 @@ def forward(layer: FrozenLoraLinear, x: Tensor, names: Sequence[str]) -> Tensor:
         return merged(x)  # the very call of the merged model
     x2 = merged._flat(autocast_input(x))
     with no_autocast(x):
-        quantized = quantized_input(x, x2, merged.options.terms, merged.input_centre, merged.shares_input)
+        quantized = quantized_input(x, x2, merged.options.terms, merged.input_offset, merged.shares_input)
         (y,) = frozen_linear(x2, quantized, [merged.operands(())])
         branches = tuple(layer._branch(name)._replace(dropout=0.0) for name in names)
         if any(branch.a.requires_grad or branch.b.requires_grad for branch in branches):

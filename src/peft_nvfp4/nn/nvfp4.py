@@ -6,7 +6,7 @@ accumulates in FP32; backward quantises the incoming gradient and multiplies it 
 are in :mod:`peft_nvfp4.autograd.frozen_linear`.
 
 All parameters are bytes: ``weight`` (N, Kp/2) and ``weight_scales`` (N, Kp/16) and ``weight_gscale`` (4, one FP32), the same
-with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_centre`` (4K) and ``output_centre`` (4N), FP32 too.
+with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_offset`` (4K) and ``output_offset`` (4N), FP32 too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .registry import register_backend
 PARAMETERS = (
     *("weight", "weight_scales", "weight_gscale"),
     *("backward_weight", "backward_scales", "backward_gscale"),
-    *("input_centre", "output_centre"),
+    *("input_offset", "output_offset"),
 )
 
 
@@ -165,27 +165,27 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.backward_weight, self.backward_scales, self.backward_gscale.view(torch.float32), self.out_features
         )
 
-    def set_centre(self, mu: Tensor | None) -> None:
+    def set_offset(self, mu: Tensor | None) -> None:
         """Subtract the constant mu (in_features,) from every input before quantising it, and add D(W_f) mu to the output.
 
         mu is typically the mean input on calibration data: a constant costs nothing in the GEMM, and what remains is smaller.
         """
         if mu is None:
-            self.input_centre = self.output_centre = None
+            self.input_offset = self.output_offset = None
             return
         if tuple(mu.shape) != (self.in_features,) or not torch.isfinite(mu).all():
-            raise ValueError(f"the centre must hold {self.in_features} finite values, got shape {tuple(mu.shape)}")
+            raise ValueError(f"the offset must hold {self.in_features} finite values, got shape {tuple(mu.shape)}")
         mu = mu.detach().to(self.weight.device, torch.float32)
-        self.input_centre = frozen(_bytes(mu))
-        self.output_centre = frozen(_bytes(self.dequantize(torch.float32) @ mu))
+        self.input_offset = frozen(_bytes(mu))
+        self.output_offset = frozen(_bytes(self.dequantize(torch.float32) @ mu))
 
     @property
-    def _centre(self) -> Tensor | None:
-        return None if self.input_centre is None else self.input_centre.view(torch.float32)
+    def _offset(self) -> Tensor | None:
+        return None if self.input_offset is None else self.input_offset.view(torch.float32)
 
     @property
     def _constant(self) -> Tensor | None:
-        return None if self.output_centre is None else self.output_centre.view(torch.float32)
+        return None if self.output_offset is None else self.output_offset.view(torch.float32)
 
     # -- the contract
 
@@ -198,19 +198,19 @@ class NVFP4FrozenLinear(FrozenLinear):
         needed = ops.weight_gscale(weight)
         there = next_power_of_two(self.weight_gscale.view(torch.float32))  # if it is large enough: siblings share it
         self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, there)), 1.0)
-        if self.input_centre is not None:
-            self.set_centre(self._centre)
+        if self.input_offset is not None:
+            self.set_offset(self._offset)
 
     def snapshot(self) -> dict[str, nn.Parameter]:
-        return {name: data for name, data in super().snapshot().items() if name not in ("input_centre", "output_centre")}
+        return {name: data for name, data in super().snapshot().items() if name not in ("input_offset", "output_offset")}
 
     def restore(self, snapshot: Mapping[str, nn.Parameter]) -> None:
         before = self.weight_gscale
         super().restore(snapshot)
         if self.weight_gscale is not before:
             self._look()
-        if self.input_centre is not None:  # the constant belongs to the weight that is stored now
-            self.set_centre(self._centre)
+        if self.input_offset is not None:  # the constant belongs to the weight that is stored now
+            self.set_offset(self._offset)
 
     def lora_input(self, x: Tensor) -> Tensor:
         return self.forward_with_lora_input(x)[1]
@@ -219,7 +219,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         cast = autocast_input(x)
         x2 = self._flat(cast)
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_centre, self.shares_input)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
             (y,) = frozen_linear(x2, quantized, [self.operands(())])
             seen = cast if quantized.from_producer else StraightThrough.apply(cast, quantized.dequantized(x2))
         return y.view(*x.shape[:-1], self.out_features), seen
@@ -230,7 +230,7 @@ class NVFP4FrozenLinear(FrozenLinear):
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         x2 = self._flat(autocast_input(x))
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_centre, self.shares_input)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
             few_rows = None if torch.is_grad_enabled() else dispatch.few_rows_module(x2)
             if few_rows is not None and self._draws_nothing(branches):
                 y = self._generate(few_rows, branches, x2, quantized)
@@ -272,7 +272,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         that bookkeeping took most of the time."""
         xd = quantized.dequantized(x2) if branches else None
         constant = total_constant(self.bias, self._constant)
-        values = xd if self.input_centre is None and len(quantized.terms) == 1 else None
+        values = xd if self.input_offset is None and len(quantized.terms) == 1 else None
         adapters = [(b.a, b.b, b.scaling) for b in branches]
         return kernel.linear(quantized.terms, self.forward_layout, constant, adapters, xd, values, self.significand)
 

@@ -70,8 +70,8 @@ def reciprocal(d: Tensor, cleared: int = 1) -> Tensor:
 
 
 class NormOutput(NamedTuple):
-    parts: list[QuantizedMatrix]  # one or two terms of y - centre, each (M, d)
-    y: Tensor  # (M, d), D(y~) in x's dtype: the sum of the terms and the centre, rounded once
+    parts: list[QuantizedMatrix]  # one or two terms of y - offset, each (M, d)
+    y: Tensor  # (M, d), D(y~) in x's dtype: the sum of the terms and the offset, rounded once
     rstd: Tensor  # (M,) float32
 
 
@@ -92,17 +92,17 @@ def rmsnorm(x: Tensor, gamma: Tensor, eps: float, plus_one: bool) -> tuple[Tenso
     return (norm_weight(gamma, plus_one) * normed).to(x.dtype), rstd
 
 
-def rmsnorm_quantize(x: Tensor, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
-    """RMSNorm of x, quantised: x (M, d), gamma (d,), centre (d,) float32."""
+def rmsnorm_quantize(x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
+    """RMSNorm of x, quantised: x (M, d), gamma (d,), offset (d,) float32."""
     y, rstd = rmsnorm(x, gamma, eps, plus_one)
-    parts = quantize_terms(y, centre, terms)
-    return NormOutput(parts, dequantize_terms(parts, centre, x.dtype), rstd)
+    parts = quantize_terms(y, offset, terms)
+    return NormOutput(parts, dequantize_terms(parts, offset, x.dtype), rstd)
 
 
 def rmsnorm_backward(
     dy: Tensor,
     parts: Sequence[QuantizedMatrix],
-    centre: Tensor | None,
+    offset: Tensor | None,
     gamma: Tensor,
     rstd: Tensor,
     plus_one: bool,
@@ -116,7 +116,7 @@ def rmsnorm_backward(
     w = norm_weight(gamma, plus_one)
     usable = (w.abs() >= GAMMA_RANGE[0]) & (w.abs() <= GAMMA_RANGE[1])
     inverse = torch.where(usable, reciprocal(w), 0.0)
-    d = dequantize_terms(parts, centre, torch.float32)
+    d = dequantize_terms(parts, offset, torch.float32)
     g = dy.float()
     c = row_sum(g * d) * (1.0 / dy.shape[1])
     return (rstd[:, None] * (w * g - (d * inverse) * c[:, None])).to(dy.dtype)
@@ -169,17 +169,17 @@ def gated_product(gate: Tensor, up: Tensor, act: str) -> Tensor:
 
 
 class GatedOutput(NamedTuple):
-    parts: list[QuantizedMatrix]  # terms of h - centre, each (M, f)
+    parts: list[QuantizedMatrix]  # terms of h - offset, each (M, f)
     h: Tensor  # (M, f), D(h~) in gate's dtype; (0,) if it was not to be kept
     gate: QuantizedMatrix  # kept for backward, one term
     up: QuantizedMatrix
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
+def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
     """h = act(gate) * up, rounded once to gate's dtype and quantised, with the copies of gate and up that backward needs. Without
     ``keep_h``, the result's h is an empty tensor (0,)."""
-    parts = quantize_terms(gated_product(gate, up, act), centre, terms)
-    h = dequantize_terms(parts, centre, gate.dtype) if keep_h else gate.new_empty(0)
+    parts = quantize_terms(gated_product(gate, up, act), offset, terms)
+    h = dequantize_terms(parts, offset, gate.dtype) if keep_h else gate.new_empty(0)
     return GatedOutput(parts, h, reference.quantize(gate, ACTIVATION), reference.quantize(up, ACTIVATION))
 
 
@@ -202,14 +202,14 @@ def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, ac
 
 
 def gated_values(
-    gate: QuantizedMatrix, up: QuantizedMatrix, centre: Tensor | None, act: str, terms: int, dtype: torch.dtype
+    gate: QuantizedMatrix, up: QuantizedMatrix, offset: Tensor | None, act: str, terms: int, dtype: torch.dtype
 ) -> Tensor:
     """D(h~) (M, f) of h = act(D(gate)) * D(up): the input of the MLP's last linear as backward can make it anew from what it
     keeps of gate and up, rounded and quantised as in the forward pass. Not quite the forward's h~, whose gate and up had not been
     quantised."""
     g = reference.dequantize(gate)
     sigma, _ = _gate(g, act)
-    return dequantize_terms(quantize_terms(((g * sigma) * reference.dequantize(up)).to(dtype), centre, terms), centre, dtype)
+    return dequantize_terms(quantize_terms(((g * sigma) * reference.dequantize(up)).to(dtype), offset, terms), offset, dtype)
 
 
 # ---------------------------------------------------------------------------------------------- dropout

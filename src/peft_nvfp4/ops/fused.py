@@ -24,47 +24,47 @@ from .linear import check_matrices, empty_terms, matrices, stacked, tensor_lists
 # ---------------------------------------------------------------------------------------------- RMSNorm
 
 
-def _check_norm(op: str, name: str, x: Tensor, gamma: Tensor, centre: Tensor | None) -> None:
+def _check_norm(op: str, name: str, x: Tensor, gamma: Tensor, offset: Tensor | None) -> None:
     check_matrix(op, name, x)
     check(
         tuple(gamma.shape) == (x.shape[1],) and gamma.dtype in FLOATS,
         lambda: f"{op}: gamma must be ({x.shape[1]},) of a floating dtype, got {tuple(gamma.shape)} {gamma.dtype}",
     )
-    check_offset(op, centre, x.shape[1])
+    check_offset(op, offset, x.shape[1])
 
 
-def _check_rmsnorm_quantize(x, gamma, centre, eps: float, plus_one: bool, terms: int) -> None:
-    _check_norm("rmsnorm_quantize", "x", x, gamma, centre)
+def _check_rmsnorm_quantize(x, gamma, offset, eps: float, plus_one: bool, terms: int) -> None:
+    _check_norm("rmsnorm_quantize", "x", x, gamma, offset)
     check_terms("rmsnorm_quantize", terms)
 
 
-def _rmsnorm_quantize_reference(x, gamma, centre, eps: float, plus_one: bool, terms: int):
-    out = fused_reference.rmsnorm_quantize(x, gamma, centre, eps, plus_one, terms)
+def _rmsnorm_quantize_reference(x, gamma, offset, eps: float, plus_one: bool, terms: int):
+    out = fused_reference.rmsnorm_quantize(x, gamma, offset, eps, plus_one, terms)
     return *stacked(out.parts), out.y, out.rstd
 
 
-def _rmsnorm_quantize_shapes(x, gamma, centre, eps: float, plus_one: bool, terms: int):
+def _rmsnorm_quantize_shapes(x, gamma, offset, eps: float, plus_one: bool, terms: int):
     return *empty_terms(x, terms, *x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 _rmsnorm_quantize = Operator(
     "rmsnorm_quantize",
-    "(Tensor x, Tensor gamma, Tensor? centre, float eps, bool plus_one, int terms) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor gamma, Tensor? offset, float eps, bool plus_one, int terms) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _check_rmsnorm_quantize,
     _rmsnorm_quantize_reference,
     _rmsnorm_quantize_shapes,
 )
 
 
-def rmsnorm_quantize(x: Tensor, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
+def rmsnorm_quantize(x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
     """RMSNorm of x (M, d), quantised in the same pass; see :func:`fused_reference.rmsnorm_quantize`."""
-    *parts, y, rstd = _rmsnorm_quantize(x, gamma, centre, eps, plus_one, terms)
+    *parts, y, rstd = _rmsnorm_quantize(x, gamma, offset, eps, plus_one, terms)
     return NormOutput(matrices(*parts, x.shape[1]), y, rstd)
 
 
-def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, plus_one: bool) -> None:
+def _check_rmsnorm_backward(dy, codes, scales, gscale, offset, gamma, rstd, plus_one: bool) -> None:
     op, m = "rmsnorm_backward", dy.shape[0]
-    _check_norm(op, "dy", dy, gamma, centre)
+    _check_norm(op, "dy", dy, gamma, offset)
     check_matrices(op, codes, scales, gscale, m, dy.shape[1], per_row=True)
     check(
         tuple(rstd.shape) == (m,) and rstd.dtype == torch.float32,
@@ -74,7 +74,7 @@ def _check_rmsnorm_backward(dy, codes, scales, gscale, centre, gamma, rstd, plus
 
 _rmsnorm_backward = Operator(
     "rmsnorm_backward",
-    "(Tensor dy, Tensor[] codes, Tensor[] scales, Tensor[] gscale, Tensor? centre, Tensor gamma, Tensor rstd, "
+    "(Tensor dy, Tensor[] codes, Tensor[] scales, Tensor[] gscale, Tensor? offset, Tensor gamma, Tensor rstd, "
     "bool plus_one) -> Tensor",
     _check_rmsnorm_backward,
     lambda dy, codes, scales, gscale, *rest: fused_reference.rmsnorm_backward(
@@ -87,26 +87,26 @@ _rmsnorm_backward = Operator(
 def rmsnorm_backward(
     dy: Tensor,
     parts: Sequence[QuantizedMatrix],
-    centre: Tensor | None,
+    offset: Tensor | None,
     gamma: Tensor,
     rstd: Tensor,
     plus_one: bool,
 ) -> Tensor:
     """dx (M, d) from the kept terms of y and the statistic; see :func:`fused_reference.rmsnorm_backward`."""
-    return _rmsnorm_backward(dy, *tensor_lists(parts), centre, gamma, rstd, plus_one)
+    return _rmsnorm_backward(dy, *tensor_lists(parts), offset, gamma, rstd, plus_one)
 
 
 # ---------------------------------------------------------------------------------------------- act(gate) * up
 
 
-def _check_gated(op: str, name: str, x: Tensor, centre: Tensor | None, act: str) -> None:
+def _check_gated(op: str, name: str, x: Tensor, offset: Tensor | None, act: str) -> None:
     check_matrix(op, name, x)
-    check_offset(op, centre, x.shape[1])
+    check_offset(op, offset, x.shape[1])
     check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
 
 
-def _check_silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool) -> None:
-    _check_gated("silu_mul_quantize", "gate", gate, centre, act)
+def _check_silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool) -> None:
+    _check_gated("silu_mul_quantize", "gate", gate, offset, act)
     check(
         up.shape == gate.shape and up.dtype == gate.dtype,
         lambda: f"silu_mul_quantize: up must be {tuple(gate.shape)} {gate.dtype}, got {tuple(up.shape)} {up.dtype}",
@@ -114,19 +114,19 @@ def _check_silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, ac
     check_terms("silu_mul_quantize", terms)
 
 
-def _silu_mul_quantize_reference(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
-    out = fused_reference.silu_mul_quantize(gate, up, centre, act, terms, keep_h)
+def _silu_mul_quantize_reference(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool):
+    out = fused_reference.silu_mul_quantize(gate, up, offset, act, terms, keep_h)
     return *stacked(out.parts), out.h, *out.gate[:3], *out.up[:3]
 
 
-def _silu_mul_quantize_shapes(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool):
+def _silu_mul_quantize_shapes(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool):
     kept = [t.new_empty(t.shape[1:]) for _ in range(2) for t in empty_terms(gate, 1, *gate.shape)]
     return *empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape if keep_h else (0,)), *kept
 
 
 _silu_mul_quantize = Operator(
     "silu_mul_quantize",
-    "(Tensor gate, Tensor up, Tensor? centre, str act, int terms, bool keep_h) -> "
+    "(Tensor gate, Tensor up, Tensor? offset, str act, int terms, bool keep_h) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _check_silu_mul_quantize,
     _silu_mul_quantize_reference,
@@ -134,10 +134,10 @@ _silu_mul_quantize = Operator(
 )
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
+def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
     """h = act(gate) * up (M, f) quantised in the same pass, with copies of gate and up for backward; without ``keep_h``, D(h~) is
     not written; see :func:`fused_reference.silu_mul_quantize`."""
-    out, k = _silu_mul_quantize(gate, up, centre, act, terms, keep_h), gate.shape[1]
+    out, k = _silu_mul_quantize(gate, up, offset, act, terms, keep_h), gate.shape[1]
     return GatedOutput(matrices(*out[:3], k), out[3], QuantizedMatrix(*out[4:7], k), QuantizedMatrix(*out[7:10], k))
 
 
@@ -168,36 +168,36 @@ def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, ac
     return GatedGrads(*_silu_mul_backward(dh, *gate[:3], *up[:3], act))
 
 
-def _check_gated_values(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype) -> None:
+def _check_gated_values(gc, gs, gg, uc, us, ug, offset, act: str, terms: int, k: int, dtype: torch.dtype) -> None:
     op = "gated_values"
     check(dtype in FLOATS, lambda: f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
     check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
     check_matrices(f"{op} (gate)", [gc], [gs], [gg], gc.shape[0], k, per_row=True)
     check_matrices(f"{op} (up)", [uc], [us], [ug], gc.shape[0], k, per_row=True)
-    check_offset(op, centre, k)
+    check_offset(op, offset, k)
     check_terms(op, terms)
 
 
-def _gated_values_reference(gc, gs, gg, uc, us, ug, centre, act: str, terms: int, k: int, dtype: torch.dtype):
+def _gated_values_reference(gc, gs, gg, uc, us, ug, offset, act: str, terms: int, k: int, dtype: torch.dtype):
     gate, up = QuantizedMatrix(gc, gs, gg, k), QuantizedMatrix(uc, us, ug, k)
-    return fused_reference.gated_values(gate, up, centre, act, terms, dtype)
+    return fused_reference.gated_values(gate, up, offset, act, terms, dtype)
 
 
 _gated_values = Operator(
     "gated_values",
     "(Tensor gate_codes, Tensor gate_scales, Tensor gate_gscale, Tensor up_codes, Tensor up_scales, Tensor up_gscale, "
-    "Tensor? centre, str act, int terms, int k, ScalarType dtype) -> Tensor",
+    "Tensor? offset, str act, int terms, int k, ScalarType dtype) -> Tensor",
     _check_gated_values,
     _gated_values_reference,
-    lambda gc, gs, gg, uc, us, ug, centre, act, terms, k, dtype: gc.new_empty(gc.shape[0], k, dtype=dtype),
+    lambda gc, gs, gg, uc, us, ug, offset, act, terms, k, dtype: gc.new_empty(gc.shape[0], k, dtype=dtype),
 )
 
 
 def gated_values(
-    gate: QuantizedMatrix, up: QuantizedMatrix, centre: Tensor | None, act: str, terms: int, dtype: torch.dtype
+    gate: QuantizedMatrix, up: QuantizedMatrix, offset: Tensor | None, act: str, terms: int, dtype: torch.dtype
 ) -> Tensor:
     """D(h~) (M, f) from the NVFP4 copies of gate and up; see :func:`fused_reference.gated_values`."""
-    return _gated_values(*gate[:3], *up[:3], centre, act, terms, gate.k, dtype)
+    return _gated_values(*gate[:3], *up[:3], offset, act, terms, gate.k, dtype)
 
 
 # ---------------------------------------------------------------------------------------------- dropout

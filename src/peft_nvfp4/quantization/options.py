@@ -47,7 +47,7 @@ class Options:
             the layer before it computes, with the same bits (:func:`peft_nvfp4.training.offload.enable.enable_offload`); not
             with CUDA graphs, FSDP or ``device_map``.
         calibration: (nvfp4) folder written by :func:`peft_nvfp4.calibrate` for this base model: its linears get the weights,
-            terms and centres stored there, whatever ``accuracy`` says; the others are frozen as without it.
+            terms and offsets stored there, whatever ``accuracy`` says; the others are frozen as without it.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.
         merge_aware: (nvfp4) train with the weight that merging the adapter into NVFP4 will store, straight-through gradients to A
             and B (:mod:`peft_nvfp4.lora.merge_aware`): slower, and ``peft_nvfp4.merge(model, to="nvfp4")`` is the trained

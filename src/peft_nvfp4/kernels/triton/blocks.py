@@ -281,11 +281,11 @@ def quantize_store(
 
 
 @triton.jit
-def less_centre(x, centre, HAS_CENTRE: tl.constexpr, MODE: tl.constexpr):
-    """x - centre, in FP32 (mode EXACT); without a centre x as it is. The centre is (lo, hi)."""
-    if HAS_CENTRE:
+def less_offset(x, offset, HAS_OFFSET: tl.constexpr, MODE: tl.constexpr):
+    """x - offset, in FP32 (mode EXACT); without an offset x as it is. The offset is (lo, hi)."""
+    if HAS_OFFSET:
         lo, hi = to_floats(x, MODE)
-        x = (lo - centre[0], hi - centre[1])
+        x = (lo - offset[0], hi - offset[1])
     return x
 
 
@@ -300,11 +300,11 @@ def add_term(d, grid, sg, MODE: tl.constexpr):
 
 @triton.jit
 def quantize_store_terms(
-    codes_ptr, scales_ptr, gscale_ptr, centre, row, x, amax, largest, blk, M,
-    K: tl.constexpr, NB: tl.constexpr, TERMS: tl.constexpr, HAS_CENTRE: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr,
+    codes_ptr, scales_ptr, gscale_ptr, offset, row, x, amax, largest, blk, M,
+    K: tl.constexpr, NB: tl.constexpr, TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One or two terms of x, which is what less_centre returned, with one global scale, stored as rows ``row`` and ``row + M``;
-    with VALUES, returns D(x~) = sum of the terms + centre."""
+    """One or two terms of x, which is what less_offset returned, with one global scale, stored as rows ``row`` and ``row + M``;
+    with VALUES, returns D(x~) = sum of the terms + offset."""
     g, inverse_g = power_of_two_scale(largest)
     codes, bits, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, VALUES or TERMS == 2)
     _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K, NB, MODE)
@@ -317,13 +317,13 @@ def quantize_store_terms(
         _store(codes_ptr, scales_ptr, gscale_ptr, row + M, codes, bits, g, blk, K, NB, MODE)
         if VALUES:
             d = add_term(d, grid, sg, MODE)
-    if HAS_CENTRE and VALUES:
-        d = (d[0] + centre[0], d[1] + centre[1])
+    if HAS_OFFSET and VALUES:
+        d = (d[0] + offset[0], d[1] + offset[1])
     return d
 
 
 @triton.jit
-def terms_values(x, amax, largest, centre, NB: tl.constexpr, TERMS: tl.constexpr, HAS_CENTRE: tl.constexpr, MODE: tl.constexpr):
+def terms_values(x, amax, largest, offset, NB: tl.constexpr, TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr, MODE: tl.constexpr):
     """D(x~) as :func:`quantize_store_terms` returns it, with nothing stored."""
     g, inverse_g = power_of_two_scale(largest)
     _, _, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, True)
@@ -332,8 +332,8 @@ def terms_values(x, amax, largest, centre, NB: tl.constexpr, TERMS: tl.constexpr
         x = remainder(x, grid, sg, MODE)
         _, _, grid, sg = quantize_blocks(x, amax_values(x, NB, MODE), g, inverse_g, NB, MODE, False, True)
         d = add_term(d, grid, sg, MODE)
-    if HAS_CENTRE:
-        d = (d[0] + centre[0], d[1] + centre[1])
+    if HAS_OFFSET:
+        d = (d[0] + offset[0], d[1] + offset[1])
     return d
 
 

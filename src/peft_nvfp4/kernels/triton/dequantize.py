@@ -1,7 +1,7 @@
 """Dequantisation in Triton: ``dequantize`` and ``dequantize_terms``.
 
 A thread turns one 32-bit word of codes into 8 values and writes them with one 16-byte store (BF16); neighbouring threads take
-neighbouring words. Two terms and a centre are summed in FP32, in the reference's order, and rounded once.
+neighbouring words. Two terms and an offset are summed in FP32, in the reference's order, and rounded once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dequantize_kernel(
     codes2_ptr,  # the second term's, where TERMS == 2
     scales2_ptr,
     gscale2_ptr,
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    offset_ptr,  # (K,) float32, where HAS_OFFSET
     out_ptr,  # (R, K)
     K,
     KP,
@@ -44,7 +44,7 @@ def dequantize_kernel(
     g2_stride,
     NW: tl.constexpr,
     TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * NW + tl.arange(0, NW)
@@ -52,8 +52,8 @@ def dequantize_kernel(
     if TERMS == 2:
         value = value + _term(codes2_ptr, scales2_ptr, gscale2_ptr, row, g2_stride, word, KP, NW)
     k = word[:, None] * 8 + tl.arange(0, 8)[None, :]
-    if HAS_CENTRE:
-        value = value + tl.load(centre_ptr + k, mask=k < K, other=0.0)
+    if HAS_OFFSET:
+        value = value + tl.load(offset_ptr + k, mask=k < K, other=0.0)
     tl.store(out_ptr + row * K + k, value.to(out_ptr.dtype.element_ty), mask=k < K)
 
 
@@ -61,9 +61,9 @@ def dequantize_kernel(
 
 
 def dequantize_terms(
-    codes: list[Tensor], scales: list[Tensor], gscale: list[Tensor], centre: Tensor | None, k: int, dtype: torch.dtype
+    codes: list[Tensor], scales: list[Tensor], gscale: list[Tensor], offset: Tensor | None, k: int, dtype: torch.dtype
 ) -> Tensor:
-    """Sum of one or two terms and the centre, (R, K) in ``dtype``."""
+    """Sum of one or two terms and the offset, (R, K) in ``dtype``."""
     rows, kp = codes[0].shape[0], padded_k(k)
     out = codes[0].new_empty(rows, k, dtype=dtype)
     if out.numel() == 0:
@@ -77,9 +77,9 @@ def dequantize_terms(
     launch(
         dequantize_kernel,
         (rows, triton.cdiv(kp // 8, nw)),
-        (*first, *second, out if centre is None else centre, out),
+        (*first, *second, out if offset is None else offset, out),
         (k, kp, int(gscale[0].shape[0] > 1), int(gscale[last].shape[0] > 1)),
-        {"NW": nw, "TERMS": len(codes), "HAS_CENTRE": centre is not None},
+        {"NW": nw, "TERMS": len(codes), "HAS_OFFSET": offset is not None},
         num_warps=warps,
         **EXACT_MATH,
     )

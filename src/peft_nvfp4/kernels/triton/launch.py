@@ -39,7 +39,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 def mode_for(dtype: torch.dtype, k: int = 0, *rows: Tensor) -> int:
-    """Rounding mode for values of ``dtype``, and for their terms unless a centre was subtracted (then EXACT). PAIR needs BF16's 8
+    """Rounding mode for values of ``dtype``, and for their terms unless an offset was subtracted (then EXACT). PAIR needs BF16's 8
     bits, and the ``rows`` of width ``k`` to be rows of pairs."""
     if dtype != torch.bfloat16 or INTERPRETED:
         return EXACT

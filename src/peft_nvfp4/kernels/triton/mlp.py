@@ -15,7 +15,7 @@ from torch import Tensor
 from ...numerics import fused_reference
 from ...numerics.formats import QuantizedMatrix
 from ...ops.linear import empty_terms
-from .blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store, quantize_store_terms, terms_values
+from .blocks import amax_values, finite_part, less_offset, load_quantized, quantize_store, quantize_store_terms, terms_values
 from .codes import PAIR
 from .launch import EXACT, MAX_BLOCKS, launch, mode_for, options_for, row_blocks, rows_contiguous
 from .rows import BLOCK, load_row, load_values, padded_k, reciprocal, rounded, row_max, store_values, to_floats, two_row_max
@@ -73,7 +73,7 @@ def _gate_gradient(g, sigma, GELU: tl.constexpr):
 def gated_kernel(
     gate_ptr,  # (M, K)
     up_ptr,  # (M, K)
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    offset_ptr,  # (K,) float32, where HAS_OFFSET
     codes_ptr,  # (T, M, KP / 2) uint8
     scales_ptr,  # (T, M, KP / 16) uint8
     gscale_ptr,  # (T, M) float32
@@ -90,7 +90,7 @@ def gated_kernel(
     K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     GELU: tl.constexpr,
     KEEP_H: tl.constexpr,
     MODE: tl.constexpr,
@@ -108,12 +108,12 @@ def gated_kernel(
     lo_g, hi_g = to_floats(gate, MODE)
     lo_u, hi_u = to_floats(up, MODE)
     lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
-    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
-    h = less_centre(rounded(lo, hi, dtype, MODE), centre, HAS_CENTRE, MODE)
+    offset = load_row(offset_ptr, blk, K, NB) if HAS_OFFSET else blk
+    h = less_offset(rounded(lo, hi, dtype, MODE), offset, HAS_OFFSET, MODE)
     h_amax = amax_values(h, NB, TERMS_MODE)
     h_max = row_max(finite_part(h_amax))
     h = quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, centre, row, h, h_amax, h_max, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, KEEP_H
+        codes_ptr, scales_ptr, gscale_ptr, offset, row, h, h_amax, h_max, blk, M, K, NB, TERMS, HAS_OFFSET, TERMS_MODE, KEEP_H
     )  # fmt: skip
     if KEEP_H:
         store_values(h_ptr + row * K, h, blk, K, NB, TERMS_MODE)
@@ -176,13 +176,13 @@ def gated_values_kernel(
     up_codes_ptr,
     up_scales_ptr,
     up_gscale_ptr,
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    offset_ptr,  # (K,) float32, where HAS_OFFSET
     out_ptr,  # (M, K)
     M,
     K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     GELU: tl.constexpr,
     MODE: tl.constexpr,
     TERMS_MODE: tl.constexpr,
@@ -194,17 +194,17 @@ def gated_values_kernel(
         gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk, K, NB, MODE
     )
     lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
-    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
-    h = less_centre(rounded(lo, hi, dtype, MODE), centre, HAS_CENTRE, MODE)
+    offset = load_row(offset_ptr, blk, K, NB) if HAS_OFFSET else blk
+    h = less_offset(rounded(lo, hi, dtype, MODE), offset, HAS_OFFSET, MODE)
     amax = amax_values(h, NB, TERMS_MODE)
-    h = terms_values(h, amax, row_max(finite_part(amax)), centre, NB, TERMS, HAS_CENTRE, TERMS_MODE)
+    h = terms_values(h, amax, row_max(finite_part(amax)), offset, NB, TERMS, HAS_OFFSET, TERMS_MODE)
     store_values(out_ptr + row * K, h, blk, K, NB, TERMS_MODE)
 
 
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str, terms: int, keep_h: bool) -> tuple[Tensor, ...]:
+def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool) -> tuple[Tensor, ...]:
     """(codes, scales, gscale, h, then the same three of gate and of up); see fused_ops for the shapes."""
     m, k = gate.shape
     gate, up = rows_contiguous(gate), rows_contiguous(up)
@@ -213,9 +213,9 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, centre: Tensor | None, act: str,
     kept = [t[0] for _ in range(2) for t in empty_terms(gate, 1, m, k)]
     if m:
         nb, mode = row_blocks(k), mode_for(gate.dtype, k, gate, up)
-        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_CENTRE": centre is not None, "GELU": act == "gelu_tanh"}
-        constants |= {"KEEP_H": keep_h, "MODE": mode, "TERMS_MODE": mode if centre is None else EXACT}
-        tensors = (gate, up, gate if centre is None else centre, *parts, h, *kept)
+        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh"}
+        constants |= {"KEEP_H": keep_h, "MODE": mode, "TERMS_MODE": mode if offset is None else EXACT}
+        tensors = (gate, up, gate if offset is None else offset, *parts, h, *kept)
         launch(gated_kernel, (m,), tensors, (m, gate.stride(0), up.stride(0)), constants, **options_for(nb, "mlp", mode))
     return *parts, h, *kept
 
@@ -250,7 +250,7 @@ def gated_values(
     up_codes: Tensor,
     up_scales: Tensor,
     up_gscale: Tensor,
-    centre: Tensor | None,
+    offset: Tensor | None,
     act: str,
     terms: int,
     k: int,
@@ -261,12 +261,12 @@ def gated_values(
     kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]
     if nb > MAX_BLOCKS or k == 0:
         gate, up = QuantizedMatrix(*kept[:3], k), QuantizedMatrix(*kept[3:], k)
-        return fused_reference.gated_values(gate, up, centre, act, terms, dtype)
+        return fused_reference.gated_values(gate, up, offset, act, terms, dtype)
     out = gate_codes.new_empty(m, k, dtype=dtype)
     if m:
         mode = mode_for(dtype, k, out)
-        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_CENTRE": centre is not None, "GELU": act == "gelu_tanh"}
-        constants |= {"MODE": mode, "TERMS_MODE": mode if centre is None else EXACT}
-        tensors = (*kept, out if centre is None else centre, out)
+        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh"}
+        constants |= {"MODE": mode, "TERMS_MODE": mode if offset is None else EXACT}
+        tensors = (*kept, out if offset is None else offset, out)
         launch(gated_values_kernel, (m,), tensors, (m,), constants, **options_for(nb, "mlp", mode))
     return out

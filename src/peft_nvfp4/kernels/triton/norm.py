@@ -17,7 +17,7 @@ from ...numerics import fused_reference
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import padded_k as padded
 from ...ops.linear import empty_terms
-from .blocks import amax_values, finite_part, less_centre, load_quantized, quantize_store_terms
+from .blocks import amax_values, finite_part, less_offset, load_quantized, quantize_store_terms
 from .codes import EXACT, PAIR
 from .launch import launch, mode_for, options_for, row_blocks, rows_contiguous
 from .pairs import multiply
@@ -60,7 +60,7 @@ def _rstd(d):
 def norm_kernel(
     x_ptr,  # (M, K)
     gamma_ptr,  # (K,)
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    offset_ptr,  # (K,) float32, where HAS_OFFSET
     codes_ptr,  # (T, M, KP / 2) uint8
     scales_ptr,  # (T, M, KP / 16) uint8
     gscale_ptr,  # (T, M) float32
@@ -73,7 +73,7 @@ def norm_kernel(
     K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     MODE: tl.constexpr,
     TERMS_MODE: tl.constexpr,
@@ -103,12 +103,12 @@ def norm_kernel(
             y = tl.where(inside, y, 0)
         else:
             y = (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
-    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
-    y = less_centre(y, centre, HAS_CENTRE, MODE)
+    offset = load_row(offset_ptr, blk, K, NB) if HAS_OFFSET else blk
+    y = less_offset(y, offset, HAS_OFFSET, MODE)
     amax = amax_values(y, NB, TERMS_MODE)
     largest = row_max(finite_part(amax))
     y = quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, centre, row, y, amax, largest, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, True
+        codes_ptr, scales_ptr, gscale_ptr, offset, row, y, amax, largest, blk, M, K, NB, TERMS, HAS_OFFSET, TERMS_MODE, True
     )  # fmt: skip
     store_values(y_ptr + row * K, y, blk, K, NB, TERMS_MODE)
 
@@ -122,7 +122,7 @@ def norm_backward_kernel(
     codes2_ptr,  # second term, where TERMS == 2
     scales2_ptr,
     gscale2_ptr,
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    offset_ptr,  # (K,) float32, where HAS_OFFSET
     gamma_ptr,  # (K,)
     rstd_ptr,  # (M,) float32
     dx_ptr,  # (M, K)
@@ -131,7 +131,7 @@ def norm_backward_kernel(
     K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     MODE: tl.constexpr,
     WEIGHT_MODE: tl.constexpr,
@@ -147,8 +147,8 @@ def norm_backward_kernel(
         g = tl.load(gscale2_ptr + row)
         lo_2, hi_2 = load_quantized(codes2_ptr + codes, scales2_ptr + scales, g, blk, K, NB, MODE)
         lo_d, hi_d = lo_d + lo_2, hi_d + hi_2
-    if HAS_CENTRE:
-        lo_c, hi_c = load_row(centre_ptr, blk, K, NB)
+    if HAS_OFFSET:
+        lo_c, hi_c = load_row(offset_ptr, blk, K, NB)
         lo_d, hi_d = lo_d + lo_c, hi_d + hi_c
     c = row_sum(lo * lo_d, hi * hi_d, NB) * inverse_k
     rstd = tl.load(rstd_ptr + row)
@@ -163,7 +163,7 @@ def norm_backward_kernel(
 
 
 def rmsnorm_quantize(
-    x: Tensor, gamma: Tensor, centre: Tensor | None, eps: float, plus_one: bool, terms: int
+    x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int
 ) -> tuple[Tensor, ...]:
     """(codes, scales, gscale, y, rstd); see fused_ops for the shapes."""
     m, k = x.shape
@@ -174,10 +174,10 @@ def rmsnorm_quantize(
     if m:
         nb = row_blocks(k)
         gamma, mode = gamma.contiguous(), mode_for(x.dtype, k, x)
-        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_CENTRE": centre is not None, "PLUS_ONE": plus_one, "MODE": mode}
-        constants |= {"TERMS_MODE": mode if centre is None else EXACT.value}
+        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one, "MODE": mode}
+        constants |= {"TERMS_MODE": mode if offset is None else EXACT.value}
         constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None]), "PADDED": padded(k) - k >= BLOCK_SIZE}
-        tensors = (x, gamma, x if centre is None else centre, codes, scales, gscale, y, rstd)
+        tensors = (x, gamma, x if offset is None else offset, codes, scales, gscale, y, rstd)
         launch(norm_kernel, (m,), tensors, (m, x.stride(0), eps, 1.0 / k), constants, **options_for(nb, "norm", mode))
     return codes, scales, gscale, y, rstd
 
@@ -187,7 +187,7 @@ def rmsnorm_backward(
     codes: list[Tensor],
     scales: list[Tensor],
     gscale: list[Tensor],
-    centre: Tensor | None,
+    offset: Tensor | None,
     gamma: Tensor,
     rstd: Tensor,
     plus_one: bool,
@@ -200,10 +200,10 @@ def rmsnorm_backward(
     if m:
         nb, last = row_blocks(k), len(codes) - 1
         gamma, mode = gamma.contiguous(), mode_for(dy.dtype, k, dy)
-        constants = {"K": k, "NB": nb, "TERMS": len(codes), "HAS_CENTRE": centre is not None, "PLUS_ONE": plus_one}
+        constants = {"K": k, "NB": nb, "TERMS": len(codes), "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
         constants |= {"MODE": mode, "WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None])}
         tensors = (dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last])
-        tensors += (dy if centre is None else centre, gamma, rstd.contiguous(), dx)
+        tensors += (dy if offset is None else offset, gamma, rstd.contiguous(), dx)
         options = options_for(nb, "norm_backward", mode)
         launch(norm_backward_kernel, (m,), tensors, (dy.stride(0), 1.0 / k), constants, **options)
     return dx

@@ -27,7 +27,7 @@ from .blocks import (
     amax_values,
     finite_part,
     inverse_power,
-    less_centre,
+    less_offset,
     power_of_two_scale,
     quantize_blocks,
     quantize_store_terms,
@@ -46,7 +46,7 @@ OWN, GIVEN, FROM_AMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 @triton.jit(do_not_specialize=["M"])  # the number of tokens varies, and must not compile anew
 def terms_kernel(
     x_ptr,  # (M, K) any float dtype
-    centre_ptr,  # (K,) float32, where HAS_CENTRE
+    offset_ptr,  # (K,) float32, where HAS_OFFSET
     codes_ptr,  # (T, M, KP / 2) uint8
     scales_ptr,  # (T, M, KP / 16) uint8
     gscale_ptr,  # (T, M) float32
@@ -55,18 +55,18 @@ def terms_kernel(
     K: tl.constexpr,
     NB: tl.constexpr,
     TERMS: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     MODE: tl.constexpr,
     TERMS_MODE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
-    centre = load_row(centre_ptr, blk, K, NB) if HAS_CENTRE else blk
-    x = less_centre(load_values(x_ptr + row * x_stride, blk, K, NB, MODE), centre, HAS_CENTRE, MODE)
+    offset = load_row(offset_ptr, blk, K, NB) if HAS_OFFSET else blk
+    x = less_offset(load_values(x_ptr + row * x_stride, blk, K, NB, MODE), offset, HAS_OFFSET, MODE)
     amax = amax_values(x, NB, TERMS_MODE)
     largest = row_max(finite_part(amax))
     quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, centre, row, x, amax, largest, blk, M, K, NB, TERMS, HAS_CENTRE, TERMS_MODE, False
+        codes_ptr, scales_ptr, gscale_ptr, offset, row, x, amax, largest, blk, M, K, NB, TERMS, HAS_OFFSET, TERMS_MODE, False
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def quantize_kernel(
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, K) as ``terms`` NVFP4 terms with a global scale per row: codes (T, M, Kp/2), scales (T, M, Kp/16), gscale (T, M)."""
     m, k = x.shape
     nb = row_blocks(k)
@@ -136,9 +136,9 @@ def quantize_terms(x: Tensor, centre: Tensor | None, terms: int) -> tuple[Tensor
     codes, scales, gscale = empty_terms(x, terms, m, k)
     if m:
         mode = mode_for(x.dtype, k, x)
-        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_CENTRE": centre is not None, "MODE": mode}
-        constants |= {"TERMS_MODE": mode if centre is None else EXACT.value}
-        tensors = (x, x if centre is None else centre, codes, scales, gscale)
+        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_OFFSET": offset is not None, "MODE": mode}
+        constants |= {"TERMS_MODE": mode if offset is None else EXACT.value}
+        tensors = (x, x if offset is None else offset, codes, scales, gscale)
         launch(terms_kernel, (m,), tensors, (m, x.stride(0)), constants, **options_for(nb, "terms", mode))
     return codes, scales, gscale
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...nn.frozen_linear import frozen
 
-ON_DEVICE = ("dequantize", "requantize_", "restore", "set_centre", "to_linear", "to_experts")
+ON_DEVICE = ("dequantize", "requantize_", "restore", "set_offset", "to_linear", "to_experts")
 """Methods of a frozen layer that compute with the weight, and find it on the compute device."""
 
 
