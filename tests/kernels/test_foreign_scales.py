@@ -23,7 +23,7 @@ from peft_nvfp4.autograd.activation_cache import quantized_input
 from peft_nvfp4.autograd.frozen_linear import Branch, _dense_gradient, frozen_linear
 from peft_nvfp4.kernels import bf16_matmul, dispatch
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts
-from peft_nvfp4.nn.experts.packing import FROM_PACKED, significands
+from peft_nvfp4.nn.experts.packing import FROM_PACKED, scale_factors
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.numerics import reference
@@ -78,7 +78,7 @@ def rounded_operand_is_noticed(dtype: torch.dtype, m: int = 3, n: int = 48, k: i
 # ---------------------------------------------------------------------------------------------- arithmetic
 
 
-def test_what_is_left_without_the_significand_is_exact_in_bf16():
+def test_what_is_left_without_the_scale_factor_is_exact_in_bf16():
     """Every code under every E4M3 scale, subnormal ones included: code * scale has 2 + 4 bits, from 2**-10 to 2688."""
     scales = torch.arange(0x7F, dtype=torch.uint8)
     codes = torch.cat([torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)]).repeat(len(scales), 1)
@@ -87,22 +87,22 @@ def test_what_is_left_without_the_significand_is_exact_in_bf16():
     assert values.unique().abs()[values.unique() != 0].min() == 2.0**-10 and values.max() == 2688
     for g in (*SCALES, 2.0**-115, 1.5 * 2.0**116):
         q = q._replace(gscale=torch.tensor([g]))
-        part = reference.without_significand(q, reference.significand(q.gscale))
+        part = reference.without_scale_factor(q, reference.scale_factor(q.gscale))
         assert_same_bits(reference.dequantize(part, BF16).float(), reference.dequantize(part), "rounded to BF16")
-        assert exact_values(part).mul(reference.significand(q.gscale)).equal(exact_values(q))
+        assert exact_values(part).mul(reference.scale_factor(q.gscale)).equal(exact_values(q))
 
 
-def test_significands():
+def test_scale_factors():
     values = [2.0**-115, 2.0**116, 1.0, *SCALES, 1.75, 0.0, math.inf, 2.0**-140, 3 * 2.0**-130]
     g = torch.tensor(values)
-    power, significand = reference.split_scale(g)
-    assert_same_bits(power * significand, g, "product")
-    assert significand.tolist() == [reference.significand(v) for v in g]
-    assert significand.tolist()[:3] == [1.0] * 3 and significand[6] == 1.75 and significand.tolist()[7:] == [1.0] * 4
-    assert all(1 < s < 2 for s in significand[3:6]) and reference.powers_of_two(power[:7])
+    power, scale_factor = reference.split_scale(g)
+    assert_same_bits(power * scale_factor, g, "product")
+    assert scale_factor.tolist() == [reference.scale_factor(v) for v in g]
+    assert scale_factor.tolist()[:3] == [1.0] * 3 and scale_factor[6] == 1.75 and scale_factor.tolist()[7:] == [1.0] * 4
+    assert all(1 < s < 2 for s in scale_factor[3:6]) and reference.powers_of_two(power[:7])
     assert reference.split_scale(torch.tensor([math.nan]))[0].isnan().all()
-    assert significands({"weight_gscale": g.view(-1, 1).view(torch.uint8)}, len(g)) == significand.tolist()
-    assert significands({"absmax": g}, 3) == [1.0] * 3
+    assert scale_factors({"weight_gscale": g.view(-1, 1).view(torch.uint8)}, len(g)) == scale_factor.tolist()
+    assert scale_factors({"absmax": g}, 3) == [1.0] * 3
 
 
 @by_device
@@ -113,7 +113,7 @@ def test_significands():
 def test_matmul_is_exact_but_for_its_sums(m, terms, bias, dtype, g, device):
     xs, w = [gaussian(m, 320, ACTIVATION, seed) for seed in range(terms)], foreign(48, 320, g)
     b = None if bias is None else torch.randn(48, generator=generator(7)).to(bias)
-    factor = reference.significand(w.gscale)
+    factor = reference.scale_factor(w.gscale)
     y = multiplied([to(x, device) for x in xs], to(w, device), None if b is None else b.to(device), dtype, None, factor)
     assert y.dtype == dtype
     assert outside(y, [(reference.dequantize(x).double(), exact_values(w)) for x in xs], b) == 0
@@ -142,7 +142,7 @@ def test_the_product_of_a_gpu(terms, dtype, bias, monkeypatch):
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: plain(a.float(), b.float()).to(out_dtype or a.dtype))
     xs, w = [gaussian(9, 320, ACTIVATION, seed) for seed in range(terms)], foreign(48, 320)
     b = None if bias is None else torch.randn(48, generator=generator(7))
-    factor = reference.significand(w.gscale)
+    factor = reference.scale_factor(w.gscale)
     y = bf16_matmul.matmul(xs, w, b, dtype, None, factor)
     assert outside(y, [(reference.dequantize(x).double(), exact_values(w)) for x in xs], b) == 0
 
@@ -155,7 +155,7 @@ def test_the_product_of_a_gpu(terms, dtype, bias, monkeypatch):
 def test_backward_layouts_of_all_makers_are_the_same(g, device):
     w = foreign(70, 96, g)
     exact = reference.quantize(reference.dequantize(w).T, WEIGHT_BACKWARD)
-    factor = reference.significand(w.gscale)
+    factor = reference.scale_factor(w.gscale)
     assert_same_matrix(ops.transpose_requantize(to(w, device), WEIGHT_BACKWARD, factor), exact, "transient")
     layer = NVFP4FrozenLinear(96, 70, None, BF16, FrozenOptions("cached"), to(w, device), None)
     assert_same_matrix(layer.backward_layout, exact, "cached")
@@ -207,7 +207,7 @@ def test_a_layer(m, gradients, dtype, g, device):
 @by_dtype
 def test_gradients_that_are_not_quantised(dtype, device):
     dy, w = torch.randn(80, 70, generator=generator(3)).to(dtype), foreign(70, 96)
-    dx = _dense_gradient(dy.to(device), to(w, device), reference.significand(w.gscale))
+    dx = _dense_gradient(dy.to(device), to(w, device), reference.scale_factor(w.gscale))
     assert dx.dtype == dtype and outside(dx, [(dy.double(), exact_values(w).T)], None) == 0
 
 
@@ -223,7 +223,7 @@ def test_operators_are_told(monkeypatch):
     x = torch.randn(5, 96).bfloat16().requires_grad_()
     quantized = quantized_input(x, x, 1, None, False)
     sum(y.sum() for y in frozen_linear(x, quantized, [layer.operands(()) for layer in layers])).backward()
-    known = layers[0].significand
+    known = layers[0].scale_factor
     assert said == [[known, 1.0], known] and known != 1.0
     few_rows = lambda x: SimpleNamespace(linear=lambda *args: said.append(args[-1]) or x[:, :70])
     monkeypatch.setattr(dispatch, "few_rows_module", few_rows)
@@ -232,49 +232,49 @@ def test_operators_are_told(monkeypatch):
     assert said.pop() == known
 
 
-def test_a_layer_knows_its_significand():
+def test_a_layer_knows_its_scale_factor():
     """Through everything that binds or writes another global scale; without looking where it is known."""
     layer = make(FrozenOptions("transient"), FP32, "cpu")
-    known = reference.significand(torch.tensor(SCALES[0]))
-    assert layer.significand == copy.deepcopy(layer).significand == known > 1
+    known = reference.scale_factor(torch.tensor(SCALES[0]))
+    assert layer.scale_factor == copy.deepcopy(layer).scale_factor == known > 1
     before, state = layer.snapshot(), copy.deepcopy(layer.state_dict())
     layer.requantize_(layer.dequantize(FP32))
-    assert layer.significand == 1.0
+    assert layer.scale_factor == 1.0
     own = copy.deepcopy(layer.state_dict())
     layer.restore(before)
-    assert layer.significand == known
+    assert layer.scale_factor == known
     layer.load_state_dict(own)
-    assert layer.significand == 1.0
+    assert layer.scale_factor == 1.0
     layer.load_state_dict(state)
-    assert layer.significand == known
+    assert layer.scale_factor == known
     layer._put("weight", "weight_scales", "weight_gscale", gaussian(70, 96, WEIGHT))
-    assert layer.significand == 1.0
-    assert NVFP4FrozenLinear.quantize(nn.Linear(32, 16))._significand == 1.0
+    assert layer.scale_factor == 1.0
+    assert NVFP4FrozenLinear.quantize(nn.Linear(32, 16))._scale_factor == 1.0
     tensors = {name: p.detach() for name, p in layer.packed_tensors().items()}
     expert = FROM_PACKED["nvfp4"](tensors, 70, 96, FP32, FrozenOptions("transient"), 1.25)
-    assert expert._significand == 1.25, "not looked at: a model has thousands"
+    assert expert._scale_factor == 1.25, "not looked at: a model has thousands"
     with torch.device("meta"):
         nowhere = make(FrozenOptions("transient"), FP32, "meta")
-    assert nowhere.significand == 1.0 and nowhere._significand is None
+    assert nowhere.scale_factor == 1.0 and nowhere._scale_factor is None
 
 
-def test_a_significand_is_looked_at_when_the_scale_is_bound_and_not_in_a_forward():
+def test_a_scale_factor_is_looked_at_when_the_scale_is_bound_and_not_in_a_forward():
     """A compiler cannot look, nor can the recording of a CUDA graph; and what brings no scale (an adapter) forgets none."""
     layer = make(FrozenOptions("transient"), FP32, "cpu")
-    known, before, state = layer.significand, layer.snapshot(), copy.deepcopy(layer.state_dict())
+    known, before, state = layer.scale_factor, layer.snapshot(), copy.deepcopy(layer.state_dict())
     w = foreign(70, 96)
-    assert NVFP4FrozenLinear(96, 70, None, FP32, FrozenOptions("transient"), w)._significand == known
+    assert NVFP4FrozenLinear(96, 70, None, FP32, FrozenOptions("transient"), w)._scale_factor == known
     layer.load_state_dict({}, strict=False)
-    assert layer._significand == known
+    assert layer._scale_factor == known
     layer.requantize_(layer.dequantize(FP32))
-    assert layer._significand == 1.0
+    assert layer._scale_factor == 1.0
     layer.load_state_dict(state)
-    assert layer._significand == known
+    assert layer._scale_factor == known
     layer.requantize_(layer.dequantize(FP32))
     layer.restore(before)
-    assert layer._significand == known
+    assert layer._scale_factor == known
     layer._put("weight", "weight_scales", "weight_gscale", w._replace(gscale=w.gscale * 2))  # share_scales
-    assert layer._significand == known
+    assert layer._scale_factor == known
 
 
 def test_compiled_whole_after_a_checkpoint_and_after_unmerging():
@@ -293,10 +293,10 @@ def test_bytes_that_were_written_in_place_are_looked_at_again():
     layer, own = make(FrozenOptions("transient"), FP32, "cpu"), gaussian(70, 96, WEIGHT)
     layer.weight_gscale.data.copy_(own.gscale.view(torch.uint8))
     layer.rewritten()
-    assert layer.significand == 1.0
+    assert layer.scale_factor == 1.0
 
 
-def test_experts_know_their_significands():
+def test_experts_know_their_scale_factors():
     """As a layer does: looked at again where scales are loaded or written, nowhere else; not made up where there are none yet."""
     from _frozen_experts import OPTIONS, experts_of
     from _mixtures import mixtral
@@ -308,45 +308,45 @@ def test_experts_know_their_significands():
     for scales in (foreign_state["down_proj_gscale"].view(FP32), foreign_state["gate_up_proj_gscale"].view(FP32)):
         scales *= 1.25
     experts.load_state_dict({}, strict=False)  # an adapter's
-    assert experts.layers("down_proj") is kept and kept[0].significand == 1.0
+    assert experts.layers("down_proj") is kept and kept[0].scale_factor == 1.0
     experts.load_state_dict(foreign_state)
-    assert [layer.significand for layer in experts.layers("down_proj", keep=True)] == [1.25] * experts.experts
+    assert [layer.scale_factor for layer in experts.layers("down_proj", keep=True)] == [1.25] * experts.experts
     for name, t in state.items():
         getattr(experts, name).data.copy_(t)
     experts.rewritten()
-    assert [layer.significand for layer in experts.layers("down_proj", keep=True)] == [1.0] * experts.experts
+    assert [layer.scale_factor for layer in experts.layers("down_proj", keep=True)] == [1.0] * experts.experts
     empty.layers("down_proj")
     for name, t in foreign_state.items():  # as transformers puts what it has read
         setattr(empty, name, nn.Parameter(t, requires_grad=False))
-    assert [layer.significand for layer in empty.layers("down_proj")] == [1.25] * experts.experts
+    assert [layer.scale_factor for layer in empty.layers("down_proj")] == [1.25] * experts.experts
 
 
 def test_quantising_beside_a_foreign_layer_takes_the_next_power_of_two():
     """Kernels that quantise take a global scale for a power of two."""
     linear, g = nn.Linear(96, 70), torch.tensor([0.1 / 16])
     layer = NVFP4FrozenLinear.quantize(linear, FrozenOptions("cached"), gscale=g)
-    assert layer.forward_layout.gscale.item() == 2.0**-7 and layer.significand == 1.0
+    assert layer.forward_layout.gscale.item() == 2.0**-7 and layer.scale_factor == 1.0
     same = NVFP4FrozenLinear.quantize(linear, FrozenOptions("cached"), gscale=torch.tensor([2.0**-7]))
     assert_same_matrix(layer.forward_layout, same.forward_layout, "W_f")
     assert_same_matrix(layer.backward_layout, same.backward_layout, "W_b")
 
 
-def test_a_merged_weight_that_nothing_changes_keeps_scale_and_significand():
+def test_a_merged_weight_that_nothing_changes_keeps_scale_and_scale_factor():
     """Merge-aware training begins with B = 0."""
     from peft_nvfp4.lora import merge_aware
 
     base = make(FrozenOptions("cached"), FP32, "cpu")
-    for delta, expected in ((0.0, base.significand), (1e-3, 1.0)):
+    for delta, expected in ((0.0, base.scale_factor), (1e-3, 1.0)):
         weight = base.dequantize(FP32) + delta
         twin = merge_aware.with_weight(base, merge_aware.requantized(base, weight))
-        assert twin.significand == expected == reference.significand(twin.forward_layout.gscale)
+        assert twin.scale_factor == expected == reference.scale_factor(twin.forward_layout.gscale)
 
 
 def test_many_rows():
     """One BF16 GEMM of D(W) without the significand, which multiplies the sum."""
     matmul = pytest.importorskip("peft_nvfp4.kernels.triton.matmul", exc_type=ImportError)
     x, w = gaussian(70, 320, ACTIVATION), foreign(48, 320)
-    y = matmul.matmul([x], w, None, BF16, factor=reference.significand(w.gscale))
+    y = matmul.matmul([x], w, None, BF16, factor=reference.scale_factor(w.gscale))
     assert outside(y, [(reference.dequantize(x).double(), exact_values(w))], None) == 0
 
 
@@ -363,7 +363,7 @@ def test_an_fp4_kernel_applies_the_whole_scale(terms):
         product = sum(exact_values(t) for t in terms) @ exact_values(weight._replace(gscale=torch.ones(1))).T
         return [(product.float() * weight.gscale + add.float()).to(dtype)]
 
-    p = Fprop(xs, [ForwardLinear(w, None, reference.significand(w.gscale), [LowRank(h, up)])], BF16)
+    p = Fprop(xs, [ForwardLinear(w, None, reference.scale_factor(w.gscale), [LowRank(h, up)])], BF16)
     assert native.takes_fprop(p)
     (y,) = native.fprop(gemms, p)
     pairs = [(reference.dequantize(x).double(), exact_values(w)) for x in xs] + [(h.double(), up.double())]
@@ -382,7 +382,7 @@ def test_merging_requantises_under_a_power_of_two_and_dequantising_rounds_once()
 def test_operators_with_factors_are_registered_properly():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     op, x, w = torch.ops.peft_nvfp4, gaussian(5, 96, ACTIVATION), foreign(70, 96)
-    factor = reference.significand(w.gscale)
+    factor = reference.scale_factor(w.gscale)
     torch.library.opcheck(op.transpose_requantize.default, (*w, "four_over_six", factor), test_utils=checks)
     arguments = linear.fprop.flatten(one_product([x], w, None, BF16, None, factor))
     torch.library.opcheck(op.fprop.default, arguments, test_utils=checks)
@@ -400,7 +400,7 @@ def wrong_transposes(n: int, k: int, device: str, scales: tuple[float, ...] = SC
                 q = to(foreign(n, k, g), device)
                 if scale == "row":
                     q = q._replace(gscale=q.gscale * torch.exp2(torch.arange(n, device=device) % 5 - 2.0))
-                arguments = (*q, rule, reference.significand(q.gscale[0]))
+                arguments = (*q, rule, reference.scale_factor(q.gscale[0]))
                 got = dispatch.implementation("transpose_requantize")(*arguments)
                 expected = OPERATORS["transpose_requantize"].reference(*arguments)
                 found += [
@@ -418,7 +418,7 @@ def wrong_products(m: int, n: int, k: int, device: str, scales: tuple[float, ...
         for terms, dtype, bias in ((1, FP32, None), (2, BF16, FP32)):
             xs, w = [gaussian(m, k, ACTIVATION, seed) for seed in range(terms)], foreign(n, k, g)
             b = None if bias is None else torch.randn(n, generator=generator(n))
-            factor = reference.significand(w.gscale)
+            factor = reference.scale_factor(w.gscale)
             y = matmul.matmul(
                 [to(x, device) for x in xs], to(w, device), None if b is None else b.to(device), dtype, None, factor
             )
@@ -434,7 +434,7 @@ def wrong_sites(m: int, device: str) -> list[str]:
     random = lambda *shape: torch.randn(*shape, generator=generator(*shape))  # noqa: E731
     found, k = [], 96
     weights = [foreign(64, k, SCALES[0], 1), gaussian(40, k, WEIGHT, 2), foreign(33, k, SCALES[1], 3)]
-    factors = [reference.significand(w.gscale) for w in weights]
+    factors = [reference.scale_factor(w.gscale) for w in weights]
     ups = [random(n, r).to(BF16) / 8 for n, r in ((64, 4), (40, 3), (33, 5))]
     a = random(12, k).to(BF16) / 8
     for terms, constant in ((1, None), (2, BF16), (2, FP32)):

@@ -147,9 +147,9 @@ def a_foreign_scale_on_the_source(rank: int):
     if rank == 0:
         w = layer.forward_layout
         layer._store(w._replace(gscale=w.gscale * 1.25))
-    before = layer.significand
+    before = layer.scale_factor
     distributed.broadcast_base(model)
-    return before, layer.significand
+    return before, layer.scale_factor
 
 
 def test_what_was_known_of_bytes_that_are_replaced_is_found_out_again():

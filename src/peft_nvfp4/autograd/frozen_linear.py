@@ -45,7 +45,7 @@ from torch import Tensor
 from .. import ops
 from ..numerics.formats import WEIGHT_BACKWARD, QuantizedMatrix
 from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
-from ..numerics.reference import add_mm, mm, without_significand
+from ..numerics.reference import add_mm, mm, without_scale_factor
 from ..ops import fused
 from ..ops import linear as linear_ops
 from .activation_cache import GatedSource, QuantizedInput, dequantized, kept_by_attention, saturated
@@ -241,7 +241,7 @@ def _input_gradient(dys: Sequence[Tensor], linears: Sequence[Linear], g: Tensor 
 
 def _dense_gradient(dy: Tensor, w: QuantizedMatrix, scale_factor: float) -> Tensor:
     """dy @ D(W_f), rounded once; exact products, whatever the global scale."""
-    wd = ops.dequantize(without_significand(w, scale_factor), dy.dtype)
+    wd = ops.dequantize(without_scale_factor(w, scale_factor), dy.dtype)
     return mm(dy, wd) if scale_factor == 1.0 else mm(dy, wd, torch.float32).mul_(scale_factor).to(dy.dtype)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import ops
 from ..numerics.formats import QuantizedMatrix
-from ..numerics.reference import without_significand
+from ..numerics.reference import without_scale_factor
 
 
 def matmul(
@@ -32,7 +32,7 @@ def matmul(
     ``factor``, the significand of a global scale of w that is no power of two, stays out of the BF16 operand and multiplies the
     FP32 sum before the bias joins.
     """
-    wd = ops.dequantize(without_significand(w, factor), torch.bfloat16).T
+    wd = ops.dequantize(without_scale_factor(w, factor), torch.bfloat16).T
     with full_precision_sums():
         if len(terms) == 1:
             x = ops.dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)

@@ -19,7 +19,7 @@ from .. import ops
 from ..numerics import reference
 from ..numerics.formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
 from ..numerics.products import BackwardLinear, Dgrad, Fprop
-from ..numerics.reference import without_significand
+from ..numerics.reference import without_scale_factor
 from ..ops import linear
 from .bf16_matmul import full_precision_sums
 from .triton import matmul, operands
@@ -118,7 +118,7 @@ def _side_by_side(p: Fprop, extras: Sequence[Tensor | None], columns: Tensor | N
     for (w, _, factor, _), extra in zip(p.linears, extras):
         n, wd = w.codes.shape[0], None  # the last linear's operand goes before the next one is made
         wd = w.gscale.new_empty(n, copies * k + width, dtype=torch.bfloat16)
-        operands.write_operand(wd, without_significand(w, factor), copies, extra, first, width)
+        operands.write_operand(wd, without_scale_factor(w, factor), copies, extra, first, width)
         first += 0 if extra is None else extra.shape[1]
         y = wd.new_empty(m, n)
         for rows in chunks:

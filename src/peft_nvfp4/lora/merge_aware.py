@@ -92,7 +92,7 @@ def requantized(base: NVFP4FrozenLinear, weight: Tensor) -> QuantizedMatrix:
     """What ``base`` stores once ``weight`` (N, K) float32 is merged into it, without waiting for the GPU: Q(weight), or what is
     stored where nothing would change. NaN gives NaN."""
     present = base.forward_layout
-    there = present.gscale if base.significand == 1.0 else next_power_of_two(present.gscale)
+    there = present.gscale if base.scale_factor == 1.0 else next_power_of_two(present.gscale)
     gscale = torch.maximum(ops.weight_gscale(weight), there)
     new = ops.quantize_weight(weight, WEIGHT, gscale)
     same = (weight == base.dequantize(torch.float32)).all()
@@ -102,7 +102,7 @@ def requantized(base: NVFP4FrozenLinear, weight: Tensor) -> QuantizedMatrix:
 def with_weight(base: NVFP4FrozenLinear, q: QuantizedMatrix) -> NVFP4FrozenLinear:
     """A layer like ``base`` that shares everything with it but the weight. It makes its backward layout where it is needed."""
     options = replace(base.options, weight_layouts="transient")
-    known = 1.0 if base.significand == 1.0 else None  # another tool's scale stays where nothing changes (B = 0): a look, a wait
+    known = 1.0 if base.scale_factor == 1.0 else None  # another tool's scale stays where nothing changes (B = 0): a look, a wait
     twin = NVFP4FrozenLinear(base.in_features, base.out_features, None, base.compute_dtype, options, q, known)
     twin.bias, twin.shares_input = base.bias, base.shares_input
     if base.input_offset is not None:

@@ -69,7 +69,7 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     Args:
         w: W_f (N, K).
-        significand: of its global scale: 1 for a power of two, as this package makes them; None where it may be another tool's:
+        scale_factor: of its global scale: 1 for a power of two, as this package makes them; None where it may be another tool's:
             it is looked at, which waits for a GPU.
 
     Attributes:
@@ -78,7 +78,7 @@ class NVFP4FrozenLinear(FrozenLinear):
     """
 
     group: SharedInputGroup | None = None
-    _significand: float | None = None
+    _scale_factor: float | None = None
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class NVFP4FrozenLinear(FrozenLinear):
         compute_dtype: torch.dtype,
         options: FrozenOptions,
         w: QuantizedMatrix,
-        significand: float | None = None,
+        scale_factor: float | None = None,
     ):
         super().__init__(in_features, out_features, bias, compute_dtype, options)
         for name in PARAMETERS:
             self.register_parameter(name, None)
-        self._store(w, significand)
+        self._store(w, scale_factor)
 
     @classmethod
     def quantize(
@@ -115,27 +115,27 @@ class NVFP4FrozenLinear(FrozenLinear):
 
     # -- storage
 
-    def _store(self, w: QuantizedMatrix, significand: float | None = None) -> None:
-        """Keep W_f and, where the options ask for it, W_b. ``significand`` of the global scale: looked at if it is not given."""
-        self._put("weight", "weight_scales", "weight_gscale", w, significand)
-        values = torch.bfloat16 if self.significand == 1.0 else torch.float32  # D(W_f) is exact in it
+    def _store(self, w: QuantizedMatrix, scale_factor: float | None = None) -> None:
+        """Keep W_f and, where the options ask for it, W_b. ``scale_factor`` of the global scale: looked at if it is not given."""
+        self._put("weight", "weight_scales", "weight_gscale", w, scale_factor)
+        values = torch.bfloat16 if self.scale_factor == 1.0 else torch.float32  # D(W_f) is exact in it
         if self.options.weight_layouts == "cached" and self.options.gradients != "bf16":
             w_b = ops.quantize_weight(ops.dequantize(w, values).T, WEIGHT_BACKWARD)  # transpose_requantize, by chunks
             self._put("backward_weight", "backward_scales", "backward_gscale", w_b)
 
     @property
-    def significand(self) -> float:
+    def scale_factor(self) -> float:
         """Of the global scale of W_f: 1 for a power of two, as this package's own are."""
-        if self._significand is None:  # it was nowhere, or in pieces, when it was bound
+        if self._scale_factor is None:  # it was nowhere, or in pieces, when it was bound
             self._look()
-        return self._significand or 1.0
+        return self._scale_factor or 1.0
 
     def _look(self, known: float | None = None) -> None:
         """Keep the significand of the global scale that is there now. At once: looking waits for a GPU, and within a forward
         neither a compiler nor the recording of a CUDA graph could do it."""
-        self._significand = known
+        self._scale_factor = known
         if known is None and not self.weight_gscale.is_meta and not hasattr(self.weight_gscale, "device_mesh"):
-            self._significand = reference.significand(self.weight_gscale.view(torch.float32))
+            self._scale_factor = reference.scale_factor(self.weight_gscale.view(torch.float32))
 
     def rewritten(self) -> None:
         self._look()
@@ -145,11 +145,11 @@ class NVFP4FrozenLinear(FrozenLinear):
         if f"{prefix}weight_gscale" in state_dict:  # an adapter's has none
             self._look()
 
-    def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix, significand: float | None = None) -> None:
+    def _put(self, codes: str, scales: str, gscale: str, q: QuantizedMatrix, scale_factor: float | None = None) -> None:
         for name, data in ((codes, q.codes), (scales, q.scales), (gscale, _bytes(q.gscale))):
             setattr(self, name, frozen(data))  # a new parameter: snapshots, and layers that share the old one, keep it
         if gscale == "weight_gscale":
-            self._look(significand)
+            self._look(scale_factor)
 
     @property
     def forward_layout(self) -> QuantizedMatrix:
@@ -256,7 +256,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.backward_layout,
             self.bias,
             self._constant,
-            self.significand,
+            self.scale_factor,
             self.options.gradients,
             tuple(branches),
         )
@@ -274,7 +274,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         constant = total_constant(self.bias, self._constant)
         values = xd if self.input_offset is None and len(quantized.terms) == 1 else None
         adapters = [(b.a, b.b, b.scaling) for b in branches]
-        return kernel.linear(quantized.terms, self.forward_layout, constant, adapters, xd, values, self.significand)
+        return kernel.linear(quantized.terms, self.forward_layout, constant, adapters, xd, values, self.scale_factor)
 
     def extra_repr(self) -> str:
         o = self.options

@@ -260,7 +260,7 @@ def powers_of_two(g: Tensor) -> bool:
     return not (g.view(torch.int32) & 0x7FFFFF).any()
 
 
-def significand(g: Tensor) -> float:
+def scale_factor(g: Tensor) -> float:
     """Significand of a global scale (1,), in [1, 2): 1 for a power of two (and for what is no normal number). Waits for a GPU."""
     value = float(g)
     return 2 * math.frexp(value)[0] if 2.0**-126 <= value < math.inf else 1.0
@@ -276,10 +276,10 @@ def split_scale(g: Tensor) -> tuple[Tensor, Tensor]:
     return power, torch.where(normal, (bits & 0x7FFFFF | 0x3F800000).view(torch.float32), 1.0)
 
 
-def without_significand(q: QuantizedMatrix, significand: float) -> QuantizedMatrix:
-    """q / significand, if that is the significand of its global scale: a matrix whose values are exact in BF16. The division is
+def without_scale_factor(q: QuantizedMatrix, scale_factor: float) -> QuantizedMatrix:
+    """q / scale_factor, if that is the significand of its global scale: a matrix whose values are exact in BF16. The division is
     one of tensors (by a number, a GPU multiplies with the reciprocal, which is inexact)."""
-    return q if significand == 1.0 else q._replace(gscale=q.gscale / torch.full_like(q.gscale, significand))
+    return q if scale_factor == 1.0 else q._replace(gscale=q.gscale / torch.full_like(q.gscale, scale_factor))
 
 
 # ---------------------------------------------------------------------------------------------- matrix products
@@ -331,14 +331,14 @@ def matmul(
     """
     split = factor != 1.0 or w.gscale.is_cpu and not powers_of_two(w.gscale)
     if split:
-        power, significands = split_scale(w.gscale)
+        power, scale_factors = split_scale(w.gscale)
         w = w._replace(gscale=power)
     short = w.codes.is_cpu and len(terms) == 1 and constant is None and not split
     operand = CPU_OPERAND[dtype] if short else torch.float32
     x = values.to(operand) if values is not None else sum(dequantize(t, operand) for t in terms)
     wd = dequantize(w, operand)
     if split:
-        y = (x @ wd.T).mul_(significands)
+        y = (x @ wd.T).mul_(scale_factors)
         return (y if constant is None else y.add_(constant)).to(dtype)
     # the constant joins before the one rounding: addmm in BF16 would round in between
     return (x @ wd.T if constant is None else torch.addmm(constant.to(operand), x, wd.T)).to(dtype)

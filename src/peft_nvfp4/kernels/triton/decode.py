@@ -25,7 +25,7 @@ def _scale(bits):
 
 
 @triton.jit
-def significand(g):
+def scale_factor(g):
     """Of a normal number, in [1, 2)."""
     return (g.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)
 

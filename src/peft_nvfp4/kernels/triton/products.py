@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .decode import block_product, load_blocks, operand, signed_bytes, significand
+from .decode import block_product, load_blocks, operand, scale_factor, signed_bytes
 from .rows import BLOCK
 
 # ---------------------------------------------------------------------------------------------- very few rows
@@ -74,7 +74,7 @@ def matmul_vector_kernel(
             acc = tl.fma(block_product(signed_bytes(codes, PTX), w, PTX), (scale * 0.25) * w_scale, acc)
     y = tl.sum(acc, axis=2)
     if SPLIT:
-        y *= significand(tl.load(w_gscale + tl.minimum(n, N - 1) * w_stride))[None, :]
+        y *= scale_factor(tl.load(w_gscale + tl.minimum(n, N - 1) * w_stride))[None, :]
     if RANK > 0:
         y += tl.sum(h.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], axis=2)
     m, n = m[:, None], n[None, :]
@@ -152,7 +152,7 @@ def matmul_tile_kernel(
             x = operand(x2_codes, x2_scales, x2_gscale, x_row, x2_stride, blk, end, NB, BM, KB, MASKED, PTX)
             acc = tl.dot(w, tl.trans(x), acc)
     if SPLIT:
-        acc *= significand(tl.load(w_gscale + w_row * w_stride))
+        acc *= scale_factor(tl.load(w_gscale + w_row * w_stride))
     if RANK > 0:
         acc = tl.dot(b.to(w_dtype), tl.trans(h.to(w_dtype)), acc)
     m, n = m[None, :], n[:, None]

@@ -178,7 +178,7 @@ def transpose_kernel(
 
 
 def transpose_requantize(
-    codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str, significand: float = 1.0
+    codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str, scale_factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator ``transpose_requantize``: codes (K, Np/2), scales (K, Np/16), gscale (1,). Under a global scale that is no
     power of two, values are no BF16 numbers: the kernels then compute in FP32."""
@@ -191,7 +191,7 @@ def transpose_requantize(
     codes, scales = codes.contiguous().view(torch.int32), scales.contiguous()
     amax = codes.new_zeros(1)
     nb, kw, kp = TRANSPOSE["blocks"], TRANSPOSE["words"], padded_k(k)
-    mode = mode_for(torch.bfloat16 if significand == 1.0 else torch.float32)
+    mode = mode_for(torch.bfloat16 if scale_factor == 1.0 else torch.float32)
     constants = {"NB": nb, "KW": kw, "WHOLE": n % (BLOCK_SIZE * nb) == 0 and k % (8 * kw) == 0, "PER_ROW": gscale.shape[0] > 1}
     options = {"num_warps": max(nb * kw // 32, 1), **EXACT_MATH}
     grid = (triton.cdiv(np_, BLOCK_SIZE * nb), triton.cdiv(kp, 8 * kw))

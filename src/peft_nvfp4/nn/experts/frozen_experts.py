@@ -34,7 +34,7 @@ from ...autograd.fused import GatedQuantize, as_parts
 from ...numerics.fused_reference import ACTIVATIONS
 from ..frozen_linear import FrozenLinear, FrozenOptions, frozen
 from ..registry import BACKENDS
-from .packing import FROM_PACKED, LEAVES, packed_of, significands, stack_name
+from .packing import FROM_PACKED, LEAVES, packed_of, scale_factors, stack_name
 from .rows import SortedRows, TokenRows, by_expert
 
 Adapters = Mapping[str, Sequence[Sequence[Branch]]]
@@ -104,7 +104,7 @@ class FrozenExperts(nn.Module):
         self.dense_dtype: torch.dtype | None = None
         self.train(original.training)
         self._layers: dict[str, tuple[tuple, list[FrozenLinear]]] = {}
-        self._significands: dict[str, list[float]] = {}  # kept: looking waits for a GPU
+        self._scale_factors: dict[str, list[float]] = {}  # kept: looking waits for a GPU
         self._outside = (original,)
 
     @classmethod
@@ -140,7 +140,7 @@ class FrozenExperts(nn.Module):
         for leaf in experts[0]:
             setattr(self, stack_name(name, leaf), frozen(torch.stack([tensors[leaf] for tensors in experts])))
         self._layers.pop(name, None)
-        self._significands.pop(name, None)
+        self._scale_factors.pop(name, None)
 
     def stacks(self, name: str) -> dict[str, nn.Parameter]:
         """A projection's packed tensors, (E, ...) uint8, by the name that they have in a frozen linear."""
@@ -162,9 +162,9 @@ class FrozenExperts(nn.Module):
         stamp = (self.compute_dtype, self.options[name], *((t.data_ptr(), t.device) for t in stacks.values()))
         if (cached := self._layers.get(name)) is None or cached[0] != stamp:  # moved, merged, or gathered by FSDP
             make, (n, k) = FROM_PACKED[self.backend], self.projections[name]
-            known = self._significands.get(name) or significands(stacks, self.experts)
+            known = self._scale_factors.get(name) or scale_factors(stacks, self.experts)
             if not getattr(self, name).is_meta:
-                self._significands[name] = known
+                self._scale_factors[name] = known
             slices = ({leaf: t.detach()[e] for leaf, t in stacks.items()} for e in range(self.experts))
             each = zip(slices, known)
             cached = stamp, [make(tensors, n, k, self.compute_dtype, self.options[name], s) for tensors, s in each]
@@ -199,12 +199,12 @@ class FrozenExperts(nn.Module):
         for key, saved in snapshot.items():
             device = getattr(self, key).device
             setattr(self, key, saved if saved.device == device else frozen(saved.data.to(device)))
-        self._significands.clear()
+        self._scale_factors.clear()
 
     def rewritten(self) -> None:
         """As of a frozen linear."""
         self._layers.clear()
-        self._significands.clear()
+        self._scale_factors.clear()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args, **kwargs) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

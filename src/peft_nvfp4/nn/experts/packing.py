@@ -36,8 +36,8 @@ def packed_of(layer: FrozenLinear) -> dict[str, Tensor]:
     return {leaf: t.reshape(-1).view(torch.uint8) if t.is_floating_point() else t for leaf, t in tensors.items()}
 
 
-def significands(stacks: Mapping[str, Tensor], experts: int) -> list[float]:
-    """Of every expert's global scale (:func:`peft_nvfp4.numerics.reference.significand`), 1 where there is none. Looks once for all."""
+def scale_factors(stacks: Mapping[str, Tensor], experts: int) -> list[float]:
+    """Of every expert's global scale (:func:`peft_nvfp4.numerics.reference.scale_factor`), 1 where there is none. Looks once for all."""
     scales = stacks.get("weight_gscale")
     if scales is None or scales.is_meta:
         return [1.0] * experts
@@ -45,11 +45,11 @@ def significands(stacks: Mapping[str, Tensor], experts: int) -> list[float]:
 
 
 def _nvfp4(
-    tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions, significand: float
+    tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions, scale_factor: float
 ) -> FrozenLinear:
     w = QuantizedMatrix(tensors["weight"], tensors["weight_scales"], tensors["weight_gscale"].view(torch.float32), k)
     forward_only = replace(options, weight_layouts="transient")  # the backward layout is there, or is not wanted
-    layer = BACKENDS["nvfp4"](k, n, None, dtype, forward_only, w, significand)
+    layer = BACKENDS["nvfp4"](k, n, None, dtype, forward_only, w, scale_factor)
     layer.options = options
     for leaf, t in tensors.items():
         setattr(layer, leaf, frozen(t))
@@ -57,7 +57,7 @@ def _nvfp4(
 
 
 def _nf4(
-    tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions, significand: float
+    tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype, options: FrozenOptions, scale_factor: float
 ) -> FrozenLinear:
     import bitsandbytes as bnb
     from bitsandbytes import functional as F
@@ -91,5 +91,5 @@ def _code_books(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 FROM_PACKED = {"nvfp4": _nvfp4, "nf4": _nf4}
-"""Backend -> a frozen linear around one expert's packed tensors, with its :func:`significands`; the inverse of
+"""Backend -> a frozen linear around one expert's packed tensors, with its :func:`scale_factors`; the inverse of
 :func:`packed_of`."""
