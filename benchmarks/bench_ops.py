@@ -118,7 +118,7 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
 
 def measure(timer: Timer, operator: str, arguments: tuple, copies: dict[int, float]) -> dict:
     """One row: time, bytes and the copy of as many bytes. ``copies`` remembers the copies."""
-    run = OPERATORS[operator].flat(dispatch.implementation(operator))
+    run = OPERATORS[operator].flat(dispatch.triton_kernel(operator))
     moved = nbytes(arguments) + nbytes(run(*arguments))
     median, fastest = timer(lambda: run(*arguments))
     if moved not in copies:

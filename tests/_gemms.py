@@ -1,4 +1,4 @@
-"""GEMMs of FP4 tiers for tests: one computed by the reference, ways to get it wrong, and a stand-in for torch's."""
+"""GEMMs of FP4 implementations for tests: one computed by the reference, ways to get it wrong, and a stand-in for torch's."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def one_by_one(gemm: Callable[..., Tensor]) -> Gemms:
 
 
 def gemm(terms, weight, *, constant=None, add=None, out=None, dtype=BF16):
-    """What a tier's GEMM promises, in FP32."""
+    """What an implementation's GEMM promises, in FP32."""
     assert all(t.gscale.shape == (t.codes.shape[0],) for t in terms) and weight.gscale.shape == (1,)
     assert all(t.is_contiguous() for q in (*terms, weight) for t in q[:3])
     w = reference.dequantize(weight)

@@ -289,7 +289,7 @@ def kernel_and_reference(operator: str) -> tuple[Callable, Callable]:
 
         return matmul.matmul, reference.matmul
     operator = OPERATORS[operator]
-    return operator.flat(dispatch.implementation(operator.name)), operator.flat(operator.reference)
+    return operator.flat(dispatch.triton_kernel(operator.name)), operator.flat(operator.reference)
 
 
 def run_case(case: Case, device: str) -> list[str]:

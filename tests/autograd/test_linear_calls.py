@@ -1,5 +1,4 @@
-"""Ways of calling the autograd Functions of peft_nvfp4.autograd.frozen_linear: a layer used twice, without gradients, with factors frozen,
-inputs of any shape and memory layout, bad input, autocast and activation checkpointing. Two ways of one computation are compared
+"""Ways of calling the autograd Functions of a frozen linear: a layer used twice, without gradients, with factors frozen, inputs of any shape and memory layout, bad input, autocast and activation checkpointing. Two ways of one computation are compared
 bit for bit."""
 
 import re

@@ -1,5 +1,5 @@
-"""Linears of one input computed together (:class:`peft_nvfp4.nn.group.SharedInputGroup`): as often, with the results, and with the
-side effects that they would have one by one."""
+"""Linears of one input computed together (:class:`peft_nvfp4.nn.group.SharedInputGroup`): as often, with the results, and with
+the side effects that they would have one by one."""
 
 import copy
 import pickle

@@ -13,7 +13,7 @@ from scalar_nvfp4 import quantize_exact, swizzled_position
 from peft_nvfp4.diagnostics.doctor import conformance, conformance_gemm, environment, oracle
 from peft_nvfp4.diagnostics.doctor import run as doctor
 from peft_nvfp4.diagnostics.doctor.results import FAILED, NOT_RUN, PASSED, WARNING, Noticed, Result, checked
-from peft_nvfp4.kernels import dispatch, tiers
+from peft_nvfp4.kernels import dispatch, implementations
 from peft_nvfp4.kernels.fp4 import check, scaled_mm
 from peft_nvfp4.kernels.report import OperatorStatus, Status
 from peft_nvfp4.numerics import layout, philox, reference
@@ -30,7 +30,7 @@ def failed(results):
 
 
 def of_gemm(function):
-    return list(conformance_gemm.gemm_checks("a tier", one_by_one(function), CPU))
+    return list(conformance_gemm.gemm_checks("an implementation", one_by_one(function), CPU))
 
 
 # ---------------------------------------------------------------------------------------------- the report
@@ -201,13 +201,13 @@ def test_narrow_sums_are_noticed():
     assert results["width of sums"].outcome == WARNING and "18 significant bits" in results["width of sums"].detail
 
 
-def test_tiers_that_are_there_are_checked(monkeypatch):
-    """As on a GPU, with tiers that work on a CPU."""
+def test_implementations_that_are_there_are_checked(monkeypatch):
+    """As on a GPU, with implementations that work on a CPU."""
     device = torch.device("cpu")
     monkeypatch.setattr(scaled_mm, "_scaled_mm", fake_scaled_mm)
-    absent = lambda: (_ for _ in ()).throw(tiers.Unavailable("not built: no file"))
-    monkeypatch.setitem(tiers.NATIVE, "cutlass", absent)
-    results = list(conformance.tier_checks(device))
+    absent = lambda: (_ for _ in ()).throw(implementations.Unavailable("not built: no file"))
+    monkeypatch.setitem(implementations.NATIVE, "cutlass", absent)
+    results = list(conformance.implementation_checks(device))
     assert {r.group for r in results} == {"cutlass", "scaled_mm"}
     assert outcomes(r for r in results if r.group == "cutlass") == {"all": NOT_RUN} and failed(results) == {}
 
@@ -215,8 +215,8 @@ def test_tiers_that_are_there_are_checked(monkeypatch):
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
     monkeypatch.setattr(scaled_mm, "_scaled_mm", no_image)
-    monkeypatch.setitem(tiers.NATIVE, "cutlass", lambda: one_by_one(no_image))
-    results = list(conformance.tier_checks(device))
+    monkeypatch.setitem(implementations.NATIVE, "cutlass", lambda: one_by_one(no_image))
+    results = list(conformance.implementation_checks(device))
     assert {(r.group, r.outcome) for r in results} == {("cutlass", FAILED), ("scaled_mm", NOT_RUN)}
 
 
@@ -232,7 +232,7 @@ def test_wrong_products_of_a_training_step_are_found():
 
 
 def test_products_joined_as_fp4_kernels_join_them_are_right():
-    """What the training step of an FP4 tier is compared with."""
+    """What the training step of an FP4 implementation is compared with."""
     choice = conformance.separate_choice()
     assert set(outcomes(conformance_gemm.product_checks("x", choice.fprop, choice.dgrad, CPU)).values()) == {PASSED}
     term, weight = (
@@ -245,7 +245,7 @@ def test_products_joined_as_fp4_kernels_join_them_are_right():
 
 
 def test_training_is_compared(monkeypatch):
-    """Gradients that are not finite; and a tier that computes something else than the reference."""
+    """Gradients that are not finite; and an implementation that computes something else than the reference."""
     model = conformance._tiny_model(CPU)
     loss, grads = conformance._step(model, CPU)
     assert grads.isfinite().all() and len(grads) > 1000
@@ -330,7 +330,7 @@ def test_which_code_runs_where(target, capability, runs):
 
 def test_fp4_that_is_not_used_is_wrong(monkeypatch):
     gpu(monkeypatch)
-    status = lambda tier: Status((OperatorStatus("fprop", tier, "gpu", ""),), {"cutlass": "not built"})
+    status = lambda implementation: Status((OperatorStatus("fprop", implementation, "gpu", ""),), {"cutlass": "not built"})
     (advice,) = doctor._fp4_advice(status("emulated"))
     assert advice.wrong and "cutlass: not built" in advice.text
     assert doctor._fp4_advice(status("scaled_mm")) == []

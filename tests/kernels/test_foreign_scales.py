@@ -401,7 +401,7 @@ def wrong_transposes(n: int, k: int, device: str, scales: tuple[float, ...] = SC
                 if scale == "row":
                     q = q._replace(gscale=q.gscale * torch.exp2(torch.arange(n, device=device) % 5 - 2.0))
                 arguments = (*q, rule, reference.scale_factor(q.gscale[0]))
-                got = dispatch.implementation("transpose_requantize")(*arguments)
+                got = dispatch.triton_kernel("transpose_requantize")(*arguments)
                 expected = OPERATORS["transpose_requantize"].reference(*arguments)
                 found += [
                     f"{n}x{k} {g} {rule} {scale} output {i}" for i, (a, b) in enumerate(zip(got, expected)) if not a.equal(b)

@@ -31,7 +31,7 @@ def _show(console: Console, report: tool.Report) -> None:
         rows = [("WRONG" if a.wrong else "note", escape(a.text)) for a in report.advice]
         console.print(_table("set-up", [], rows, ["bold red" if a.wrong else "" for a in report.advice]))
     rows = [(o.operator, o.implementation, escape(o.note)) for o in report.kernels.operators]
-    rows += [("", f"not {tier}", escape(reason)) for tier, reason in report.kernels.skipped.items()]
+    rows += [("", f"not {implementation}", escape(reason)) for implementation, reason in report.kernels.skipped.items()]
     console.print(_table("kernels", ["operator", "implementation", "note"], rows))
     rows = [(c.outcome, c.group, c.name, escape(c.detail)) for c in report.checks]
     styles = [STYLES[c.outcome] for c in report.checks]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 import typer
 
-from ..kernels import tiers
+from ..kernels import implementations
 from ..kernels.fp4 import cutlass, tiles
 from ..kernels.fp4.tiles import Problem, Tile
 from ..numerics.formats import BLOCK, QuantizedMatrix
@@ -68,8 +68,8 @@ def _obstacle() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:
-        tiers.working_gemms("cutlass", torch.device("cuda", torch.cuda.current_device()))
-    except tiers.Unavailable as reason:
+        implementations.working_gemms("cutlass", torch.device("cuda", torch.cuda.current_device()))
+    except implementations.Unavailable as reason:
         return str(reason)
     return ""
 

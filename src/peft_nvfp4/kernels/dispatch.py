@@ -2,8 +2,8 @@
 
 :func:`load` gives every operator that has a kernel an implementation for CUDA tensors. That is a table entry: Triton is
 imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
-The two products of a training step have several implementations (:mod:`tiers`): the best one that works is found out on the
-device, at the first call. All compute the same bits (of a matrix product, up to the order of its sum).
+The two products of a training step have several implementations (:mod:`implementations`): the best one that works is found out on
+the device, at the first call. All compute the same bits (of a matrix product, up to the order of its sum).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from ..numerics.products import Dgrad, Fprop
 from ..ops.core import OPERATORS
-from . import tiers
+from . import implementations
 
 VARIABLE = "PEFT_NVFP4_KERNELS"
 CAPABILITY = (8, 0)
@@ -61,8 +61,8 @@ PLAIN = {"swizzle_scales": "no kernel, one copy"}
 """Operators that are plain PyTorch everywhere, and why."""
 
 _loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
-_forced = ""  # a name of tiers.NAMES
-_choices: dict[torch.device, tiers.Choice] = {}
+_forced = ""  # a name of implementations.NAMES
+_choices: dict[torch.device, implementations.Choice] = {}
 
 
 @cache
@@ -87,7 +87,7 @@ def _on_its_device(device: torch.device, function: Callable, args: tuple):
 
 
 @cache
-def implementation(name: str) -> Callable:
+def triton_kernel(name: str) -> Callable:
     """The Triton implementation of an operator, whether or not this machine can run it."""
     kernel, operator = KERNELS[name], OPERATORS[name]
     function = getattr(importlib.import_module(f"{__package__}.triton.{kernel.module}"), kernel.function)
@@ -107,14 +107,14 @@ def _kernel_on_cuda(name: str) -> Callable:
     """What is registered for CUDA tensors: decides at the first call."""
 
     def first_call(*args):
-        run = OPERATORS[name].reference if _obstacle() else implementation(name)
+        run = OPERATORS[name].reference if _obstacle() else triton_kernel(name)
         OPERATORS[name].direct["cuda"] = run
         return run(*args)
 
     return first_call
 
 
-def choice(device: torch.device) -> tiers.Choice:
+def choice(device: torch.device) -> implementations.Choice:
     """What computes the two products on a CUDA device. The first call for a device tries the implementations, which synchronises
     with it.
 
@@ -129,7 +129,7 @@ def choice(device: torch.device) -> tiers.Choice:
                 "call peft_nvfp4.kernels.status(), before the capture"
             )
         with torch.cuda.device(device):
-            chosen = _choices[device] = tiers.choose(device, _forced, _obstacle())
+            chosen = _choices[device] = implementations.choose(device, _forced, _obstacle())
     return chosen
 
 
@@ -169,8 +169,9 @@ def load() -> None:
     if _loaded is not None:
         return
     asked = os.environ.get(VARIABLE, "").strip().lower()
-    if asked not in ("", "auto", *tiers.NAMES):
-        raise ValueError(f"{VARIABLE}={asked!r}: choose 'auto' (or unset it) or one of {', '.join(map(repr, tiers.NAMES))}")
+    if asked not in ("", "auto", *implementations.NAMES):
+        names = ", ".join(map(repr, implementations.NAMES))
+        raise ValueError(f"{VARIABLE}={asked!r}: choose 'auto' (or unset it) or one of {names}")
     _forced = "" if asked == "auto" else asked
     if asked == "reference":
         _loaded = f"{VARIABLE}=reference"

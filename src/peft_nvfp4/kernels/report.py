@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import dispatch, tiers
+from . import dispatch, implementations
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class OperatorStatus:
     """One line of :func:`status`."""
 
     operator: str
-    implementation: str  # "triton", a tier (tiers.NAMES), or "none" where the one that was asked for does not work
+    implementation: str  # "triton", one of implementations.NAMES, or "none" where the one that was asked for does not work
     device: str
     note: str  # why not a kernel, or its limits
 
@@ -24,7 +24,7 @@ class Status:
     """What runs where. Prints as a table.
 
     Attributes:
-        skipped: tier of the two products that does not run -> why.
+        skipped: implementation of the two products that does not run -> why.
     """
 
     operators: tuple[OperatorStatus, ...]
@@ -35,11 +35,11 @@ class Status:
         rows += [(o.operator, o.implementation, o.device, o.note) for o in self.operators]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows]
-        return "\n".join(lines + [f"{tier} is not used: {reason}" for tier, reason in self.skipped.items()])
+        return "\n".join(lines + [f"{implementation} is not used: {reason}" for implementation, reason in self.skipped.items()])
 
 
 def _products_status(reason: str, device: str) -> tuple[list[OperatorStatus], dict[str, str]]:
-    """Lines of the two products and the tiers that were skipped; a reason: why nothing but the reference can run."""
+    """Lines of the two products and the implementations that were skipped; a reason: why nothing but the reference can run."""
     if not reason and torch.compiler.is_compiling():
         reason = "the compiler is tracing: not tried"
     skipped: dict[str, str] = {}
@@ -48,17 +48,18 @@ def _products_status(reason: str, device: str) -> tuple[list[OperatorStatus], di
     else:
         try:
             found = dispatch.choice(torch.device("cuda", torch.cuda.current_device()))
-            name, note, skipped = found.tier, found.note, found.skipped
+            name, note, skipped = found.implementation, found.note, found.skipped
         except RuntimeError as error:
             name, note = "none", str(error)
     return [OperatorStatus(operator, name, device, note) for operator in dispatch.PRODUCTS], skipped
 
 
 def status() -> Status:
-    """Implementation of every operator on this machine. With a GPU: asks the driver, imports Triton and tries the tiers."""
+    """Implementation of every operator on this machine. With a GPU: asks the driver, imports Triton and tries those of the two
+    products."""
     if not torch.cuda.is_available():
         device, reason, alone = "cpu", "no CUDA device", "no CUDA device"
-        if dispatch._forced in tiers.NAMES[:3]:
+        if dispatch._forced in implementations.NAMES[:3]:
             alone += f", so {dispatch.VARIABLE}={dispatch._forced} has no effect"
     else:
         device, reason = torch.cuda.get_device_name(), dispatch._loaded

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer, get_training_chat_template
 
 from ... import kernels
-from ...kernels import tiers
+from ...kernels import implementations
 from ...memory import Settings, fit, model_shape, parse_bytes
 from ...memory.settings import CONTEXT, OPTIMIZERS
 from ...training.callbacks import StopOnNonFinite, deterministic, memory_advice
@@ -194,7 +194,7 @@ def _estimated(options: TrainOptions, longest: int) -> Settings:
     if torch.cuda.is_available():
         used = next(o.implementation for o in kernels.status().operators if o.operator == "fprop")
         large = torch.cuda.get_device_capability()[0] in (9, 10)
-        found |= {"workspace": 32 << 20 if large else 8320 << 10, "native_fp4": used in tiers.NATIVE}
+        found |= {"workspace": 32 << 20 if large else 8320 << 10, "native_fp4": used in implementations.NATIVE}
     return Settings(**found)
 
 

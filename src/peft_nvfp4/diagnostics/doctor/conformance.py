@@ -16,7 +16,7 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ...kernels import dispatch, tiers
+from ...kernels import dispatch, implementations
 from ...kernels.fp4 import check, native
 from ...lora.config import NVFP4LoraConfig
 from ...numerics import reference
@@ -80,7 +80,7 @@ GPU."""
 
 def _same_bits(name: str, arguments: tuple) -> str:
     operator = OPERATORS[name.split(" ")[0]]
-    got = _flat(operator.flat(dispatch.implementation(operator.name))(*arguments))
+    got = _flat(operator.flat(dispatch.triton_kernel(operator.name))(*arguments))
     if operator.name in EXACT_ON_ANY_DEVICE:
         arguments = [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
     for i, (g, r) in enumerate(zip(got, _flat(operator.flat(operator.reference)(*arguments)))):
@@ -107,20 +107,20 @@ def kernel_checks(device: torch.device) -> Iterator[Result]:
 # ---------------------------------------------------------------------------------------------- products
 
 
-def tier_checks(device: torch.device) -> Iterator[Result]:
-    """Every FP4 tier that is there."""
-    for name in tiers.NATIVE:
+def implementation_checks(device: torch.device) -> Iterator[Result]:
+    """Every FP4 implementation that is there."""
+    for name in implementations.NATIVE:
         try:
-            gemms = tiers.NATIVE[name]()
-        except tiers.Unavailable as reason:
+            gemms = implementations.NATIVE[name]()
+        except implementations.Unavailable as reason:
             yield Result(name, "all", FAILED if reason.broken else NOT_RUN, str(reason))
             continue
         try:
             check.run(native.single(gemms), check.cases()[0], device)
         except Exception as error:  # on a GPU that it was not made for: expected of what is part of PyTorch
-            tiers._check_alive(name, device, error)
-            outcome = NOT_RUN if name in tiers.ANYWHERE else FAILED
-            yield Result(name, "all", outcome, f"cannot run on this device ({tiers.first_line(error)})")
+            implementations._check_alive(name, device, error)
+            outcome = NOT_RUN if name in implementations.ANYWHERE else FAILED
+            yield Result(name, "all", outcome, f"cannot run on this device ({implementations.first_line(error)})")
             continue
         yield from gemm_checks(name, gemms, device)
 
@@ -132,11 +132,11 @@ def chosen_checks(device: torch.device) -> Iterator[Result]:
     except RuntimeError as error:
         yield Result("chosen products", "choice", FAILED, str(error))
         return
-    yield from product_checks(f"chosen products ({chosen.tier})", chosen.fprop, chosen.dgrad, device)
+    yield from product_checks(f"chosen products ({chosen.implementation})", chosen.fprop, chosen.dgrad, device)
 
 
-def reference_choice() -> tiers.Choice:
-    return tiers.Choice("reference", "", reference.fprop, reference.dgrad, {})
+def reference_choice() -> implementations.Choice:
+    return implementations.Choice("reference", "", reference.fprop, reference.dgrad, {})
 
 
 # ---------------------------------------------------------------------------------------------- a training step
@@ -170,14 +170,16 @@ def separate_gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bf
     return ys if outs is None else [y if out is None else out.copy_(y) for y, out in zip(ys, outs)]
 
 
-def separate_choice() -> tiers.Choice:
-    return tiers.Choice("reference", "", partial(native.fprop, separate_gemms), partial(native.dgrad, separate_gemms), {})
+def separate_choice() -> implementations.Choice:
+    products = partial(native.fprop, separate_gemms), partial(native.dgrad, separate_gemms)
+    return implementations.Choice("reference", "", *products, {})
 
 
 def _training(device: torch.device) -> str:
-    """The step with the chosen tier against the one with the reference's products, rounded where the tier rounds: a value moved
-    by one rounding to BF16 moves a few over a rounding to 4 bits, which later layers see (rounding the low-rank part or not alone
-    turns this model's gradients to a cosine of 0.984). What is left is the order of the sums within a product."""
+    """The step with the chosen implementation against the one with the reference's products, rounded where the implementation
+    rounds: a value moved by one rounding to BF16 moves a few over a rounding to 4 bits, which later layers see (rounding the
+    low-rank part or not alone turns this model's gradients to a cosine of 0.984). What is left is the order of the sums within a
+    product."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model = _tiny_model(device)
         loss, grads = _step(model, device)
@@ -186,17 +188,18 @@ def _training(device: torch.device) -> str:
             return f"loss {loss:.4f} (only the reference runs here)"
         before = dispatch.choice(device)
         try:
-            dispatch._choices[device] = separate_choice() if before.tier in tiers.NATIVE else reference_choice()
+            native_fp4 = before.implementation in implementations.NATIVE
+            dispatch._choices[device] = separate_choice() if native_fp4 else reference_choice()
             right_loss, right = _step(model, device)
         finally:
             dispatch._choices[device] = before
-    return _agree(before.tier, (loss, grads), (right_loss, right))
+    return _agree(before.implementation, (loss, grads), (right_loss, right))
 
 
-def _agree(tier: str, got: tuple[float, Tensor], right: tuple[float, Tensor]) -> str:
+def _agree(implementation: str, got: tuple[float, Tensor], right: tuple[float, Tensor]) -> str:
     """Sums in another order change about one BF16 output in 10,000, and 4-bit codes of a few of those: 0.999."""
     cosine = torch.nn.functional.cosine_similarity(got[1], right[1], dim=0).item()
-    said = f"{tier}: loss {got[0]:.5f}, reference {right[0]:.5f}; cosine of all gradients {cosine:.6f}"
+    said = f"{implementation}: loss {got[0]:.5f}, reference {right[0]:.5f}; cosine of all gradients {cosine:.6f}"
     require(abs(got[0] - right[0]) <= 1e-3 * right[0] and cosine >= 0.999, said)
     return said
 
@@ -209,8 +212,8 @@ def all_checks(device: torch.device) -> Iterator[Result]:
     """In the order in which a failure explains those after it."""
     yield from reference_checks()
     if device.type != "cuda":
-        yield from (Result(group, "all", NOT_RUN, "no CUDA device") for group in ("kernels", *tiers.NATIVE))
-    on_gpu = (kernel_checks, tier_checks) if device.type == "cuda" else ()
+        yield from (Result(group, "all", NOT_RUN, "no CUDA device") for group in ("kernels", *implementations.NATIVE))
+    on_gpu = (kernel_checks, implementation_checks) if device.type == "cuda" else ()
     for checks in (*on_gpu, chosen_checks, training_checks):
         try:
             yield from checks(device)

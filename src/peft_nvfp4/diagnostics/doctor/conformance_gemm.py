@@ -112,7 +112,7 @@ FURTHER = {
     "the same bits again": _same_again,
     "bounds and padding": _within_bounds,
 }
-"""What is checked of a product beyond the cases by which a tier is chosen."""
+"""What is checked of a product beyond the cases by which an implementation is chosen."""
 
 
 def gemm_checks(group: str, gemms: native.Gemms, device: torch.device) -> Iterator[Result]:
@@ -193,6 +193,6 @@ def _dgrad(dgrad: Callable, device: torch.device) -> str:
 
 
 def product_checks(group: str, fprop: Callable, dgrad: Callable, device: torch.device) -> Iterator[Result]:
-    """The operators ``fprop`` and ``dgrad`` of a tier."""
+    """The operators ``fprop`` and ``dgrad`` of an implementation."""
     yield checked(group, "fprop with LoRA, several linears", lambda: _fprop(fprop, device))
     yield checked(group, "dgrad with LoRA, several linears", lambda: _dgrad(dgrad, device))

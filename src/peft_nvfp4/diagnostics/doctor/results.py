@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...kernels.tiers import first_line
+from ...kernels.implementations import first_line
 
 PASSED, WARNING, FAILED, NOT_RUN = "passed", "warning", "FAILED", "not run"
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from ... import kernels
-from ...kernels import dispatch, tiers
+from ...kernels import dispatch, implementations
 from ...kernels.report import Status
 from . import conformance, environment
 from .environment import Advice
@@ -74,7 +74,7 @@ def _fp4_advice(status: Status) -> list[Advice]:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < environment.FP4_CAPABILITY:
         return []
     used = next(o.implementation for o in status.operators if o.operator == "fprop")
-    if used in tiers.NATIVE or dispatch._forced in ("emulated", "reference"):
+    if used in implementations.NATIVE or dispatch._forced in ("emulated", "reference"):
         return []
     why = "; ".join(f"{name}: {reason}" for name, reason in status.skipped.items()) or "see the kernels below"
     return [Advice(True, f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]

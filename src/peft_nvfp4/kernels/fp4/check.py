@@ -6,7 +6,7 @@ that every partial sum is exact in :data:`EXACT_BITS` bits, in whatever order it
 1/4 and at most 36, and block scales of .5, 1 and 2 add two bits below and two above. The only right answer is then the correctly
 rounded one, bit for bit. A wrong answer is compared with the answers of :data:`MISTAKES`, and the one that fits is named.
 
-:func:`failures` is what chooses a tier (:mod:`tiers`), and is part of ``peft-nvfp4 doctor``. Cases and
+:func:`failures` is what chooses an implementation (:mod:`implementations`), and is part of ``peft-nvfp4 doctor``. Cases and
 mistakes stand in one file, since a mistake has a name only where a case shows it.
 """
 

@@ -1,6 +1,6 @@
-"""fprop and dgrad on FP4 tensor cores, over a GEMM that a tier brings (:mod:`tiers`).
+"""fprop and dgrad on FP4 tensor cores, over a GEMM that an implementation brings (:mod:`implementations`).
 
-A tier is one function, ``gemms``: all weights of one input at once, so that what is made of the input is made once,
+An implementation is one function, ``gemms``: all weights of one input at once, so that what is made of the input is made once,
 
     gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16) -> [y of every weight]
     y = g_row * g_weight * sum over terms of (codes and block scales of x) @ (those of W).T + constant + add

@@ -1,4 +1,4 @@
-"""Tiers of the two products without FP4 hardware: a GEMM computed by the reference, and ways to get it wrong, on CPU tensors.
+"""Implementations of the two products without FP4 hardware: a GEMM computed by the reference, and ways to get it wrong.
 
 The right GEMM must be chosen and give the reference's products; every wrong one must be found and named.
 """
@@ -18,7 +18,7 @@ from _gemms import BF16, CPU, MUTANTS, changed, fake_scaled_mm, gemm, narrow, on
 from test_emulated import GROUPS, close, exact_dgrad, exact_fprop, group, with_seeds, without_hidden
 
 from peft_nvfp4 import kernels
-from peft_nvfp4.kernels import dispatch, tiers
+from peft_nvfp4.kernels import dispatch, implementations
 from peft_nvfp4.kernels.fp4 import check, native, scaled_mm
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import GRADIENT, QuantizedMatrix
@@ -108,7 +108,7 @@ def test_products_without_additions_are_rounded_once():
         assert torch.equal(native.dgrad(one_by_one(gemm), p), reference.dgrad(p))
 
 
-def test_what_a_tier_does_not_take():
+def test_what_a_implementation_does_not_take():
     forward, backward = group("qkv", 1, None, 9, "cpu")
     (x,), (first, *others) = forward.terms, forward.linears
     assert native.takes_fprop(forward) and not native.takes_fprop(forward._replace(dtype=torch.float32))
@@ -159,8 +159,8 @@ def test_a_torch_without_scaled_mm_says_what_is_missing(monkeypatch):
     monkeypatch.delattr(F, "scaled_mm")
     gemms, reason = scaled_mm.load()
     assert gemms is None and f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: " in reason
-    with pytest.raises(tiers.Unavailable, match="need torch 2.10"):
-        tiers.working_gemms("scaled_mm", CPU)
+    with pytest.raises(implementations.Unavailable, match="need torch 2.10"):
+        implementations.working_gemms("scaled_mm", CPU)
 
 
 # ---------------------------------------------------------------------------------------------- the choice
@@ -170,9 +170,9 @@ NO_TRITON = "no Triton here"
 
 
 @pytest.fixture
-def native_tiers(monkeypatch):
-    """Set the FP4 tiers there are: name -> GEMM, or exception."""
-    monkeypatch.setattr(tiers, "_warned", set())
+def native_implementations(monkeypatch):
+    """Set the FP4 implementations there are: name -> GEMM, or exception."""
+    monkeypatch.setattr(implementations, "_warned", set())
 
     def install(**found):
         def loader(what):
@@ -183,65 +183,65 @@ def native_tiers(monkeypatch):
 
             return load
 
-        missing = {name: tiers.Unavailable(f"not built: no {name}") for name in ("cutlass", "scaled_mm")}
-        monkeypatch.setattr(tiers, "NATIVE", {name: loader(what) for name, what in {**missing, **found}.items()})
+        missing = {name: implementations.Unavailable(f"not built: no {name}") for name in ("cutlass", "scaled_mm")}
+        monkeypatch.setattr(implementations, "NATIVE", {name: loader(what) for name, what in {**missing, **found}.items()})
 
     return install
 
 
-def test_the_best_that_works_is_chosen(native_tiers):
-    native_tiers(cutlass=gemm, scaled_mm=gemm)
+def test_the_best_that_works_is_chosen(native_implementations):
+    native_implementations(cutlass=gemm, scaled_mm=gemm)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choice = tiers.choose(CPU, "", NO_TRITON)
-        assert choice.tier == "cutlass" and choice.skipped == {}
-        native_tiers(scaled_mm=gemm)
-        choice = tiers.choose(CPU, "", NO_TRITON)
-        assert choice.tier == "scaled_mm" and choice.skipped == {"cutlass": "not built: no cutlass"}
-        native_tiers(scaled_mm=raising)  # as on any GPU without FP4: nothing to warn about
-        choice = tiers.choose(CPU, "", NO_TRITON)
-    assert choice.tier == "reference" and choice.skipped["emulated"] == NO_TRITON
+        choice = implementations.choose(CPU, "", NO_TRITON)
+        assert choice.implementation == "cutlass" and choice.skipped == {}
+        native_implementations(scaled_mm=gemm)
+        choice = implementations.choose(CPU, "", NO_TRITON)
+        assert choice.implementation == "scaled_mm" and choice.skipped == {"cutlass": "not built: no cutlass"}
+        native_implementations(scaled_mm=raising)  # as on any GPU without FP4: nothing to warn about
+        choice = implementations.choose(CPU, "", NO_TRITON)
+    assert choice.implementation == "reference" and choice.skipped["emulated"] == NO_TRITON
     assert choice.skipped["scaled_mm"] == (
         "cannot run on this device (RuntimeError: no kernel image is available for execution on the device)"
     )
 
 
 @pytest.mark.parametrize("mutant, message", [pytest.param(*MUTANTS[k], id=k) for k in ("nibbles of x", "K tail", "BF16 sums")])
-def test_a_wrong_tier_is_skipped_and_said_once(native_tiers, mutant, message):
-    native_tiers(cutlass=mutant, scaled_mm=gemm)
+def test_a_wrong_implementation_is_skipped_and_said_once(native_implementations, mutant, message):
+    native_implementations(cutlass=mutant, scaled_mm=gemm)
     with pytest.warns(UserWarning, match=message) as record:
-        choice = tiers.choose(CPU, "", NO_TRITON)
-        assert tiers.choose(CPU, "", NO_TRITON).tier == choice.tier == "scaled_mm"
+        choice = implementations.choose(CPU, "", NO_TRITON)
+        assert implementations.choose(CPU, "", NO_TRITON).implementation == choice.implementation == "scaled_mm"
     assert len(record) == 1
 
 
-def test_an_extension_that_cannot_run_is_said_once(native_tiers):
-    native_tiers(cutlass=raising)
+def test_an_extension_that_cannot_run_is_said_once(native_implementations):
+    native_implementations(cutlass=raising)
     with pytest.warns(UserWarning, match="'cutlass' kernels.*no kernel image") as record:
-        tiers.choose(CPU, "", NO_TRITON)
-        tiers.choose(CPU, "", NO_TRITON)
+        implementations.choose(CPU, "", NO_TRITON)
+        implementations.choose(CPU, "", NO_TRITON)
     assert len(record) == 1
 
 
-DOES_NOT_WORK = {"raises": raising, "wrong": MUTANTS["signs"][0], "not built": tiers.Unavailable("not built: see csrc")}
+DOES_NOT_WORK = {"raises": raising, "wrong": MUTANTS["signs"][0], "not built": implementations.Unavailable("not built: see csrc")}
 
 
 @pytest.mark.parametrize("what", DOES_NOT_WORK.values(), ids=DOES_NOT_WORK)
-def test_a_forced_tier_that_does_not_work_raises(native_tiers, what):
-    native_tiers(cutlass=what, scaled_mm=gemm)
+def test_a_forced_implementation_that_does_not_work_raises(native_implementations, what):
+    native_implementations(cutlass=what, scaled_mm=gemm)
     with pytest.raises(RuntimeError, match="PEFT_NVFP4_KERNELS=cutlass cannot run: .*Unset PEFT_NVFP4_KERNELS"):
-        tiers.choose(CPU, "cutlass", NO_TRITON)
-    assert tiers.choose(CPU, "scaled_mm", NO_TRITON).tier == "scaled_mm"
-    choice = tiers.choose(CPU, "reference", NO_TRITON)
-    assert choice.tier == "reference" and set(choice.skipped) == {"cutlass", "scaled_mm", "emulated"}
+        implementations.choose(CPU, "cutlass", NO_TRITON)
+    assert implementations.choose(CPU, "scaled_mm", NO_TRITON).implementation == "scaled_mm"
+    choice = implementations.choose(CPU, "reference", NO_TRITON)
+    assert choice.implementation == "reference" and set(choice.skipped) == {"cutlass", "scaled_mm", "emulated"}
     with pytest.raises(RuntimeError, match=f"emulated cannot run: {NO_TRITON}"):
-        tiers.choose(CPU, "emulated", NO_TRITON)
+        implementations.choose(CPU, "emulated", NO_TRITON)
 
 
-def test_a_choice_computes_and_leaves_the_rest_to_others(native_tiers):
+def test_a_choice_computes_and_leaves_the_rest_to_others(native_implementations):
     calls = []
-    native_tiers(cutlass=lambda *a, **k: calls.append(1) or gemm(*a, **k))
-    choice = tiers.choose(CPU, "", NO_TRITON)
+    native_implementations(cutlass=lambda *a, **k: calls.append(1) or gemm(*a, **k))
+    choice = implementations.choose(CPU, "", NO_TRITON)
     calls.clear()
     forward, backward = group("qkv", 2, None, 9, "cpu")
     with torch.no_grad():
@@ -271,8 +271,8 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
         monkeypatch.setattr(dispatch, "_choices", {})
         dispatch._obstacle.cache_clear()
-        choose = tiers.choose
-        monkeypatch.setattr(tiers, "choose", lambda device, *rest: choose(CPU, *rest))
+        choose = implementations.choose
+        monkeypatch.setattr(implementations, "choose", lambda device, *rest: choose(CPU, *rest))
 
 
 @pytest.fixture
@@ -283,8 +283,8 @@ def fake_cuda(monkeypatch):
     dispatch._obstacle.cache_clear()
 
 
-def test_status_says_what_was_skipped(native_tiers, fake_cuda):
-    native_tiers(scaled_mm=gemm)
+def test_status_says_what_was_skipped(native_implementations, fake_cuda):
+    native_implementations(scaled_mm=gemm)
     text = str(kernels.status())
     assert [line.split()[:2] for line in text.splitlines() if line.split()[0] in dispatch.PRODUCTS] == [
         ["fprop", "scaled_mm"],
@@ -293,8 +293,8 @@ def test_status_says_what_was_skipped(native_tiers, fake_cuda):
     assert "cutlass is not used: not built: no cutlass" in text
 
 
-def test_status_with_a_forced_tier_that_does_not_work(native_tiers, fake_cuda, monkeypatch):
-    native_tiers(cutlass=raising)
+def test_status_with_a_forced_implementation_that_does_not_work(native_implementations, fake_cuda, monkeypatch):
+    native_implementations(cutlass=raising)
     monkeypatch.setattr(dispatch, "_forced", "cutlass")
     lines = {o.operator: o for o in kernels.status().operators}
     assert lines["fprop"].implementation == "none" and "no kernel image" in lines["fprop"].note
@@ -302,15 +302,15 @@ def test_status_with_a_forced_tier_that_does_not_work(native_tiers, fake_cuda, m
         dispatch.choice(torch.device("cuda", 0))
 
 
-def test_no_choice_within_a_capture(native_tiers, fake_cuda, monkeypatch):
-    native_tiers(cutlass=gemm)
+def test_no_choice_within_a_capture(native_implementations, fake_cuda, monkeypatch):
+    native_implementations(cutlass=gemm)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="before the capture"):
         dispatch.choice(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("name", ["cutlass", "scaled_mm", "emulated"])
-def test_a_forced_tier_on_a_machine_without_gpu(monkeypatch, name):
+def test_a_forced_implementation_on_a_machine_without_gpu(monkeypatch, name):
     monkeypatch.setattr(dispatch, "_loaded", None)
     monkeypatch.setattr(dispatch, "_forced", "")
     monkeypatch.setenv(dispatch.VARIABLE, name)
@@ -322,7 +322,7 @@ def test_a_forced_tier_on_a_machine_without_gpu(monkeypatch, name):
     assert line.implementation == "reference" and line.note == f"no CUDA device, so {dispatch.VARIABLE}={name} has no effect"
 
 
-def test_an_unknown_tier_raises(monkeypatch):
+def test_an_unknown_implementation_raises(monkeypatch):
     monkeypatch.setattr(dispatch, "_loaded", None)
     monkeypatch.setenv(dispatch.VARIABLE, "cutlas")
     with pytest.raises(ValueError, match="choose 'auto' .*'cutlass', 'scaled_mm', 'emulated', 'reference'"):
@@ -358,7 +358,7 @@ def _libraries():
 
 
 def unavailable():
-    raise tiers.Unavailable("not here")
+    raise implementations.Unavailable("not here")
 
 
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="not run: needs /proc")
@@ -367,14 +367,14 @@ needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no
 @needs_proc
 @pytest.mark.parametrize("kind, warned", [("absent", 0), ("garbage", 1), ("missing symbol", 1)])
 def test_a_missing_extension_is_normal_and_a_broken_one_is_said_once(tmp_path, monkeypatch, kind, warned):
-    monkeypatch.setattr(tiers, "_warned", set())
-    monkeypatch.setattr(tiers, "NATIVE", {**tiers.NATIVE, "scaled_mm": unavailable})
+    monkeypatch.setattr(implementations, "_warned", set())
+    monkeypatch.setattr(implementations, "NATIVE", {**implementations.NATIVE, "scaled_mm": unavailable})
     monkeypatch.setenv("PEFT_NVFP4_EXTENSION", str(_extension(kind, tmp_path)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            choice = tiers.choose(CPU, "", NO_TRITON)
-    assert choice.tier == "reference" and len([w for w in said if "'cutlass'" in str(w.message)]) == warned
+            choice = implementations.choose(CPU, "", NO_TRITON)
+    assert choice.implementation == "reference" and len([w for w in said if "'cutlass'" in str(w.message)]) == warned
     assert choice.skipped["cutlass"].startswith("not built") == (warned == 0)
 
 

@@ -1,4 +1,4 @@
-"""Tiers: the ways to compute the two products of a training step (fprop, dgrad) on a GPU, and the choice between them.
+"""The ways to compute the two products of a training step (fprop, dgrad) on a GPU, and the choice between them.
 
     cutlass     FP4 tensor cores, the package's own extension (:mod:`cutlass`)
     scaled_mm   FP4 tensor cores, cuBLASLt through PyTorch (:mod:`scaled_mm`)
@@ -6,9 +6,9 @@
     reference   plain PyTorch (:mod:`..numerics.reference`)
 
 All compute the same function, up to the order of FP32 sums. The first that works is taken, once per device, at the first
-product. An FP4 tier works if it passes :mod:`check` on that device; no capability number is asked. What is skipped, and why, is
-part of :class:`Choice` and shown by ``kernels.status()``. A tier that is there but broken (an extension that cannot be loaded,
-wrong results) is also said in one warning. A tier that was asked for by name and does not work raises.
+product. An FP4 implementation works if it passes :mod:`check` on that device; no capability number is asked. What is skipped, and
+why, is part of :class:`Choice` and shown by ``kernels.status()``. An implementation that is there but broken (an extension that
+cannot be loaded, wrong results) is also said in one warning. One that was asked for by name and does not work raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("cutlass", "scaled_mm", "emulated", "reference")
 
 
 class Unavailable(Exception):
-    """A tier is not there. ``broken``: something is there, but does not work as it should, which the user is told."""
+    """An implementation is not there. ``broken``: something is there, but does not work as it should, which the user is told."""
 
     def __init__(self, reason: str, broken: bool = False):
         super().__init__(reason)
@@ -41,19 +41,19 @@ class Choice:
     """What runs on a device.
 
     Attributes:
-        tier: one of :data:`NAMES`.
+        implementation: one of :data:`NAMES`.
         note: what to know about it.
-        skipped: tier that would have been better, or was not wanted -> why it does not run.
+        skipped: implementation that would have been better, or was not wanted -> why it does not run.
     """
 
-    tier: str
+    implementation: str
     note: str
     fprop: Callable
     dgrad: Callable
     skipped: dict[str, str]
 
 
-# ---------------------------------------------------------------------------------------------- the tiers
+# ---------------------------------------------------------------------------------------------- the implementations
 
 
 def _cutlass() -> native.Gemms:
@@ -71,9 +71,9 @@ def _scaled_mm() -> native.Gemms:
 
 
 NATIVE: dict[str, Callable[[], native.Gemms]] = {"cutlass": _cutlass, "scaled_mm": _scaled_mm}
-"""FP4 tier -> its products; raises :class:`Unavailable`."""
+"""FP4 implementation -> its products; raises :class:`Unavailable`."""
 ANYWHERE = ("scaled_mm",)
-"""Tiers that are part of PyTorch, so there on GPUs of every kind: that they cannot run is nothing to warn about."""
+"""Implementations that are part of PyTorch, so there on GPUs of every kind: that they cannot run is nothing to warn about."""
 
 
 def _emulated(triton_obstacle: str) -> tuple[Callable, Callable, str]:
@@ -94,7 +94,7 @@ def first_line(error: BaseException) -> str:
 
 
 def working_gemms(name: str, device: torch.device) -> native.Gemms:
-    """The products of an FP4 tier, if they pass the check on a device.
+    """The products of an FP4 implementation, if they pass the check on a device.
 
     Raises:
         Unavailable: with what it did wrong.
@@ -162,14 +162,14 @@ def _warn_once(message: str) -> None:
 
 
 def choose(device: torch.device, forced: str, triton_obstacle: str) -> Choice:
-    """The tier for a device.
+    """The implementation for a device.
 
     Args:
         forced: a name, or "" for the best that works.
         triton_obstacle: why the Triton kernels cannot run, empty if they can.
 
     Raises:
-        RuntimeError: the forced tier does not work.
+        RuntimeError: the forced implementation does not work.
     """
     skipped: dict[str, str] = {}
     for name in [forced] if forced else NAMES:
