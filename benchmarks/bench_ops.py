@@ -1,7 +1,7 @@
 """How close do the Triton kernels run to the speed of memory?
 
     python benchmarks/bench_ops.py             # every kernel, beside a copy and its reference: ops.csv and ops.json
-    python benchmarks/bench_ops.py --sweep     # the row kernels with other numbers of threads per row (kernels/triton_tables.py)
+    python benchmarks/bench_ops.py --sweep     # the row kernels with other numbers of threads per row (kernels/triton/launch.py)
 
 A kernel of this package moves bytes; what it can reach is the speed of a device-to-device copy. So each one is reported as
 compulsory bytes (every input read once, every output written once) over time, next to a copy that moves as many bytes, measured
@@ -21,7 +21,7 @@ import torch
 
 from peft_nvfp4 import kernels
 from peft_nvfp4.kernels import dispatch
-from peft_nvfp4.kernels.triton import tables
+from peft_nvfp4.kernels.triton import launch
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, NVFP4Format
 from peft_nvfp4.ops.core import OPERATORS
@@ -144,7 +144,8 @@ def bench(args: argparse.Namespace) -> None:
 
             def fill() -> None:
                 row.update(measure(timer, operator, arguments, copies))
-                row["reference_us"] = round(timer(lambda: OPERATORS[operator].flat(OPERATORS[operator].reference)(*arguments), 3)[0])
+                reference_of = OPERATORS[operator].flat(OPERATORS[operator].reference)
+                row["reference_us"] = round(timer(lambda: reference_of(*arguments), 3)[0])
 
             common.guarded(row, fill)
             rows.append(row)
@@ -170,14 +171,14 @@ SWEPT = {  # operator -> (table or module attribute, key, values)
 
 
 def sweep(args: argparse.Namespace) -> None:
-    """The launch constants of tables, one at a time; 1-term and plain cases only."""
+    """The launch constants of kernels/triton/launch.py, one at a time; 1-term and plain cases only."""
     timer, copies, rows = Timer(), {}, []
     with torch.no_grad():
         for operator, label, arguments in timed_cases():
             if operator not in SWEPT or "stochastic" in label or "tensor" in label:
                 continue
             name, key, values = SWEPT[operator]
-            table = getattr(tables, name)
+            table = getattr(launch, name)
             before = table[key]
             for value in values:
                 table[key] = value

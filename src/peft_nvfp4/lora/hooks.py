@@ -34,6 +34,7 @@ from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
+from ..quantization.options import Options
 from ..quantization.sites import ACCURACY, input_terms
 from ..training import distributed
 from ..training.cuda_graphs import disable_cuda_graphs
@@ -237,10 +238,11 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
         result = original(self, model, adapter_name, *args, **kwargs)
         settings = config if isinstance(config, NVFP4LoraConfig) else pact_config(model)
-        if settings is not None and _keeps_codes(model) and not attached(model):  # once for all adapters of a model
+        options = None if settings is None else settings.options
+        if options is not None and _keeps_codes(model, options) and not attached(model):  # once for all adapters of a model
             with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
-                self.nvfp4_report = attach(model, recompute_mlp=settings.options.recompute_mlp)
-        if settings is not None and settings.options.offload or offloaded(model):
+                self.nvfp4_report = attach(model, recompute_mlp=options.recompute_mlp)
+        if options is not None and options.offload or offloaded(model):
             enable_offload(model)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
@@ -260,9 +262,11 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     )
 
 
-def _keeps_codes(model: nn.Module) -> bool:
-    """Whether linears keep NVFP4 codes for backward, which fused modules make for them."""
-    return any("nvfp4" in (layer.backend, layer.options.activations) for _, layer in frozen_layers(model))
+def _keeps_codes(model: nn.Module, asked: Options) -> bool:
+    """Whether linears keep NVFP4 codes for backward, which fused modules make for them, or should (a report says why not)."""
+    if "nvfp4" in (asked.backend, asked.frozen.activations):
+        return True
+    return any(layer.options.activations == "nvfp4" for _, layer in frozen_layers(model))
 
 
 def _is_foreign_layer(module: nn.Module) -> bool:

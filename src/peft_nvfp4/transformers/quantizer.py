@@ -77,7 +77,7 @@ class PactQuantizer(HfQuantizer):
             )
 
     def update_device_map(self, device_map: Any) -> Any:
-        """As with bitsandbytes: the current GPU where there is one, unless the caller says otherwise, or weights are offloaded."""
+        """The current GPU where there is one, as with bitsandbytes; the CPU for offloaded weights. The caller's map wins."""
         if device_map is None:
             on_gpu = torch.cuda.is_available() and not self.quantization_config.options.offload
             device_map = {"": torch.cuda.current_device() if on_gpu else "cpu"}
