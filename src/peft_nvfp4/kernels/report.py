@@ -47,8 +47,8 @@ def _products_status(reason: str, device: str) -> tuple[list[OperatorStatus], di
         name, note = "reference", reason
     else:
         try:
-            found = dispatch.choice(torch.device("cuda", torch.cuda.current_device()))
-            name, note, skipped = found.implementation, found.note, found.skipped
+            choice = dispatch.choice(torch.device("cuda", torch.cuda.current_device()))
+            name, note, skipped = choice.implementation, choice.note, choice.skipped
         except RuntimeError as error:
             name, note = "none", str(error)
     return [OperatorStatus(operator, name, device, note) for operator in dispatch.PRODUCTS], skipped

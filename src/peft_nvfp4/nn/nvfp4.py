@@ -196,8 +196,8 @@ class NVFP4FrozenLinear(FrozenLinear):
         self._check_dense(weight)
         weight = weight.detach().to(self.weight.device)
         needed = ops.weight_gscale(weight)
-        there = next_power_of_two(self.weight_gscale.view(torch.float32))  # if it is large enough: siblings share it
-        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, there)), 1.0)
+        present = next_power_of_two(self.weight_gscale.view(torch.float32))  # if it is large enough: siblings share it
+        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, present)), 1.0)
         if self.input_offset is not None:
             self.set_offset(self._offset)
 

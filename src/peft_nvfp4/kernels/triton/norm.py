@@ -165,7 +165,7 @@ def norm_backward_kernel(
 def rmsnorm_quantize(
     x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int
 ) -> tuple[Tensor, ...]:
-    """(codes, scales, gscale, y, rstd); see fused_ops for the shapes."""
+    """(codes, scales, gscale, y, rstd); see :mod:`peft_nvfp4.ops.fused` for the shapes."""
     m, k = x.shape
     x = rows_contiguous(x)
     codes, scales, gscale = empty_terms(x, terms, m, k)
