@@ -1,5 +1,5 @@
-"""Ways of calling the autograd Functions of a frozen linear: a layer used twice, without gradients, with factors frozen, inputs of
-any shape and memory layout, bad input, autocast and activation checkpointing. Two ways of one computation are compared bit for
+"""Ways of calling the autograd Functions of a frozen linear: a layer used twice, without gradients, with factors frozen, inputs
+of any shape and memory layout, bad input, autocast and activation checkpointing. Two ways of one computation are compared bit for
 bit."""
 
 import re

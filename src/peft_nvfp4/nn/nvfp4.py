@@ -6,7 +6,8 @@ accumulates in FP32; backward quantises the incoming gradient and multiplies it 
 are in :mod:`peft_nvfp4.autograd.frozen_linear`.
 
 All parameters are bytes: ``weight`` (N, Kp/2) and ``weight_scales`` (N, Kp/16) and ``weight_gscale`` (4, one FP32), the same
-with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_offset`` (4K) and ``output_offset`` (4N), FP32 too.
+with the prefix ``backward_`` for W_b, and, where an offset is subtracted, ``input_offset`` (4K) and ``output_offset`` (4N), FP32
+too.
 """
 
 from __future__ import annotations
