@@ -1,4 +1,4 @@
-"""What the tests of peft_nvfp4.autograd.frozen_linear share: layers, branches and inputs, and the formulas written out in FP64, with bounds.
+"""What the tests of the autograd Functions share: layers, branches and inputs, and the formulas written out in FP64, with bounds.
 
 Tolerances are bounds, not guesses. Every result here is a polynomial with sums of products, so two ways of computing it differ by
 no more than (roundings on the way) x (unit roundoff) x (the same polynomial on absolute values); see Higham, "Accuracy and

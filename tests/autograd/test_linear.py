@@ -1,4 +1,4 @@
-"""The autograd Functions of peft_nvfp4.autograd.frozen_linear: values and gradients against the formulas written out in FP64, the quantised
+"""The autograd Functions of a frozen linear: values and gradients against the formulas written out in FP64, the quantised
 input, one branch over any input, and what is kept for backward. Tolerances are those of _linear_layers.py."""
 
 import itertools

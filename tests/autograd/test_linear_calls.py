@@ -1,6 +1,6 @@
-"""Ways of calling the autograd Functions of peft_nvfp4.autograd.frozen_linear: a layer used twice, without gradients, with factors frozen,
-inputs of any shape and memory layout, bad input, autocast and activation checkpointing. Two ways of one computation are compared
-bit for bit."""
+"""Ways of calling the autograd Functions of a frozen linear: a layer used twice, without gradients, with factors frozen, inputs
+of any shape and memory layout, bad input, autocast and activation checkpointing. Two ways of one computation are compared bit for
+bit."""
 
 import re
 

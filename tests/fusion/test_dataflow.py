@@ -124,7 +124,7 @@ def test_linears_that_read_an_edited_tensor_are_no_site():
             return q, self.k_proj(x), self.v_proj(x)
 
     model, x = freeze_model(Edits()), torch.randn(3, 64)
-    assert attach(model, run=lambda: model(x)).sites == [["k_proj", "v_proj"]]
+    assert attach(model, run=lambda: model(x)).groups == [["k_proj", "v_proj"]]
 
 
 def test_rotary_embeddings_come_and_go():
@@ -146,7 +146,7 @@ def test_a_run_that_fails_is_reported_and_nothing_breaks():
 
     report = attach(model, run=broken)
     assert "no such input" in report.skipped["base_model.model.model.layers.0.input_layernorm"]
-    assert "no such input" in report.skipped["(model)"] and report.sites == []
+    assert "no such input" in report.skipped["(model)"] and report.groups == []
     assert not any(isinstance(m, NVFP4RMSNorm) for m in model.modules())
     assert torch.isfinite(model(input_ids=IDS, labels=IDS).loss)
 

@@ -5,7 +5,7 @@ are defined in the package (comprehensions and generators are not counted), and 
 like o_proj, with the defaults of :class:`NVFP4LoraConfig`, on the reference path of a CPU; the numbers are those of FP32 (BF16).
 
     before the path was one file    forward 152 (156) calls in 13 files    backward 103 (103) calls in 8 files
-    when this test was written      forward  54  (58) calls in  6 files    backward  32  (32) calls in 4 files
+    when this test was written      forward  55  (57) calls in  6 files    backward  32  (32) calls in 4 files
 """
 
 import os

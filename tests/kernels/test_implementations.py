@@ -1,4 +1,4 @@
-"""Implementations of the two products without FP4 hardware: a GEMM computed by the reference, and ways to get it wrong, on CPU tensors.
+"""Implementations of the two products without FP4 hardware: a GEMM computed by the reference, and ways to get it wrong.
 
 The right GEMM must be chosen and give the reference's products; every wrong one must be found and named.
 """

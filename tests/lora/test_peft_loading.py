@@ -167,7 +167,7 @@ def test_fusing_is_decided_once_for_all_adapters(llama):
     """Of a model, not of an adapter."""
     model = get_peft_model(llama(), config())
     report = model.base_model.nvfp4_report
-    assert attached(model) and len(report.sites) == 4
+    assert attached(model) and len(report.groups) == 4
     with pytest.warns(UserWarning, match="keeps more than memory='small' asks for"):
         model.add_adapter("b", config(memory="small"))
     assert model.base_model.nvfp4_report is report

@@ -22,7 +22,7 @@ from peft_nvfp4.memory import (
     usable,
 )
 from peft_nvfp4.memory.kept import codes
-from peft_nvfp4.quantization.sites import ACCURACY
+from peft_nvfp4.quantization.groups import ACCURACY
 from peft_nvfp4.training.callbacks import explain
 
 # of benchmarks/bench_train.py

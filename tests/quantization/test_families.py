@@ -202,7 +202,7 @@ def contents(report):
     reasons = ((last(name), short.get(name, str)(why)) for name, why in report.skipped.items())
     return dict(
         fused=dict(Counter(last(name) for name in report.fused if name not in rope)),
-        sites=dict(Counter(tuple(map(last, site)) for site in report.sites)),
+        sites=dict(Counter(tuple(map(last, site)) for site in report.groups)),
         skipped=dict(Counter(reasons)),
         rope=len(rope),
     )
@@ -333,7 +333,7 @@ def test_images(family):
     names = [name.rpartition(".")[2] for name, what in report.fused.items() if "norm" in name]
     assert sorted(names) == sorted([*NORMS] * 2 + vision)
     assert "(linears)" not in report.skipped
-    sites = Counter(tuple(name.rpartition(".")[2] for name in site) for site in report.sites)
+    sites = Counter(tuple(name.rpartition(".")[2] for name in site) for site in report.groups)
     assert sites[GATE_UP] == (4 if vision else 2) and sum(sites[s] for s in sites if len(s) == 3) == (2 if vision else 4)
     whole_loss, whole_gradients = loss_and_gradients(model, batch)
     plain_loss, plain_gradients = loss_and_gradients(detach(model), batch)

@@ -18,7 +18,7 @@ from peft_nvfp4 import NVFP4LoraConfig, dequantize_model, detach, freeze_model
 from peft_nvfp4.autograd.frozen_linear import fake_quantize
 from peft_nvfp4.numerics.reference import power_of_two_scale
 from peft_nvfp4.quantization.freeze import frozen_layers
-from peft_nvfp4.quantization.sites import fused_siblings, input_terms
+from peft_nvfp4.quantization.groups import fused_siblings, input_terms
 
 # ---------------------------------------------------------------------------------------------- what stays dense is said
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..nn.frozen_linear import FrozenOptions
-from ..quantization.sites import input_terms
+from ..quantization.groups import input_terms
 from .data import Batch, token_mask
 from .layer import SiteInput, choose_terms, freeze_site, run_dense, site_errors, solve_backward, survey_layer
 from .moments import BackwardPass, Moments, last_gradient

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..nn.frozen_linear import FrozenOptions
 from ..quantization.freeze import _mark_quantised, frozen_layers, plan
-from ..quantization.sites import check_accuracy
+from ..quantization.groups import check_accuracy
 from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions
 from .passes import Run

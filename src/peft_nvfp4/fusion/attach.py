@@ -39,15 +39,15 @@ class Report:
     Attributes:
         fused: dotted name -> what it is now.
         skipped: dotted name of a norm or MLP, or "(model)", "(linears)" -> why it was left alone.
-        sites: dotted names of linears that read one tensor and are computed together.
+        groups: dotted names of linears that read one tensor and are computed together.
     """
 
     fused: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    sites: list[list[str]] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        kinds = Counter(self.fused.values()) + Counter(f"{len(site)} linears of one input" for site in self.sites)
+        kinds = Counter(self.fused.values()) + Counter(f"{len(group)} linears of one input" for group in self.groups)
         lines = [f"fused: {', '.join(f'{n} x {what}' for what, n in kinds.items()) or 'nothing'}"]
         # layers differ in a number only, and share a line
         reasons = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", name), reason) for name, reason in self.skipped.items())
@@ -74,11 +74,11 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_
     norms = {name: m for name, m in model.named_modules() if looks_like_rmsnorm(m)}
     mlps = {name: m for name, m in model.named_modules() if looks_like_gated_mlp(m)}
     try:
-        readers, sites = observe(model, norms, run or (lambda: _two_tokens(model)))
+        readers, groups = observe(model, norms, run or (lambda: _two_tokens(model)))
     except Exception as error:  # whatever a model may raise on an input it does not expect: said, not hidden
         reason = f"the run failed ({type(error).__name__}: {error}); {OTHER_RUN}"
         report.skipped.update(dict.fromkeys(["(model)", *norms], reason))
-        readers, sites = {}, []
+        readers, groups = {}, []
     for name, norm in norms.items():
         if name not in report.skipped:
             _attach_norm(model, name, norm, readers.get(name, Readers()), linears, report)
@@ -87,9 +87,9 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_
     for name, experts in frozen_experts(model):
         reason = experts.fuse()
         (report.skipped if reason else report.fused)[name.replace(".base_layer", "")] = reason or "experts' gated MLPs"
-    for site in sites:
-        _attach_site([linears[name] for name in site], site, report)
-    reached = {name for site in sites for name in site}
+    for group in groups:
+        _attach_group([linears[name] for name in group], group, report)
+    reached = {name for group in groups for name in group}
     if reached and (missed := [name for name in linears if name not in reached]):
         report.skipped["(linears)"] = f"the run does not reach {len(missed)} of them ({missed[0]}, ...); {OTHER_RUN}"
     for name, what in attach_rope(_innermost(model)).items():
@@ -153,7 +153,7 @@ def _input_spec(base: FrozenLinear) -> tuple:
     return ("kept",)
 
 
-def _attach_site(members: list[nn.Module], names: list[str], report: Report) -> None:
+def _attach_group(members: list[nn.Module], names: list[str], report: Report) -> None:
     bases = [base_of(member) for member in members]
     if len(set(map(id, bases))) < max(2, len(bases)) or not all(isinstance(base, NVFP4FrozenLinear) for base in bases):
         return  # one linear, or one that is called twice, or not ours
@@ -161,7 +161,7 @@ def _attach_site(members: list[nn.Module], names: list[str], report: Report) -> 
         group = SharedInputGroup(members)
         for base in bases:
             base.group, base.shares_input = group, True
-        report.sites.append(names)
+        report.groups.append(names)
 
 
 def _attach_norm(

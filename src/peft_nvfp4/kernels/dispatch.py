@@ -2,8 +2,8 @@
 
 :func:`load` gives every operator that has a kernel an implementation for CUDA tensors. That is a table entry: Triton is
 imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
-The two products of a training step have several implementations (:mod:`implementations`): the best one that works is found out on the
-device, at the first call. All compute the same bits (of a matrix product, up to the order of its sum).
+The two products of a training step have several implementations (:mod:`implementations`): the best one that works is found out on
+the device, at the first call. All compute the same bits (of a matrix product, up to the order of its sum).
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ def load() -> None:
         return
     asked = os.environ.get(VARIABLE, "").strip().lower()
     if asked not in ("", "auto", *implementations.NAMES):
-        raise ValueError(f"{VARIABLE}={asked!r}: choose 'auto' (or unset it) or one of {', '.join(map(repr, implementations.NAMES))}")
+        names = ", ".join(map(repr, implementations.NAMES))
+        raise ValueError(f"{VARIABLE}={asked!r}: choose 'auto' (or unset it) or one of {names}")
     _forced = "" if asked == "auto" else asked
     if asked == "reference":
         _loaded = f"{VARIABLE}=reference"

@@ -6,9 +6,9 @@
     reference   plain PyTorch (:mod:`..numerics.reference`)
 
 All compute the same function, up to the order of FP32 sums. The first that works is taken, once per device, at the first
-product. An FP4 implementation works if it passes :mod:`check` on that device; no capability number is asked. What is skipped, and why, is
-part of :class:`Choice` and shown by ``kernels.status()``. An implementation that is there but broken (an extension that cannot be loaded,
-wrong results) is also said in one warning. An implementation that was asked for by name and does not work raises.
+product. An FP4 implementation works if it passes :mod:`check` on that device; no capability number is asked. What is skipped, and
+why, is part of :class:`Choice` and shown by ``kernels.status()``. An implementation that is there but broken (an extension that
+cannot be loaded, wrong results) is also said in one warning. One that was asked for by name and does not work raises.
 """
 
 from __future__ import annotations

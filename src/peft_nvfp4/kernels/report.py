@@ -14,7 +14,7 @@ class OperatorStatus:
     """One line of :func:`status`."""
 
     operator: str
-    implementation: str  # "triton", an implementation (implementations.NAMES), or "none" where the one that was asked for does not work
+    implementation: str  # "triton", one of implementations.NAMES, or "none" where the one that was asked for does not work
     device: str
     note: str  # why not a kernel, or its limits
 
@@ -47,15 +47,16 @@ def _products_status(reason: str, device: str) -> tuple[list[OperatorStatus], di
         name, note = "reference", reason
     else:
         try:
-            found = dispatch.choice(torch.device("cuda", torch.cuda.current_device()))
-            name, note, skipped = found.implementation, found.note, found.skipped
+            choice = dispatch.choice(torch.device("cuda", torch.cuda.current_device()))
+            name, note, skipped = choice.implementation, choice.note, choice.skipped
         except RuntimeError as error:
             name, note = "none", str(error)
     return [OperatorStatus(operator, name, device, note) for operator in dispatch.PRODUCTS], skipped
 
 
 def status() -> Status:
-    """Implementation of every operator on this machine. With a GPU: asks the driver, imports Triton and tries the implementations."""
+    """Implementation of every operator on this machine. With a GPU: asks the driver, imports Triton and tries those of the two
+    products."""
     if not torch.cuda.is_available():
         device, reason, alone = "cpu", "no CUDA device", "no CUDA device"
         if dispatch._forced in implementations.NAMES[:3]:

@@ -34,8 +34,8 @@ from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
+from ..quantization.groups import ACCURACY, input_terms
 from ..quantization.options import Options
-from ..quantization.sites import ACCURACY, input_terms
 from ..training import distributed
 from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.offload.enable import disable_offload, enable_offload, offloaded

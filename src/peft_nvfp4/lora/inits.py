@@ -33,7 +33,7 @@ from ..calibration.moments import Moments
 from ..nn.frozen_linear import FrozenLinear
 from ..numerics.matmul import exact_matmul
 from ..quantization.freeze import plan
-from ..quantization.sites import fused_siblings
+from ..quantization.groups import fused_siblings
 
 if TYPE_CHECKING:
     from .layer import FrozenLoraLinear

@@ -32,7 +32,7 @@ from ..fusion.attach import attach, attached
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import QuantizedMatrix
 from ..quantization.freeze import frozen_layers, frozen_modules
-from ..quantization.sites import fused_siblings
+from ..quantization.groups import fused_siblings
 from ..training.offload.frozen_methods import computing
 from .experts import ParamWrapper
 from .layer import FrozenLoraLinear

@@ -92,8 +92,8 @@ def requantized(base: NVFP4FrozenLinear, weight: Tensor) -> QuantizedMatrix:
     """What ``base`` stores once ``weight`` (N, K) float32 is merged into it, without waiting for the GPU: Q(weight), or what is
     stored where nothing would change. NaN gives NaN."""
     present = base.forward_layout
-    there = present.gscale if base.scale_factor == 1.0 else next_power_of_two(present.gscale)
-    gscale = torch.maximum(ops.weight_gscale(weight), there)
+    present_scale = present.gscale if base.scale_factor == 1.0 else next_power_of_two(present.gscale)
+    gscale = torch.maximum(ops.weight_gscale(weight), present_scale)
     new = ops.quantize_weight(weight, WEIGHT, gscale)
     same = (weight == base.dequantize(torch.float32)).all()
     return QuantizedMatrix(*(torch.where(same, old, got) for old, got in zip(present[:3], new[:3])), present.k)
@@ -120,9 +120,9 @@ def merged_layer(layer: FrozenLoraLinear, names: Sequence[str]) -> NVFP4FrozenLi
     key = _identity(layer, names) if keep else None
     if keep and layer._merged_layer is not None and layer._merged_layer[0] == key:
         return layer._merged_layer[1]
-    made = with_weight(base, requantized(base, dense_merged(layer, names)))
-    layer._merged_layer = (key, made) if keep else None
-    return made
+    merged = with_weight(base, requantized(base, dense_merged(layer, names)))
+    layer._merged_layer = (key, merged) if keep else None
+    return merged
 
 
 def _identity(layer: FrozenLoraLinear, names: Sequence[str]) -> list[tuple]:

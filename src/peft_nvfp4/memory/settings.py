@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from ..quantization.groups import ACCURACY
 from ..quantization.options import Options
 from ..quantization.plan import skipped
-from ..quantization.sites import ACCURACY
 from .shapes import ModelShape, Projection
 
 BACKENDS = ("nvfp4", "nf4", "bf16", "nf4-liger", "bf16-liger")

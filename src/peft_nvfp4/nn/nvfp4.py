@@ -6,7 +6,8 @@ accumulates in FP32; backward quantises the incoming gradient and multiplies it 
 are in :mod:`peft_nvfp4.autograd.frozen_linear`.
 
 All parameters are bytes: ``weight`` (N, Kp/2) and ``weight_scales`` (N, Kp/16) and ``weight_gscale`` (4, one FP32), the same
-with the prefix ``backward_`` for W_b, and, where a site is centred, ``input_offset`` (4K) and ``output_offset`` (4N), FP32 too.
+with the prefix ``backward_`` for W_b, and, where an offset is subtracted, ``input_offset`` (4K) and ``output_offset`` (4N), FP32
+too.
 """
 
 from __future__ import annotations
@@ -196,8 +197,8 @@ class NVFP4FrozenLinear(FrozenLinear):
         self._check_dense(weight)
         weight = weight.detach().to(self.weight.device)
         needed = ops.weight_gscale(weight)
-        there = next_power_of_two(self.weight_gscale.view(torch.float32))  # if it is large enough: siblings share it
-        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, there)), 1.0)
+        present = next_power_of_two(self.weight_gscale.view(torch.float32))  # if it is large enough: siblings share it
+        self._store(ops.quantize_weight(weight, WEIGHT, torch.maximum(needed, present)), 1.0)
         if self.input_offset is not None:
             self.set_offset(self._offset)
 

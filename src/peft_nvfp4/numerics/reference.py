@@ -11,6 +11,8 @@ What to know before changing a line:
   some ties the wrong way: with power-of-two scales, ties are common.
 * The squared error of the searching rules is summed by halving (16 -> 8 -> 4 -> 2 -> 1), an order that kernels can follow.
 * A block with NaN or Inf gets scale NaN and codes 0: it dequantises to NaN and is seen. It does not disturb the global scale.
+
+The file is long because the definition is one piece: quantise, dequantise, and the products fprop and dgrad of what is quantised.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts, is_expert
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.registry import BACKENDS
 from ..ops import shared_gscale, weight_gscale
+from .groups import check_accuracy, fused_siblings, input_terms
 from .plan import check_names, expert_options, kept_dense, plan, plan_experts, skipped
-from .sites import check_accuracy, fused_siblings, input_terms
 
 DENSE_SHARE_WARNING = 0.05
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from ..nn.frozen_linear import FrozenOptions
 from ..nn.registry import BACKENDS
-from .sites import check_accuracy, input_terms
+from .groups import check_accuracy, input_terms
 
 MEMORY = ("fast", "small", "smallest")
 

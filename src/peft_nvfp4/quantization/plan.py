@@ -16,7 +16,7 @@ from torch import nn
 from ..nn.experts.frozen_experts import DOWN, FrozenExperts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..ops.core import FLOATS
-from .sites import input_terms
+from .groups import input_terms
 
 HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", "output_head", "summary"})
 """Last name component of output heads; besides, whatever ``get_output_embeddings()`` returns."""

@@ -8,7 +8,7 @@ same step with the reference's products. Shapes are small: all of it takes secon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -69,16 +69,6 @@ def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
     }
 
 
-def _kernel(name: str) -> tuple[Callable, Callable]:
-    """(what runs on a GPU, the reference) of an operator."""
-    operator = name.split(" ")[0]
-    if operator in dispatch.KERNELS:
-        implementation = dispatch.triton_kernel(operator)
-    else:
-        implementation = OPERATORS[operator].reference
-    return OPERATORS[operator].flat(implementation), OPERATORS[operator].flat(OPERATORS[operator].reference)
-
-
 def _flat(value) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [t for v in value for t in _flat(v)]
 
@@ -89,12 +79,11 @@ GPU."""
 
 
 def _same_bits(name: str, arguments: tuple) -> str:
-    operator = name.split(" ")[0]
-    function, expected = _kernel(name)
-    got = _flat(function(*arguments))
-    if operator in EXACT_ON_ANY_DEVICE:
+    operator = OPERATORS[name.split(" ")[0]]
+    got = _flat(operator.flat(dispatch.triton_kernel(operator.name))(*arguments))
+    if operator.name in EXACT_ON_ANY_DEVICE:
         arguments = [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
-    for i, (g, r) in enumerate(zip(got, _flat(expected(*arguments)))):
+    for i, (g, r) in enumerate(zip(got, _flat(operator.flat(operator.reference)(*arguments)))):
         g, r = g.cpu(), r.cpu()
         wrong = (g != r) & ~(g.isnan() & r.isnan() if g.is_floating_point() else torch.zeros_like(g, dtype=torch.bool))
         if bool(wrong.any()):

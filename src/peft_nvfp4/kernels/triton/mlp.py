@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...numerics import fused_reference
 from ...numerics.formats import QuantizedMatrix
-from ...ops.fused import empty_terms
+from ...ops.linear import empty_terms
 from .blocks import amax_values, finite_part, less_offset, load_quantized, quantize_store, quantize_store_terms, terms_values
 from .codes import PAIR
 from .launch import EXACT, MAX_BLOCKS, launch, mode_for, options_for, row_blocks, rows_contiguous
@@ -205,7 +205,7 @@ def gated_values_kernel(
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool) -> tuple[Tensor, ...]:
-    """(codes, scales, gscale, h, then the same three of gate and of up); see fused_ops for the shapes."""
+    """(codes, scales, gscale, h, then the same three of gate and of up); see :mod:`peft_nvfp4.ops.fused` for the shapes."""
     m, k = gate.shape
     gate, up = rows_contiguous(gate), rows_contiguous(up)
     parts = empty_terms(gate, terms, m, k)
@@ -230,7 +230,7 @@ def silu_mul_backward(
     up_gscale: Tensor,
     act: str,
 ) -> tuple[Tensor, Tensor]:
-    """(dgate, dup); see fused_ops for the shapes."""
+    """(dgate, dup); see :mod:`peft_nvfp4.ops.fused` for the shapes."""
     m, k = dh.shape
     dh = rows_contiguous(dh)
     kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]

@@ -1,5 +1,5 @@
-"""Linears of one input computed together (:class:`peft_nvfp4.nn.group.SharedInputGroup`): as often, with the results, and with the
-side effects that they would have one by one."""
+"""Linears of one input computed together (:class:`peft_nvfp4.nn.group.SharedInputGroup`): as often, with the results, and with
+the side effects that they would have one by one."""
 
 import copy
 import pickle
@@ -67,7 +67,7 @@ def made(*configs, dtype=torch.float32, grouped=True, **frozen):
         model.base_model.set_adapter(["default", *map(str, range(1, len(configs)))])
     if grouped:
         report = attach(model, run=lambda: model(data(dtype)[0]))
-        assert [len(site) for site in report.sites] == [3] and not report.fused
+        assert [len(site) for site in report.groups] == [3] and not report.fused
     return model
 
 
@@ -468,7 +468,7 @@ def test_sites_do_not_cross_modules(calls):
     expected = model(x)
     calls.clear()
     report = attach(model, run=lambda: model(x))
-    assert report.sites == [[f"layers.{i}.{name}" for name in NAMES] for i in (0, 1)]
+    assert report.groups == [[f"layers.{i}.{name}" for name in NAMES] for i in (0, 1)]
     assert torch.equal(model(x), expected) and calls == [3, 3, 1, 1, 1]
     detach(model)
     assert all(base_of(m).group is None for layer in model.layers for m in layer.layers())
@@ -477,6 +477,6 @@ def test_sites_do_not_cross_modules(calls):
 def test_linears_that_quantise_differently_are_no_site():
     model, x = made(grouped=False), data()[0].detach()
     base_of(model.v_proj).set_offset(torch.ones(64))
-    assert attach(model, run=lambda: model(x)).sites == []
+    assert attach(model, run=lambda: model(x)).groups == []
     dense = freeze_model(Three(), skip_modules=["k_proj"])
-    assert attach(dense, run=lambda: dense(x)).sites == [["q_proj", "v_proj"]]
+    assert attach(dense, run=lambda: dense(x)).groups == [["q_proj", "v_proj"]]

@@ -1,8 +1,8 @@
 """Which linears share an input, and what feeds them: the little that must be known about a model by name.
 
-A *site* is one producer of activations and the linears it feeds. Two facts about it matter before a model has run:
+A *shared-input group* is one producer of activations and the linears it feeds. Two facts about it matter before a model has run:
 
-* Linears of one site should share their weight's global scale, because serving engines fuse them into one GEMM (q/k/v, gate/up).
+* Linears of one group should share their weight's global scale, because serving engines fuse them into one GEMM (q/k/v, gate/up).
 * A linear fed by a norm deserves two NVFP4 terms more than one fed by attention or by the MLP's product: quantising norm
   outputs costs most of what 4-bit activations cost (in a simulation on a 135M model; two thirds at the input of gate/up).
 
@@ -33,7 +33,7 @@ ACCURACY: dict[str, dict[str, int]] = {
     "balanced": {"norm": 2, "interior": 1},
     "high": {"norm": 2, "interior": 2},
 }
-"""Preset -> NVFP4 terms of the input by kind of site."""
+"""Preset -> NVFP4 terms of the input by kind of group."""
 
 
 def check_accuracy(accuracy: str) -> None:
