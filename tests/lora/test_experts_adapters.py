@@ -55,15 +55,6 @@ def test_freezing_packs_experts_and_dequantising_gives_them_back():
         assert not frozen_experts(freeze_model(mixtral(), "bf16", progress=False))
 
 
-def test_freezing_twice_and_otherwise():
-    model = freeze_model(mixtral(), progress=False)
-    before = plain(experts_of(model).packed_tensors())
-    freeze_model(model, progress=False)
-    assert_equal(before, experts_of(model).packed_tensors())
-    with pytest.raises(ValueError, match="already frozen as 'nvfp4'"):
-        freeze_model(model, "nf4", progress=False)
-
-
 def test_hooks_stay_and_shared_experts_stay_shared():
     """As of linears: the user's hooks are called (and can be removed); two layers with the same experts share packed ones."""
     model, calls = mixtral(), []

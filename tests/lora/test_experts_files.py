@@ -7,7 +7,7 @@ import numpy as np
 import published_checkpoints as published
 import pytest
 import torch
-from _frozen_experts import ATTENTION_DENSE, adapted, assert_equal, experts_of, logits
+from _frozen_experts import adapted, assert_equal, experts_of, logits
 from _mixtures import IDS, by_family, mixtral, qwen3_moe
 from peft import LoraConfig
 from safetensors import safe_open
@@ -50,14 +50,6 @@ def test_streaming_load_save_and_reload(make, memory, tmp_path):
     dense.save_pretrained(tmp_path / "back")
     assert any(".experts.0." in key for key in stored(tmp_path / "back"))
     assert torch.equal(logits(loaded(tmp_path / "back")), logits(dense))
-
-
-def test_only_experts_packed_through_files(tmp_path):
-    mixtral().to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    model = loaded(tmp_path / "dense", quantization_config=PactConfig(**ATTENTION_DENSE))
-    assert len(frozen_experts(model)) == 2 and type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
-    model.save_pretrained(tmp_path / "packed")
-    assert_equal(model.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "packed").state_dict())
 
 
 @pytest.mark.parametrize("layout", ("compressed-tensors", "modelopt"))

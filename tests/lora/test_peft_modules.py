@@ -182,23 +182,14 @@ by_tuner = pytest.mark.parametrize("make", OTHER_TUNERS.values(), ids=OTHER_TUNE
 def test_other_tuners_are_refused_and_change_nothing(llama, backend, make):
     model = freeze_model(llama(), backend)
     modules, trainable, tensors = snapshot(model)
+    assert any(trainable.values())
     other = make()
     with pytest.raises(ValueError, match=rf"{type(other).__name__}.*model\.layers\.0\.self_attn\.q_proj.*{backend}.*LoraConfig"):
         get_peft_model(model, other)
     after = snapshot(model)
-    assert after[0] == modules
+    assert after[:2] == (modules, trainable)
     assert same_tensors(after[2], tensors)
     assert not hasattr(model, "peft_config")
-
-
-def test_a_refused_tuner_does_not_freeze_the_rest_of_the_model(llama):
-    """Norms, embeddings and the head train or do not train as before the failed call."""
-    model = freeze_model(llama())
-    before = snapshot(model)[1]
-    assert any(before.values())
-    with pytest.raises(ValueError, match="IA3Config"):
-        get_peft_model(model, OTHER_TUNERS["IA3"]())
-    assert snapshot(model)[1] == before
 
 
 def test_a_refused_tuner_leaves_existing_adapters_alone(llama):
