@@ -9,12 +9,10 @@ from _rehearsal import Rehearsal
 from _sharded import batch, shard, tuned
 from _two_processes import Failed, both
 from _wire import count_bytes, count_ddp
-from conftest import tiny_llama
-from peft import get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
+from peft_nvfp4 import attach_loss, enable_cuda_graphs, graph_status
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.training import distributed
 
@@ -81,21 +79,15 @@ def ddp_step(rank: int, backend: str, settings: dict, accumulate: bool):
     return loss, mean_loss(here), farthest(gradients(ddp), wanted), same and activation_cache.live() == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ddp_gives_the_gradients_of_one_process(backend):
-    for loss, here, distance, same in both(ddp_step, backend, {}, False):
-        assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
+ACCUMULATE = ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True})
+DDP_CASES = [(backend, {}, False) for backend in BACKENDS] + [("nvfp4 cached", settings, True) for settings in ACCUMULATE]
+DDP_CASES += [("nvfp4 cached", {"static_graph": True}, False), ("nvfp4 cached", {"broadcast_buffers": False}, False)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
-def test_ddp_accumulates_without_synchronising(settings):
-    for loss, here, distance, same in both(ddp_step, "nvfp4 cached", settings, True):
-        assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
-
-
-@pytest.mark.parametrize("settings", [{"static_graph": True}, {"broadcast_buffers": False}], ids=str)
-def test_ddp_settings(settings):
-    for loss, here, distance, same in both(ddp_step, "nvfp4 cached", settings, False):
+@pytest.mark.parametrize("backend, settings, accumulate", DDP_CASES, ids=str)
+def test_ddp_gives_the_gradients_of_one_process(backend, settings, accumulate):
+    """Also of two micro-batches, of which the first is not synchronised."""
+    for loss, here, distance, same in both(ddp_step, backend, settings, accumulate):
         assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
 
 
@@ -199,8 +191,8 @@ def test_ddp_replays_recordings_with_the_same_numbers():
 # ---------------------------------------------------------------------------------------------- FSDP2
 
 
-def fsdp_step(rank: int, backend: str, checkpointing: bool, supervised: bool):
-    model, ids = tuned(backend), batch()
+def fsdp_step(rank: int, backend: str, checkpointing: bool, supervised: bool, width: int = 176):
+    model, ids = tuned(backend, width=width), batch()
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -234,8 +226,13 @@ def test_fsdp2_gives_the_gradients_of_one_process(backend):
         assert gathered == 1, "what is stored is what travels: packed bytes, once forward and once backward"
 
 
-def test_fsdp2_with_checkpointing_and_the_loss_at_supervised_positions():
-    for loss, here, distance, same, *_ in both(fsdp_step, "nvfp4 transient", True, True):
+@pytest.mark.parametrize(
+    "case",
+    [("nvfp4 transient", True, True), ("nvfp4 cached", False, False, 99)],
+    ids=["checkpointing, loss at supervised positions", "rows that two processes cannot share evenly"],
+)
+def test_fsdp2_together_with(case):
+    for loss, here, distance, same, *_ in both(fsdp_step, *case):
         assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
 
 
@@ -255,27 +252,6 @@ def fsdp_mixed(rank: int, backend: str):
 @pytest.mark.parametrize("backend", ["nvfp4 cached", "nf4"])
 def test_fsdp2_casts_no_bytes(backend):
     assert both(fsdp_mixed, backend) == [True, True]
-
-
-def fsdp_uneven(rank: int):
-    """Rows that two processes cannot share evenly: an intermediate size of 99."""
-    torch.manual_seed(0)
-    base = tiny_llama(intermediate_size=99)
-    model = get_peft_model(base, NVFP4LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
-    ids = batch()
-    loss, wanted = one_process(model, ids)
-    packed = stored_bytes(model)
-    shard(model)
-    mine = ids[2 * rank : 2 * rank + 2]
-    here = model(input_ids=mine, labels=mine).loss
-    here.backward()
-    same = all(torch.equal(p, packed[name]) for name, p in stored_bytes(model).items())
-    return loss, mean_loss(here), farthest(gradients(model), wanted), same
-
-
-def test_fsdp2_pads_rows():
-    for loss, here, distance, same in both(fsdp_uneven):
-        assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
 
 
 def fsdp_checkpoint(rank: int, folder: str, backend: str):
