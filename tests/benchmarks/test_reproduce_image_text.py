@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from _families import image_for, qwen2_5_vl
 from _tiny_models import tiny_tokenizer
 from conftest import tiny_llama
-from test_families import image_for, qwen2_5_vl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import image_models, image_table, image_tasks, image_text, jobs, paper, report, runner, sources, summaries

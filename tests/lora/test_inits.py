@@ -13,7 +13,6 @@ import torch
 from _assertions import assert_same_bits, unit
 from _lora_layers import LAYERS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed, sqnr
 from peft import (
-    ArrowConfig,
     BdLoraConfig,
     EvaConfig,
     KasaConfig,
@@ -22,7 +21,6 @@ from peft import (
     LoraModel,
     MontecloraConfig,
     VeloraConfig,
-    create_arrow_model,
     get_peft_model,
 )
 from torch import nn
@@ -306,29 +304,3 @@ def test_alora_through_a_causal_model(backend, llama):
             base = model(input_ids=ids).logits
     assert_same_bits(logits[:, :4], base[:, :4], "before the invocation")
     assert ((logits - base)[0, 4:].abs().amax(-1) > 1e-3).all()
-
-
-def test_arrow_routes_like_stock_peft(backend, llama, tmp_path):
-    """A router over two task adapters; the reference is PEFT on a dense model with the weights D(W). Layer by layer, as for the
-    other variants."""
-    paths = []
-    for i in range(2):
-        expert = get_peft_model(llama(), LoraConfig(r=R, target_modules=["q_proj"], init_lora_weights=False))
-        expert.save_pretrained(tmp_path / f"task{i}")
-        paths.append(str(tmp_path / f"task{i}"))
-    frozen = freeze_model(llama(), backend, progress=False)
-    dense = llama()
-    for name, module in frozen.named_modules():
-        if hasattr(module, "dequantize") and isinstance(module, nn.Linear):
-            dense.get_submodule(name).weight.data = module.dequantize(torch.float32)
-    ours, theirs = (create_arrow_model(m, paths, ArrowConfig(top_k=1)) for m in (frozen, dense))
-    layer, reference = (m.base_model.model.model.layers[0].self_attn.q_proj for m in (ours, theirs))
-    assert type(layer) is FrozenLoraLinear
-    x = inputs(layer, leading=(2, 5))
-    y, want = layer(x), reference(layer.get_base_layer().lora_input(x))
-    assert (y - want).abs().max() <= 2048 * unit(torch.float32) * want.abs().max()
-    assert (y - layer.get_base_layer()(x)).norm() > 0.01 * y.norm()
-    before = packed(layer)
-    with pytest.raises(RuntimeError, match="Cannot merge an active Arrow router"):
-        ours.merge_adapter()
-    assert_same_packed(packed(layer), before)

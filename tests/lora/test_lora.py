@@ -97,22 +97,6 @@ def test_trainable_biases(backend, mode):
         assert_close(grad, dy.double().sum(0), dy.double().abs().sum(0), what="dbias")
 
 
-def test_scale_setters(backend):
-    model = adapt(backend)
-    layer = layer_of(model)
-    x = inputs(layer)
-    for change, scaling in (
-        (lambda: layer.set_scale("default", 3), 3 * 2.0),
-        (lambda: layer.scale_layer(0.5), 3.0),
-        (lambda: layer.unscale_layer(0.5), 6.0),
-        (layer.unscale_layer, 2.0),
-        (lambda: layer.set_scale("default", 0), 0.0),
-    ):
-        change()
-        assert layer.scaling["default"] == scaling
-        assert_close(layer(x), *formula(layer, x, ["default"]))
-
-
 @pytest.mark.parametrize("autocast_adapter_dtype, expected", ((True, torch.float32), (False, torch.bfloat16)), ids=str)
 def test_adapter_dtype_over_a_bf16_model(backend, autocast_adapter_dtype, expected):
     """FP32 masters by default; on request the model's dtype, whatever the base is stored in."""

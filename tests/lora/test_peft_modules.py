@@ -26,14 +26,13 @@ from peft import (
     LoraConfig,
     OFTConfig,
     PeftModel,
-    PromptTuningConfig,
     VeraConfig,
     get_peft_model,
 )
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, freeze_model, frozen_bytes
+from peft_nvfp4 import NVFP4LoraConfig, freeze_model, frozen_bytes
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 # ---------------------------------------------------------------------------------------------- heads and modules to save
@@ -130,19 +129,8 @@ def test_layer_replication_shares_the_packed_weights(llama, backend):
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        pytest.param(dict(target_modules="all-linear"), ALL, id="all-linear"),
-        pytest.param(dict(target_modules=["q_proj", "down_proj"]), {n for n in ALL if n[-6:] in ("q_proj", "n_proj")}, id="list"),
-        pytest.param(dict(target_modules=r".*layers\.1\.mlp\.(up|gate)_proj"), {"1.mlp.up_proj", "1.mlp.gate_proj"}, id="regex"),
-        pytest.param(
-            dict(target_modules="all-linear", exclude_modules=["o_proj", "mlp.up_proj"]),
-            {n for n in ALL if not n.endswith(("o_proj", "up_proj"))},
-            id="exclude_modules",
-        ),
-        pytest.param(
-            dict(target_modules=["v_proj"], layers_to_transform=[1], layers_pattern="layers"),
-            {"1.self_attn.v_proj"},
-            id="layers_to_transform",
-        ),
+        (dict(target_modules="all-linear", exclude_modules=["o_proj"]), {n for n in ALL if not n.endswith("o_proj")}),
+        (dict(target_modules=["v_proj"], layers_to_transform=[1], layers_pattern="layers"), {"1.self_attn.v_proj"}),
     ],
 )
 def test_selection(llama, settings, expected):
@@ -212,21 +200,6 @@ def test_other_tuners_may_leave_frozen_layers_out(llama):
     train(model)
     scale = model.base_model.model.model.layers[0].self_attn.q_proj.ia3_l["default"]
     assert (scale != 1).any()
-
-
-@by_backend
-def test_prompt_tuning_over_a_frozen_base(llama, backend):
-    model = get_peft_model(freeze_model(llama(), backend), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    assert len(frozen_layers(model)) == 14 and all(isinstance(m, FrozenLinear) for _, m in frozen_layers(model))
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == ["prompt_encoder.default.embedding.weight"]
-    losses = []
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(4):
-        losses.append(model(input_ids=IDS, labels=IDS).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("made_by", ["LoraConfig", "NVFP4LoraConfig"])
