@@ -22,7 +22,7 @@ from _lora_layers import (
     lora_config,
     packed,
 )
-from peft import LoraConfig, LoraModel, get_layer_status, get_model_status, get_peft_model
+from peft import LoraConfig, get_layer_status, get_model_status, get_peft_model
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
 
 from peft_nvfp4.lora.layer import FrozenLoraLinear
@@ -122,28 +122,6 @@ def test_methods_are_called_as_pefts_own(method):
     """The same arguments by the same names, with the same defaults."""
     ours, theirs = (inspect.signature(getattr(cls, method)).parameters for cls in (FrozenLoraLinear, PeftLoraLinear))
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
-
-
-@pytest.mark.parametrize("combination", ("cat", "svd"))
-def test_weighted_adapters(backend, combination):
-    """Combining by "cat" adds the updates exactly; so does "svd" with a rank that can hold the sum (the SVD in FP32 is backward
-    stable: errors of a modest multiple of the unit roundoff times the norm). PEFT 0.20 multiplies with the scaling
-    twice for "svd", on any base."""
-    source = inspect.getsource(LoraModel._svd_generalized_task_arithmetic_weighted_adapter)
-    twice = combination == "svd" and "weight * target.scaling[adapter]" in source
-    model, rank = adapt(backend, dict(r=2, lora_alpha=6)), 6
-    weights = [0.7, -0.4]
-    kwargs = {"svd_rank": rank} if combination == "svd" else {}
-    model.add_weighted_adapter(["default", "a1"], weights, "mix", combination_type=combination, **kwargs)
-    model.set_adapter("mix")
-    for name in LAYERS:
-        layer = layer_of(model, name)
-        assert (layer.r["mix"], layer.scaling["mix"]) == (rank, 1.0)
-        own = [w * (layer.scaling[n] if twice else 1.0) for w, n in zip(weights, ("default", "a1"))]
-        want = own[0] * delta(layer, "default") + own[1] * delta(layer, "a1")
-        assert (delta(layer, "mix") - want).abs().max() <= 256 * unit(torch.float32) * want.norm()
-        x = inputs(layer)
-        assert_close(layer(x), *formula(layer, x, ["mix"]), what=name)
 
 
 def test_status_helpers(backend):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from _peft_models import U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from peft.utils.hotswap import hotswap_adapter
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
 from peft_nvfp4.fusion.attach import attached
@@ -194,30 +193,6 @@ def test_low_cpu_mem_usage(llama, tmp_path, backend, dtype, way):
         assert ((loaded[key] - value).abs() <= slack * value.abs()).all(), key
     if dtype == torch.float32:
         assert torch.equal(logits(again), logits(model))
-
-
-@by_backend
-def test_hotswap(llama, tmp_path, backend):
-    first, second = trained(llama(), backend=backend), get_peft_model(llama(), config(backend=backend))
-    train(second, steps=3, lr=5e-2)
-    for name, model in (("a", first), ("b", second)):
-        model.save_pretrained(str(tmp_path / name))
-    swapped = PeftModel.from_pretrained(freeze_model(llama(), backend), str(tmp_path / "a"))
-    assert torch.equal(logits(swapped), logits(first))
-    hotswap_adapter(swapped, str(tmp_path / "b"), adapter_name="default", torch_device="cpu")
-    assert torch.equal(logits(swapped), logits(second))
-    assert not torch.equal(logits(first), logits(second))
-
-
-@by_backend
-def test_load_adapter_of_transformers(llama, tmp_path, backend):
-    """transformers' own integration injects the layers without a PeftModel around the model."""
-    model = trained(llama(), backend=backend)
-    model.save_pretrained(str(tmp_path))
-    again = freeze_model(llama(), backend)
-    again.load_adapter(str(tmp_path))
-    assert len(frozen_lora(again)) == 14
-    assert torch.equal(logits(again), logits(model))
 
 
 def test_mixed_model_freezes_a_dense_base(llama):

@@ -32,7 +32,7 @@ from peft import (
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from peft_nvfp4 import NVFP4LoraConfig, freeze_model, frozen_bytes
+from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 # ---------------------------------------------------------------------------------------------- heads and modules to save
@@ -104,23 +104,6 @@ def test_trainable_tokens(llama, tmp_path, backend):
     model.save_pretrained(str(tmp_path))
     read = NVFP4LoraConfig.from_pretrained(str(tmp_path))
     assert torch.equal(logits(PeftModel.from_pretrained(llama(), str(tmp_path), config=read)), logits(model))
-
-
-@by_backend
-def test_layer_replication_shares_the_packed_weights(llama, backend):
-    """Layers 0 and 1, twice: four layers over the storage of two, each with an adapter of its own."""
-    plain = freeze_model(llama(), backend)
-    model = get_peft_model(llama(), config(backend=backend, layer_replication=[[0, 2], [0, 2]]))
-    layers = model.base_model.model.model.layers
-    assert len(layers) == 4 and len(frozen_lora(model)) == 28
-    assert frozen_bytes(model) == frozen_bytes(plain)
-    for i in (0, 1):
-        a, b = layers[i].mlp.up_proj, layers[i + 2].mlp.up_proj
-        shared = a.base_layer.packed_tensors()
-        assert all(t.data_ptr() == b.base_layer.packed_tensors()[n].data_ptr() for n, t in shared.items())
-        assert a.lora_A["default"].weight.data_ptr() != b.lora_A["default"].weight.data_ptr()
-    train(model)
-    assert all(m.lora_B["default"].weight.abs().max() > 0 for m in frozen_lora(model).values())
 
 
 # ---------------------------------------------------------------------------------------------- selection of modules

@@ -285,7 +285,9 @@ def test_a_name_that_is_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"backend": "int8"}, {"optimizer": "lion"}, {"loss": "none"}, {"batch": 0}, {"rank": 1.5}, {"positions": 5000}]
+    "wrong",
+    [{"backend": "int8"}, {"optimizer": "lion"}, {"loss": "none"}, {"batch": 0}, {"rank": 1.5}, {"positions": 5000}]
+    + [{"strategy": "fsdp1"}, {"cards": 0}],
 )
 def test_wrong_settings(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

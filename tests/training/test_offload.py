@@ -11,7 +11,7 @@ import torch
 from _offloaded import BACKENDS, at_rest, batch, late, packed, same, scrambled, steps, tuned
 from peft import LoraConfig
 
-from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, frozen_bytes
+from peft_nvfp4 import enable_cuda_graphs, frozen_bytes
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.training.offload.enable import (
     _owner,
@@ -202,13 +202,6 @@ def test_disabling_brings_everything_back():
     disable_offload(model)  # nothing to do
     enable_offload(model)
     assert offload_status(model).layers == 3
-
-
-def test_the_field_is_saved_and_read(tmp_path):
-    model = tuned("nvfp4 cached", "cpu")
-    model.save_pretrained(tmp_path)
-    config = NVFP4LoraConfig.from_pretrained(str(tmp_path))
-    assert config.offload == "cpu"
 
 
 def test_what_is_written_to_the_host_is_copied_again():
