@@ -11,7 +11,7 @@ Parts:
     70b     Llama-3-70B's shape under 16 GiB without offload: the estimator's figure, and an attempt to allocate its weights
 
 A model is made layer by layer on the GPU, before the cap: random weights, frozen, moved to the host; no copy of the whole in BF16
-exists anywhere. The cap holds PyTorch's allocator to so many bytes less what CUDA takes (``peft_nvfp4.memory.cards.CONTEXT``).
+exists anywhere. The cap holds PyTorch's allocator to so many bytes less what CUDA takes (``peft_nvfp4.memory.settings.CONTEXT``).
 
 Times are of a step of 1 x 512 tokens with checkpointing (so most layers are fetched twice). ``compute``: the same step while the
 copies are left out (layers compute with whatever is in the buffers). ``copy``: the copies of a step one after the other with
@@ -29,7 +29,7 @@ import common
 import torch
 from llama_cases import LABELS, R, fill, last_positions, llama_config
 from peft import get_peft_model
-from peft_nvfp4.memory.cards import CONTEXT
+from peft_nvfp4.memory.settings import CONTEXT
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
