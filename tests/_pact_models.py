@@ -5,7 +5,14 @@ from pathlib import Path
 import torch
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlavaConfig,
+    PixtralVisionConfig,
+    PreTrainedModel,
+)
 
 from peft_nvfp4 import PactConfig
 
@@ -18,6 +25,15 @@ def dense_files(folder: Path) -> Path:
     tiny_llama(torch.bfloat16).save_pretrained(folder / "dense", max_shard_size="60kB")
     assert len(list((folder / "dense").glob("*.safetensors"))) > 2
     return folder / "dense"
+
+
+def tiny_llava(layers: int) -> PreTrainedModel:
+    """A Llama with images, in BF16."""
+    text = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=layers, num_attention_heads=4, vocab_size=128)
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16)
+    torch.manual_seed(0)
+    parts = dict(text_config=LlamaConfig(**text), vision_config=PixtralVisionConfig(**vision))
+    return AutoModelForImageTextToText.from_config(LlavaConfig(**parts, image_token_index=127, dtype="bfloat16"))
 
 
 def load(folder, cls=AutoModelForCausalLM, dtype=torch.bfloat16, **settings):

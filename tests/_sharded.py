@@ -6,9 +6,10 @@ from conftest import tiny_llama
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
-def tuned(backend: str, dtype=torch.float32, **settings):
+def tuned(backend: str, dtype=torch.float32, width: int = 176, **settings):
+    """``width``: of the MLP."""
     word, _, layouts = backend.partition(" ")
-    model = tiny_llama(dtype)
+    model = tiny_llama(dtype, intermediate_size=width)
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, weight_layouts=layouts or "cached") | settings
     return adapted_model(model, backend=word, **settings).train()
 

@@ -31,7 +31,7 @@ def pytest_report_header():
     return f"CPU kernels: {torch.backends.cpu.get_cpu_capability()}{narrowed}"
 
 
-LENGTHY = ("test_peak_memory_at_a_billion_weights", "test_the_whole_way_on_the_real_model", "test_one_instance_compiles")
+LENGTHY = ("test_the_whole_way_on_the_real_model", "test_one_instance_compiles")
 """Tests of minutes go first: with several processes (-n 2) the last one would otherwise run alone at the end."""
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from _families import image_for, qwen2_5_vl
 from _reproduce import write_rows
 from _tiny_models import tiny_tokenizer
 from conftest import tiny_llama
-from test_families import image_for, qwen2_5_vl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import image_tasks, image_text, run_log, runner, sources, tables

@@ -4,10 +4,11 @@ found and run one layer at a time."""
 import pytest
 import torch
 from _calibrations import FAST, IDS, Words, bits
+from _families import IMAGE, causal, idefics3
 from conftest import tiny_llama
 from torch import nn
 
-from peft_nvfp4.calibration.data import batches, token_mask
+from peft_nvfp4.calibration.data import batches
 from peft_nvfp4.calibration.run import calibrate
 from peft_nvfp4.calibration.structure import capture, find_stack, sites
 from peft_nvfp4.quantization.freeze import frozen_layers, plan
@@ -32,37 +33,14 @@ def test_texts_become_sequences_of_one_length():
     assert batches(["a bb"], Words(), seq_len=10)[0]["input_ids"].tolist() == [[1, 2, 0]]  # less than one sequence
 
 
-def test_other_kinds_of_data():
-    datasets = pytest.importorskip("datasets")
-    ids = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6, 7]]})
-    assert batches(ids, seq_len=3)[1]["input_ids"].tolist() == [[4, 5, 6]]
-    text = datasets.Dataset.from_dict({"text": ["a bb", "ccc"]})
-    assert sum(b["input_ids"].numel() for b in batches(text, Words(), seq_len=10)) == 5
-    assert [b["input_ids"].shape for b in batches(IDS, samples=5, seq_len=8, batch_size=2)] == [(2, 8), (2, 8), (1, 8)]
-    dicts = [{"input_ids": IDS, "pixel_values": torch.zeros(1)}]
-    assert batches(dicts)[0]["input_ids"] is IDS
-    for wrong, message in (([], "no calibration data"), (["text"], "tokenizer"), ("a text", "tokenizer"), ([3.5], "float")):
-        with pytest.raises(ValueError, match=message):
-            batches(wrong)
-    with pytest.raises(ValueError, match="column.*'text'; this one has label"):
-        batches(datasets.Dataset.from_dict({"label": [1]}))
-    assert token_mask({"attention_mask": torch.ones(2, 3)}) is None
-    assert token_mask({"attention_mask": torch.tensor([[1, 0]])}).tolist() == [[True, False]]
-
-
 # ---------------------------------------------------------------------------------------------- structure
 
 
-def gemma3(**overrides):
+def gemma3():
     """Sliding and full attention in turn, each with its own mask and rotary embedding."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
     torch.manual_seed(0)
-    settings = dict(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=32
-    )
     types = ["sliding_attention", "full_attention", "sliding_attention"]
-    return Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=128, sliding_window=6, layer_types=types, **{**settings, **overrides}))
+    return causal("Gemma3", "Gemma3Text", head_dim=16, num_hidden_layers=3, sliding_window=6, layer_types=types)()
 
 
 PADDED = [
@@ -129,32 +107,16 @@ def test_structure_refusals():
 
 
 def vision_model():
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
-
     torch.manual_seed(0)
-    text = dict(
-        model_type="llama",
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
-    config = Idefics3Config(text_config=text, vision_config=vision, scale_factor=2, image_token_id=127, pad_token_id=0)
-    return Idefics3ForConditionalGeneration(config)
+    return idefics3()
 
 
 def image_batches(count: int = 4):
     g = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 120, (count, 1, 12), generator=g)
-    ids[:, :, 2:6] = 127  # 32 / 8 = 4 x 4 patches, of which 2 x 2 make a token
+    ids = torch.randint(IMAGE + 1, 120, (count, 1, 12), generator=g)
+    ids[:, :, 2:6] = IMAGE  # 16 / 4 = 4 x 4 patches, of which 2 x 2 make a token
     return [
-        {"input_ids": i, "attention_mask": torch.ones_like(i), "pixel_values": torch.randn(1, 1, 3, 32, 32, generator=g)}
+        {"input_ids": i, "attention_mask": torch.ones_like(i), "pixel_values": torch.randn(1, 1, 3, 16, 16, generator=g)}
         for i in ids
     ]
 
@@ -165,7 +127,7 @@ def test_image_prompts():
     assert list(report.layers) == ["model.text_model.layers.0", "model.text_model.layers.1"]
     assert any("vision_model" in n for n in report.dense) and not any("vision" in n for n, _ in frozen_layers(model))
     other = vision_model()
-    text = [{"input_ids": b["input_ids"].clamp(max=120), "attention_mask": b["attention_mask"]} for b in image_batches()]
+    text = [{"input_ids": b["input_ids"].clamp(min=IMAGE + 1), "attention_mask": b["attention_mask"]} for b in image_batches()]
     calibrate(other, text, **FAST)
     a, b = bits(model), bits(other)
     assert any(not torch.equal(a[name], b[name]) for name in a)  # the images mattered

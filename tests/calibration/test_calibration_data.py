@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from _calibrations import FAST, IDS
 from conftest import tiny_llama
 from torch import nn
 
@@ -19,8 +20,6 @@ from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, ca
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
-IDS = torch.randint(1, 128, (8, 24), generator=torch.Generator().manual_seed(3))
-FAST = dict(device="cpu", progress=False)
 BOS, EOS, USER = 101, 102, 103
 
 
@@ -122,6 +121,9 @@ def test_refusals_of_data():
         (images, "dataset with images.*DataLoader"),
         ([{"input_ids": [1, 2], "pixel_values": torch.zeros(1)}], "return_tensors='pt'"),
         ([{"label": 1}], "input_ids, messages, text; this one has label"),
+        (datasets.Dataset.from_dict({"label": [1]}), "column.*'text'; this one has label"),
+        (TEXTS, "tokenizer"),
+        ("a text", "tokenizer"),
         (IDS.float(), "integers, got torch.float32"),
         ([[0.5, 1.5]], "integers, got torch.float32"),
         ([["a"]], "integers"),
@@ -145,9 +147,15 @@ def test_refusals_of_calibrate():
         calibrate(tiny_llama(max_position_embeddings=16), IDS, **FAST)
     with pytest.raises(TypeError, match="options=..."):
         calibrate(tiny_llama(), IDS, CalibrationOptions(), **FAST)
-    for wrong in (dict(samples=0), dict(seq_len=1), dict(batch_size=0), dict(backward_batches=0), dict(report_tokens=-1)):
+    numbers = (dict(samples=0), dict(seq_len=1), dict(batch_size=0), dict(backward_batches=0), dict(report_tokens=-1))
+    words = (dict(method="best"), dict(accuracy="best"), dict(budget=2.0), dict(backward="best"), dict(gradients="best"))
+    for wrong in (*numbers, *words):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CalibrationOptions(**wrong)
+    with pytest.raises(ValueError, match="cached"):
+        CalibrationOptions(backward="gptq", weight_layouts="transient")
+    with pytest.raises(ValueError, match="offload"):
+        calibrate(tiny_llama(), IDS, offload="tape", **FAST)
     model = tiny_llama()
     calibrate(model, IDS, **FAST)
     with pytest.raises(ValueError, match="frozen already"):

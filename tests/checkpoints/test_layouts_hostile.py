@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
+from _broken_checkpoints import Bomb, assert_refused, change, shard_of, truncate
 from published_checkpoints import CT_SETTINGS, MODELOPT_SETTINGS, OLD_MODELOPT, edit_config, write
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from peft_nvfp4 import PactConfig
@@ -32,36 +32,19 @@ def saved(tmp_path_factory):
     return {layout: root / layout for layout in LAYOUTS}
 
 
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=PactConfig(), dtype=torch.bfloat16)
+
+
 def raises(folder, *parts):
-    """The error names every part, and nothing is returned."""
-    with pytest.raises(ValueError) as error:
-        AutoModelForCausalLM.from_pretrained(folder, quantization_config=PactConfig(), dtype=torch.bfloat16)
-    message = str(error.value)
-    assert [part for part in map(str, parts) if part not in message] == [], message
-
-
-def shard_of(folder, tensor):
-    return folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][tensor]
-
-
-def change(folder, copy_to, tensor, function):
-    """Copy a checkpoint and apply ``function`` to one tensor (None removes it; a new one goes beside the others)."""
-    shutil.copytree(folder, copy_to)
-    index = json.loads((copy_to / "model.safetensors.index.json").read_text())
-    file = copy_to / index["weight_map"].setdefault(tensor, "model-00001-of-00003.safetensors")
-    (copy_to / "model.safetensors.index.json").write_text(json.dumps(index))
-    tensors = load_file(file)
-    tensors[tensor] = function(tensors.get(tensor))
-    save_file({name: t for name, t in tensors.items() if t is not None}, file, metadata={"format": "pt"})
-    return file
+    assert_refused(load, folder, *parts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_untouched_copies_load(saved, tmp_path, layout):
     """What the tests below do to a file is what makes it fail."""
     change(saved[layout], tmp_path / "copy", f"{DOWN}.weight_scale", lambda t: t)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", quantization_config=PactConfig(), dtype=torch.bfloat16)
-    assert len(frozen_layers(model)) == 14
+    assert len(frozen_layers(load(tmp_path / "copy"))) == 14
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -70,19 +53,8 @@ def test_untouched_copies_load(saved, tmp_path, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("keep", [0.9, 0.01, 0])
 def test_truncated_shard(saved, tmp_path, layout, keep):
-    shutil.copytree(saved[layout], tmp_path / "copy")
-    file = shard_of(tmp_path / "copy", f"{DOWN}.weight_scale")
-    content = file.read_bytes()
-    file.write_bytes(content[: int(keep * len(content))])
+    file = truncate(saved[layout], tmp_path / "copy", f"{DOWN}.weight_scale", keep)
     raises(tmp_path / "copy", file, "truncated or damaged", "Download")
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (open, (self.path, "w"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,18 +14,14 @@ import torch
 from _tiny_models import save_tiny
 from safetensors.torch import load_file
 
-SOURCE = Path(__file__).parents[2] / "src"
 TIMEOUT = 600
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(p for p in (str(SOURCE), os.environ.get("PYTHONPATH")) if p)
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
 
 def start(*args) -> subprocess.Popen:
     command = [sys.executable, "-m", "peft_nvfp4.cli", *map(str, args)]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env={**os.environ, "COLUMNS": "120"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def run(*args, code: int = 0) -> str:

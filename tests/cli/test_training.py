@@ -7,25 +7,20 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from _frozen_models import packed
 from _low_level import adapted_model
+from _peft_models import BACKENDS, adapter_tensors, by_backend, config, logits, same_tensors
 from _steps import steps as optimizer_steps
 from conftest import tiny_llama
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict, prepare_model_for_kbit_training
+from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 
-from peft_nvfp4 import NVFP4LoraConfig, detach, freeze_model
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 bnb = pytest.importorskip("bitsandbytes")
 
-BACKENDS = ("nvfp4", "nf4", "bf16")
-by_backend = pytest.mark.parametrize("backend", BACKENDS)
 IDS = torch.arange(64).reshape(4, 16) * 7 % 128
-
-
-def config(**settings) -> NVFP4LoraConfig:
-    return NVFP4LoraConfig(**{**dict(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"), **settings})
 
 
 def adapted(seed: int = 1, dtype: torch.dtype = torch.float32, **settings) -> PeftModel:
@@ -35,18 +30,6 @@ def adapted(seed: int = 1, dtype: torch.dtype = torch.float32, **settings) -> Pe
     return adapted_model(base, make=config, **settings)
 
 
-def adapter(model: PeftModel) -> dict[str, torch.Tensor]:
-    return {k: v.clone() for k, v in get_peft_model_state_dict(model).items()}
-
-
-def packed(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {f"{n}.{k}": t for n, layer in frozen_layers(model) for k, t in layer.packed_tensors().items()}
-
-
-def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def gradients(model: nn.Module, ids: torch.Tensor = IDS, seed: int = 5) -> dict[str, torch.Tensor]:
     """Of the mean loss over ``ids``, in training mode, with every random number from ``seed``."""
     model.train()
@@ -54,12 +37,6 @@ def gradients(model: nn.Module, ids: torch.Tensor = IDS, seed: int = 5) -> dict[
     torch.manual_seed(seed)
     model(input_ids=ids, labels=ids).loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-
-
-def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=ids).logits
 
 
 def fit(model: nn.Module, steps: int, lr: float = 1e-2) -> list[float]:
@@ -86,7 +63,7 @@ def test_a_few_steps_lower_the_loss(backend, dtype, dropout):
     assert abs(losses[0] - 4.85) < 0.3 and losses[-1] < losses[0] - 0.5
     assert same_tensors(packed(model), frozen)
     assert all(torch.equal(p, rest[n]) for n, p in model.named_parameters() if "lora_" not in n)
-    assert all(t.abs().max() > 0 and t.isfinite().all() for t in adapter(model).values())
+    assert all(t.abs().max() > 0 and t.isfinite().all() for t in adapter_tensors(model).values())
 
 
 @by_backend
@@ -96,19 +73,6 @@ def test_backends_start_at_the_same_loss_and_learn_alike(backend):
     baseline, here = fit(adapted(backend="bf16"), 8), fit(adapted(backend=backend), 8)
     gain = baseline[0] - baseline[-1]
     assert abs(here[0] - baseline[0]) < 0.1 and abs(here[-1] - baseline[-1]) < 0.5 * gain
-
-
-@by_backend
-@pytest.mark.parametrize("gradients_in", ["nvfp4", "nvfp4_sr"])
-def test_two_runs_with_one_seed_are_bit_equal(backend, gradients_in):
-    """Dropout and stochastic rounding draw from torch.manual_seed; another seed gives another run."""
-    runs = []
-    for seed in (3, 3, 4):
-        model = adapted(backend=backend, lora_dropout=0.1, gradients=gradients_in)
-        torch.manual_seed(seed)
-        runs.append((fit(model, 3), adapter(model)))
-    assert runs[0][0] == runs[1][0] and same_tensors(runs[0][1], runs[1][1])
-    assert not same_tensors(runs[0][1], runs[2][1])
 
 
 @by_backend
@@ -206,23 +170,6 @@ def losses_of(trainer: hf.Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@by_backend
-def test_trainer_resumes_bit_equally(tmp_path, backend):
-    """Four steps in one go, and two of them again from the checkpoint at step 2 by a fresh model with another adapter, with
-    dropout 0.1: the checkpoint holds the adapter, the optimizer and the random state."""
-    settings = dict(backend=backend, lora_dropout=0.1)
-    whole = hf.Trainer(adapted(**settings), arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=Rows())
-    whole.train()
-    checkpoint = tmp_path / "checkpoint-2"
-    assert {"adapter_config.json", "nvfp4_adapter.json", "adapter_model.safetensors"} <= {p.name for p in checkpoint.iterdir()}
-    resumed = hf.Trainer(adapted(seed=77, **settings), arguments(tmp_path), train_dataset=Rows())
-    assert not same_tensors(adapter(resumed.model), adapter(whole.model))
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert losses_of(resumed) == losses_of(whole)[-2:] or losses_of(resumed) == losses_of(whole)
-    assert resumed.state.global_step == 4
-    assert same_tensors(adapter(resumed.model), adapter(whole.model))
-
-
 @pytest.mark.parametrize("backend", ["nf4", "nvfp4"])
 @pytest.mark.parametrize("optim, bits", [("paged_adamw_8bit", 8), ("adamw_bnb_8bit", 8), ("paged_adamw_32bit", 32)])
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -244,57 +191,6 @@ def test_bitsandbytes_optimizers(tmp_path, backend, optim, bits):
 # ---------------------------------------------------------------------------------------------- TRL
 
 
-@pytest.fixture(scope="module")
-def trl():
-    """(SFTTrainer, SFTConfig, data set, tokenizer): one token a letter."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{c: i + 3 for i, c in enumerate("abcdefghijklmnopqrstuvwxyz")}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    rows = datasets.Dataset.from_dict({"text": ["hello world", "the quick brown fox", "jumps", "over the lazy dog"] * 2})
-    return trl.SFTTrainer, trl.SFTConfig, rows, tokenizer
-
-
-@by_backend
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_sft_trainer(tmp_path, trl, backend):
-    """With peft_config=NVFP4LoraConfig and with a model prepared before: the same adapters to start from give the same losses and
-    the same adapters, with TRL's defaults (checkpointed activations among them)."""
-    trainer_class, arguments_class, rows, tokenizer = trl
-    usual = dict(max_steps=4, per_device_train_batch_size=4, logging_steps=1, learning_rate=1e-2, save_strategy="no")
-    trainers = []
-    for prepared in (False, True):
-        given = adapted(backend=backend) if prepared else tiny_llama()
-        trainers.append(
-            trainer_class(
-                given,
-                args=arguments_class(
-                    output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, **usual
-                ),
-                train_dataset=rows,
-                processing_class=tokenizer,
-                peft_config=None if prepared else config(backend=backend),
-            )
-        )
-    for trainer in trainers:
-        layers = [m for m in trainer.model.modules() if isinstance(m, FrozenLoraLinear)]
-        assert len(layers) == 14 and all(m.get_base_layer().backend == backend for m in layers)
-    trainers[1].model.load_state_dict(
-        {n: p.detach().clone() for n, p in trainers[0].model.named_parameters() if "lora_" in n}, strict=False
-    )
-    start = adapter(trainers[0].model)
-    for trainer in trainers:
-        trainer.train()
-    losses = [losses_of(trainer) for trainer in trainers]
-    assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
-    assert same_tensors(adapter(trainers[0].model), adapter(trainers[1].model))
-    assert not same_tensors(adapter(trainers[0].model), start)
-
-
 # ---------------------------------------------------------------------------------------------- copies
 
 
@@ -302,14 +198,14 @@ def test_sft_trainer(tmp_path, trl, backend):
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_compute_the_same_and_share_nothing(backend, way):
     model = adapted(backend=backend, init_lora_weights=False)
-    expected, weights = logits(model), adapter(model)
+    expected, weights = logits(model), adapter_tensors(model)
     twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert torch.equal(logits(twin), expected)
     tensors = lambda m: {t.data_ptr() for t in [*m.parameters(), *packed(m).values()] if t.numel()}
     assert not tensors(twin) & tensors(model)
     fit(twin, 2)
     assert not torch.equal(logits(twin), expected)
-    assert torch.equal(logits(model), expected) and same_tensors(adapter(model), weights)
+    assert torch.equal(logits(model), expected) and same_tensors(adapter_tensors(model), weights)
     merged = twin.merge_and_unload()  # also rewrites what is frozen
     assert not torch.equal(logits(merged), expected) and torch.equal(logits(model), expected)
 
@@ -380,17 +276,3 @@ def test_evaluating_then_training_then_merging(tmp_path, monkeypatch, backend, c
     # merged weights are dense FP32: only the order of FP32 sums differs. NVFP4 no longer quantises its activations (a tenth each)
     assert distance(logits(merged), trained) < (0.3 if backend == "nvfp4" else 1e-4)
     assert distance(before, trained) > 0.01
-
-
-@by_backend
-def test_freezing_an_evaluated_model(backend):
-    """The other order: evaluate the dense model, freeze, evaluate, adapt, train."""
-    model = tiny_llama()
-    dense = logits(model)
-    frozen = logits(freeze_model(model, backend))
-    assert distance(frozen, dense) < 0.3 and (backend == "bf16") == torch.equal(frozen, dense)
-    torch.manual_seed(1)
-    model = detach(get_peft_model(model, config(backend=backend)))  # fused: FP32 sums in another order flip a rounding
-    assert torch.equal(logits(model), frozen), "B is zero"
-    losses = fit(model, 4)
-    assert losses[-1] < losses[0]

@@ -8,7 +8,6 @@ from _dataflow_models import IDS, bytes_for_backward, kept_bytes, loss_and_gradi
 
 from peft_nvfp4 import NVFP4LoraConfig, attach
 from peft_nvfp4.autograd import activation_cache
-from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.fusion.probe import base_of
 from peft_nvfp4.numerics import fused_reference, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, padded_k
@@ -177,9 +176,3 @@ def test_a_recomputed_product_stays_within_fp16():
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
         (mlp(x).float() * 1e-4).sum().backward()
         assert torch.isfinite(mlp.down_proj.lora_A["default"].weight.grad).all()
-
-
-def test_small_memory_asks_for_recomputing():
-    for memory, recompute in (("fast", False), ("small", True), ("smallest", True)):
-        model = tuned("Llama", fused=True, memory=memory)
-        assert [m.recompute for m in model.modules() if isinstance(m, FusedGatedMLP)] == [recompute] * 2

@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from _assertions import unit
 from _loss_models import EXACT, VOCABULARY, assert_same_step, batch, build, distance, step
+from _tiny_models import tiny_tokenizer
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -70,19 +71,6 @@ def test_a_head_of_several_ranks_is_called_once(tmp_path, max_supervised):
         torch.distributed.destroy_process_group()
     assert sum(calls) == 1
     assert_same_step(got, expected)
-    assert_same_step(step(model), expected)
-
-
-def test_a_quantised_head_computes_its_own_logits():
-    """NF4 from bitsandbytes; in FP32 its product is W dequantised times h."""
-    bnb = pytest.importorskip("bitsandbytes")
-    model = build()
-    head = bnb.nn.Linear4bit(64, VOCABULARY, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    head.weight = bnb.nn.Params4bit(model.lm_head.weight.detach().clone(), requires_grad=False, quant_type="nf4")
-    model.set_output_embeddings(head.to("cpu"))
-    expected = step(model)
-    report = attach_loss(model, chunk=3)
-    assert report.attached and "own forward" in report.reason
     assert_same_step(step(model), expected)
 
 
@@ -191,13 +179,10 @@ def test_trainer(tmp_path, monkeypatch, settings):
 def test_sft_trainer(tmp_path):
     """Prompts masked out; loss, accuracy and entropy of training and evaluation as without."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{c: i + 3 for i, c in enumerate("abcdefghijklmnopqrstuvwxyz ")}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    pairs = {"prompt": ["the quick ", "over ", "a b c "] * 2, "completion": ["brown fox", "the lazy dog", "d"] * 2}
+    pairs = {
+        "prompt": ["the film was ", "question ", "a b c "] * 2,
+        "completion": ["good and fine", "answer red blue", "dull"] * 2,
+    }
     data, logs = datasets.Dataset.from_dict(pairs), []
     for attached in (False, True):
         torch.manual_seed(5)
@@ -207,7 +192,7 @@ def test_sft_trainer(tmp_path):
             str(tmp_path), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
             use_cpu=True, learning_rate=0.05, optim="sgd", report_to=[], disable_tqdm=True, save_strategy="no", bf16=False,
         )  # fmt: skip
-        trainer = trl.SFTTrainer(model, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+        trainer = trl.SFTTrainer(model, arguments, train_dataset=data, eval_dataset=data, processing_class=tiny_tokenizer())
         trainer.train()
         trainer.evaluate()
         logs.append(logged(trainer, "loss", "mean_token_accuracy", "entropy", "eval_loss", "eval_mean_token_accuracy"))

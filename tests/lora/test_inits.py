@@ -6,15 +6,13 @@ branch of that base sees.
 """
 
 import copy
-import math
 import warnings
 
 import pytest
 import torch
 from _assertions import assert_same_bits, unit
-from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed, sqnr
+from _lora_layers import LAYERS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed, sqnr
 from peft import (
-    ArrowConfig,
     BdLoraConfig,
     EvaConfig,
     KasaConfig,
@@ -23,9 +21,7 @@ from peft import (
     LoraModel,
     MontecloraConfig,
     VeloraConfig,
-    create_arrow_model,
     get_peft_model,
-    initialize_lora_eva_weights,
 )
 from torch import nn
 
@@ -99,64 +95,6 @@ def test_base_keeps_its_bytes(backend, init):
             assert_close(layer(x), want, magnitude, what=f"{name} with init {init!r}")
 
 
-def test_default_and_gaussian_distributions(backend):
-    """True: A uniform in +-1/sqrt(in). "gaussian": A normal with deviation 1/r; of n values the sample deviation is within
-    5/sqrt(2n) of it, relatively. B is zero."""
-    layer = layer_of(get_peft_model(Mlp(), lora_config(backend)))
-    a, b = factors(layer)
-    assert 0.9 / math.sqrt(D) < a.abs().max() <= 1 / math.sqrt(D) and b.abs().sum() == 0
-    layer = layer_of(get_peft_model(Mlp(), lora_config(backend, init_lora_weights="gaussian")))
-    a, b = factors(layer)
-    assert abs(a.std() * R - 1) < 5 / math.sqrt(2 * a.numel()) and b.abs().sum() == 0
-
-
-def test_orthogonal(backend):
-    """A and B live in orthogonal row spaces, so B A = 0 while neither is; FP32 rounding of r-term sums remains."""
-    a, b = factors(layer_of(get_peft_model(Mlp(), lora_config(backend, init_lora_weights="orthogonal"))))
-    assert a.norm() > 0.1 and b.norm() > 0.1
-    assert ((b @ a).abs() <= 8 * R * unit(torch.float32) * (b.abs() @ a.abs())).all()
-
-
-def test_mica(backend):
-    """A = 0; B holds the left singular vectors of D(W) with the smallest singular values, and is not trained."""
-    model = get_peft_model(Mlp(), lora_config(backend, init_lora_weights="mica"))
-    layer = layer_of(model)
-    a, b = factors(layer)
-    assert a.abs().sum() == 0
-    u, s, _ = torch.linalg.svd(layer.get_base_layer().dequantize(torch.float32).double(), full_matrices=False)
-    # singular vectors are defined up to their sign, and to FP32 accuracy divided by the gaps of the spectrum (1e-2 and more here)
-    assert ((b.T @ u[:, -R:]).abs() - torch.eye(R)).abs().max() < 1e-3
-    assert layer.lora_A["default"].weight.requires_grad and not layer.lora_B["default"].weight.requires_grad
-    model(torch.randn(TOKENS, D)).sum().backward()
-    assert layer.lora_A["default"].weight.grad.abs().sum() > 0 and layer.lora_B["default"].weight.grad is None
-
-
-def test_eva(backend):
-    """A holds the leading right singular vectors of the layer's own inputs; B = 0, so the function stays."""
-    model = get_peft_model(Mlp(), lora_config(backend, init_lora_weights="eva", eva_config=EvaConfig(rho=1.0)))
-    x = torch.randn(128, D) * 0.6 ** torch.arange(D) @ torch.linalg.qr(torch.randn(D, D)).Q  # a clear spectrum
-    model.base_model.model.norm = nn.Identity()
-    y = model(x)
-    initialize_lora_eva_weights(
-        model,
-        [x],
-        forward_fn=lambda model, batch: model(batch),
-        prepare_model_inputs_fn=None,
-        prepare_layer_inputs_fn=lambda layer_input, model_input, name: (
-            layer_input[0] if isinstance(layer_input, tuple) else layer_input
-        ),
-        show_progress_bar=False,
-    )
-    assert_same_bits(model(x), y, "y")
-    layer = layer_of(model)
-    a, b = factors(layer)
-    assert b.abs().sum() == 0
-    assert ((a @ a.T) - torch.eye(R)).abs().max() < 1e-3
-    want = torch.linalg.svd(x.double() - x.double().mean(0), full_matrices=False).Vh[:R]
-    # EVA's incremental PCA stops when components turn by less than acos(0.99); the space they span is compared
-    assert torch.linalg.svdvals(a @ want.T).min() > 0.99
-
-
 # ---------------------------------------------------------------------------------------------- that rewrite the base
 
 
@@ -197,14 +135,6 @@ def test_pissa_takes_the_leading_singular_part(backend, init):
         assert (weight - SCALING * b @ a).norm() <= (1 + 1e-5 if init == "pissa" else 1.03) * best
 
 
-def test_olora_takes_the_leading_qr_part(backend):
-    base, model = before_and_after(backend, "olora")
-    for name in LAYERS:
-        a, b = factors(layer_of(model, name))
-        q, r = torch.linalg.qr(getattr(base, name).dequantize(torch.float32))
-        assert (b - q[:, :R]).abs().max() < 1e-5 and (a - r[:R]).abs().max() < 1e-5  # the same call on the same matrix
-
-
 @pytest.mark.parametrize("init", ("pissa", "olora"))
 def test_rewriting_inits_keep_the_shared_global_scale(llama, init):
     """q, k and v must still share one scale afterwards, or serving engines cannot fuse them. k is made larger than the others."""
@@ -216,18 +146,6 @@ def test_rewriting_inits_keep_the_shared_global_scale(llama, init):
         getattr(attention, n).get_base_layer().weight_gscale.view(torch.float32).item() for n in ("q_proj", "k_proj", "v_proj")
     ]
     assert scales == [scales[1]] * 3
-
-
-def test_rewritten_base_merges_and_unmerges(backend):
-    """After PiSSA, merging gives about the original weight back, and unmerging the bytes of the residual."""
-    base, model = before_and_after(backend, "pissa")
-    residual = packed(layer_of(model))
-    model.merge_adapter()
-    merged = layer_of(model).get_base_layer().dequantize(torch.float32)
-    # two requantisations, of the residual and of the sum: 3 dB below one
-    assert sqnr(merged, base.up_proj.dequantize(torch.float32)) >= min(REQUANTISED_SQNR[backend], 123.0) - 3
-    model.unmerge_adapter()
-    assert_same_packed(packed(layer_of(model)), residual)
 
 
 @pytest.mark.parametrize("init", ("pissa", "olora", "mica", "orthogonal"))
@@ -262,11 +180,6 @@ def test_options_that_cannot_work_raise_and_are_named(backend, option, make):
         get_peft_model(Mlp(), make(backend))
 
 
-def test_unknown_init_raises(backend):
-    with pytest.raises(ValueError, match="unknown init_lora_weights='magic'"):
-        get_peft_model(Mlp(), lora_config(backend, init_lora_weights="magic"))
-
-
 # ---------------------------------------------------------------------------------------------- variants
 
 VARIANTS = {
@@ -287,7 +200,7 @@ def variant_pair(backend, settings):
         dense = Mlp()
         for name in LAYERS:
             base = layer_of(ours, name).get_base_layer()
-            getattr(dense, name).weight.data = base.dequantize(torch.float32)
+            getattr(dense, name).weight.data = base.dequantize(torch.float32).clone()
             getattr(dense, name).bias.data = base.bias.detach().clone()
         config = {"r": R, "lora_alpha": SCALING * R, "target_modules": list(LAYERS), "init_lora_weights": False}
         stock = get_peft_model(dense, LoraConfig(**{**config, **settings}))
@@ -332,17 +245,23 @@ def test_variants_equal_stock_peft_on_the_dequantised_layer(backend, variant, mo
         assert (y - plain).norm() > 0.01 * plain.norm()  # the variant is seen
 
 
+@pytest.mark.parametrize("safe_merge", (False, True), ids=("unsafe", "safe"))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_merge_like_stock_peft(backend, variant):
-    """merge_and_unload in FP32 equals stock PEFT's merge into D(W); merging in place and unmerging restores the bytes."""
+def test_variants_merge_like_stock_peft(backend, variant, safe_merge):
+    """merge_and_unload in FP32 equals stock PEFT's merge into D(W), merging in place that up to one requantisation (bf16: 100 dB,
+    the order of FP32 sums); unmerging restores the bytes."""
     ours, stock = variant_pair(backend, VARIANTS[variant])
     before = {name: packed(layer_of(ours, name)) for name in LAYERS}
-    ours.merge_adapter()
-    assert all(layer_of(ours, name).merged_adapters == ["default"] for name in LAYERS)
+    stock = stock.merge_and_unload()
+    ours.merge_adapter(safe_merge=safe_merge)
+    for name in LAYERS:
+        layer, want = layer_of(ours, name), getattr(stock, name).weight.detach()
+        assert layer.merged_adapters == ["default"]
+        assert sqnr(layer.get_base_layer().dequantize(torch.float32), want) >= min(REQUANTISED_SQNR[backend], 100.0)
     ours.unmerge_adapter()
     for name in LAYERS:
         assert_same_packed(packed(layer_of(ours, name)), before[name])
-    ours, stock = ours.merge_and_unload(), stock.merge_and_unload()
+    ours = ours.merge_and_unload(safe_merge=safe_merge)
     for name in LAYERS:
         got, want = getattr(ours, name), getattr(stock, name)
         assert type(got) is nn.Linear
@@ -385,29 +304,3 @@ def test_alora_through_a_causal_model(backend, llama):
             base = model(input_ids=ids).logits
     assert_same_bits(logits[:, :4], base[:, :4], "before the invocation")
     assert ((logits - base)[0, 4:].abs().amax(-1) > 1e-3).all()
-
-
-def test_arrow_routes_like_stock_peft(backend, llama, tmp_path):
-    """A router over two task adapters; the reference is PEFT on a dense model with the weights D(W). Layer by layer, as for the
-    other variants."""
-    paths = []
-    for i in range(2):
-        expert = get_peft_model(llama(), LoraConfig(r=R, target_modules=["q_proj"], init_lora_weights=False))
-        expert.save_pretrained(tmp_path / f"task{i}")
-        paths.append(str(tmp_path / f"task{i}"))
-    frozen = freeze_model(llama(), backend, progress=False)
-    dense = llama()
-    for name, module in frozen.named_modules():
-        if hasattr(module, "dequantize") and isinstance(module, nn.Linear):
-            dense.get_submodule(name).weight.data = module.dequantize(torch.float32)
-    ours, theirs = (create_arrow_model(m, paths, ArrowConfig(top_k=1)) for m in (frozen, dense))
-    layer, reference = (m.base_model.model.model.layers[0].self_attn.q_proj for m in (ours, theirs))
-    assert type(layer) is FrozenLoraLinear
-    x = inputs(layer, leading=(2, 5))
-    y, want = layer(x), reference(layer.get_base_layer().lora_input(x))
-    assert (y - want).abs().max() <= 2048 * unit(torch.float32) * want.abs().max()
-    assert (y - layer.get_base_layer()(x)).norm() > 0.01 * y.norm()
-    before = packed(layer)
-    with pytest.raises(RuntimeError, match="Cannot merge an active Arrow router"):
-        ours.merge_adapter()
-    assert_same_packed(packed(layer), before)

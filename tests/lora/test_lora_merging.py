@@ -100,16 +100,6 @@ def test_merging_what_is_merged_or_unknown_does_nothing(backend):
         layer.unmerge()
 
 
-def test_lora_bias_is_merged_into_the_bias(backend):
-    model = adapt(backend, lora_bias=True)
-    layer = layer_of(model)
-    before, update = packed(layer), layer.lora_B["default"].bias.detach() * layer.scaling["default"]
-    model.merge_adapter()
-    assert_same_bits(layer.get_base_layer().bias.detach(), before["bias"] + update, "merged bias")
-    model.unmerge_adapter()
-    assert_same_packed(packed(layer), before)
-
-
 @by_dtype
 @pytest.mark.parametrize("safe_merge", (False, True), ids=("unsafe", "safe"))
 def test_a_merged_bias_keeps_its_dtype(backend, dtype, safe_merge):

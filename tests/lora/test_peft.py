@@ -6,7 +6,6 @@ What needs a PEFT that never saw this package runs in one subprocess for the who
 import inspect
 import json
 import logging
-import os
 import subprocess
 import sys
 import warnings
@@ -30,7 +29,7 @@ from _peft_models import (
     trained,
 )
 from conftest import tiny_llama
-from peft import AutoPeftModelForCausalLM, LoraConfig, LoraModel, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from transformers import AutoModelForCausalLM
 
@@ -149,8 +148,7 @@ def stock(tmp_path_factory):
             base = AutoModelForCausalLM.from_pretrained(root / f"base-{name}", dtype=dtype)
             trained(base, backend=backend, accuracy="high").save_pretrained(root / f"{backend}-{name}")
     script = HEADER + "\n".join(map(inspect.getsource, (plain_run, load_strictly, peft_state))) + FOOTER
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script, str(root)], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return root, torch.load(root / "out.pt", weights_only=False)
 
@@ -226,19 +224,6 @@ def test_stock_peft_computes_our_layers_in_bf16(stock, backend, adapters):
 
 
 @by_backend
-@pytest.mark.parametrize("case", ["bf16", "bf16, BF16 adapters"])
-def test_stock_peft_computes_our_logits_in_bf16(stock, backend, case):
-    """The yardstick is BF16 itself: stock PEFT's BF16 logits are off those of the same weights in FP32 by e. Ours may be as far
-    off in another direction: 2 e apart, as a norm over 4096 logits."""
-    root, out = stock
-    theirs = out[backend, case]["logits"].float()
-    ours = logits(ours_on(root, backend, "bf16", autocast_adapter_dtype=case == "bf16")).float()
-    exact = logits(ours_on(root, backend, "bf16").float())
-    assert (ours - theirs).norm() <= 2 * (theirs - exact).norm()
-    assert (exact - theirs).norm() < 0.05 * exact.norm()
-
-
-@by_backend
 def test_what_an_adapter_folder_holds(stock, backend):
     """adapter_config.json has the keys of stock PEFT's, nothing else; the side-car has our fields."""
     root, _ = stock
@@ -261,19 +246,6 @@ def test_an_adapter_of_stock_peft_loads(stock):
     assert (logits(model) - theirs).abs().max() <= 10 * (14 * 176) ** 0.5 * 2.0**-24 * theirs.abs().max()
     saved = {n.replace(".default", ""): t for n, t in out["plain"]["state"].items() if "lora_" in n}
     assert same_tensors(adapter_tensors(model), saved)
-
-
-def test_auto_model(stock):
-    """AutoPeftModelForCausalLM finds the base by the local path in adapter_config.json; with our configuration it is frozen."""
-    root, _ = stock
-    folder = root / "nvfp4-fp32"
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(root / "base-fp32")
-    model = AutoPeftModelForCausalLM.from_pretrained(folder, config=NVFP4LoraConfig.from_pretrained(folder))
-    assert len(frozen_lora(model)) == 14
-    expected = PeftModel.from_pretrained(
-        freeze_model(AutoModelForCausalLM.from_pretrained(root / "base-fp32"), accuracy="high"), folder
-    )
-    assert torch.equal(logits(model), logits(expected))
 
 
 def test_plain_lora_is_untouched_by_the_import(stock):

@@ -9,9 +9,8 @@ import pickle
 
 import pytest
 import torch
-from _peft_models import DEFAULTS, U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
+from _peft_models import U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from peft.utils.hotswap import hotswap_adapter
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
 from peft_nvfp4.fusion.attach import attached
@@ -61,12 +60,6 @@ def test_configuration_round_trip(tmp_path, field, value, way):
 def test_configuration_in_a_subfolder(tmp_path):
     config(backend="nf4").save_pretrained(str(tmp_path / "best"))
     assert NVFP4LoraConfig.from_pretrained(str(tmp_path), subfolder="best").backend == "nf4"
-
-
-def test_configuration_without_a_side_car_gets_defaults(tmp_path):
-    config(backend="nf4", accuracy="paper").save_pretrained(str(tmp_path))
-    (tmp_path / SIDE_CAR).unlink()
-    assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).options.as_json() == DEFAULTS
 
 
 @pytest.mark.parametrize("field", VALUES)
@@ -176,19 +169,6 @@ def test_fusing_is_decided_once_for_all_adapters(llama):
     assert attached(model) and not attached(get_peft_model(llama(), config(backend="bf16")))
 
 
-@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "inference"])
-def test_is_trainable(llama, tmp_path, trainable):
-    model = trained(llama(), backend="nvfp4")
-    model.save_pretrained(str(tmp_path))
-    read = NVFP4LoraConfig.from_pretrained(str(tmp_path))
-    again = PeftModel.from_pretrained(llama(), str(tmp_path), config=read, is_trainable=trainable)
-    wanted = {n for n, _ in again.named_parameters() if "lora_" in n} if trainable else set()
-    assert {n for n, p in again.named_parameters() if p.requires_grad} == wanted
-    if trainable:
-        train(again)
-        assert not same_tensors(adapter_tensors(again), adapter_tensors(model))
-
-
 @by_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["config", "plain-on-frozen"])
@@ -213,40 +193,6 @@ def test_low_cpu_mem_usage(llama, tmp_path, backend, dtype, way):
         assert ((loaded[key] - value).abs() <= slack * value.abs()).all(), key
     if dtype == torch.float32:
         assert torch.equal(logits(again), logits(model))
-
-
-@by_backend
-def test_hotswap(llama, tmp_path, backend):
-    first, second = trained(llama(), backend=backend), get_peft_model(llama(), config(backend=backend))
-    train(second, steps=3, lr=5e-2)
-    for name, model in (("a", first), ("b", second)):
-        model.save_pretrained(str(tmp_path / name))
-    swapped = PeftModel.from_pretrained(freeze_model(llama(), backend), str(tmp_path / "a"))
-    assert torch.equal(logits(swapped), logits(first))
-    hotswap_adapter(swapped, str(tmp_path / "b"), adapter_name="default", torch_device="cpu")
-    assert torch.equal(logits(swapped), logits(second))
-    assert not torch.equal(logits(first), logits(second))
-
-
-@by_backend
-def test_load_adapter_of_transformers(llama, tmp_path, backend):
-    """transformers' own integration injects the layers without a PeftModel around the model."""
-    model = trained(llama(), backend=backend)
-    model.save_pretrained(str(tmp_path))
-    again = freeze_model(llama(), backend)
-    again.load_adapter(str(tmp_path))
-    assert len(frozen_lora(again)) == 14
-    assert torch.equal(logits(again), logits(model))
-
-
-def test_mixed_model_over_a_frozen_base(llama):
-    """mixed=True makes another tuner class (MixedModel), which asks LoraModel for its layers."""
-    torch.manual_seed(3)
-    model = get_peft_model(freeze_model(llama()), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), mixed=True)
-    torch.manual_seed(3)
-    usual = get_peft_model(freeze_model(llama()), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    assert len(frozen_lora(model)) == 2
-    assert torch.equal(logits(model), logits(usual))
 
 
 def test_mixed_model_freezes_a_dense_base(llama):

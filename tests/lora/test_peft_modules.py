@@ -26,14 +26,13 @@ from peft import (
     LoraConfig,
     OFTConfig,
     PeftModel,
-    PromptTuningConfig,
     VeraConfig,
     get_peft_model,
 )
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, freeze_model, frozen_bytes
+from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 # ---------------------------------------------------------------------------------------------- heads and modules to save
@@ -107,42 +106,14 @@ def test_trainable_tokens(llama, tmp_path, backend):
     assert torch.equal(logits(PeftModel.from_pretrained(llama(), str(tmp_path), config=read)), logits(model))
 
 
-@by_backend
-def test_layer_replication_shares_the_packed_weights(llama, backend):
-    """Layers 0 and 1, twice: four layers over the storage of two, each with an adapter of its own."""
-    plain = freeze_model(llama(), backend)
-    model = get_peft_model(llama(), config(backend=backend, layer_replication=[[0, 2], [0, 2]]))
-    layers = model.base_model.model.model.layers
-    assert len(layers) == 4 and len(frozen_lora(model)) == 28
-    assert frozen_bytes(model) == frozen_bytes(plain)
-    for i in (0, 1):
-        a, b = layers[i].mlp.up_proj, layers[i + 2].mlp.up_proj
-        shared = a.base_layer.packed_tensors()
-        assert all(t.data_ptr() == b.base_layer.packed_tensors()[n].data_ptr() for n, t in shared.items())
-        assert a.lora_A["default"].weight.data_ptr() != b.lora_A["default"].weight.data_ptr()
-    train(model)
-    assert all(m.lora_B["default"].weight.abs().max() > 0 for m in frozen_lora(model).values())
-
-
 # ---------------------------------------------------------------------------------------------- selection of modules
 
 
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        pytest.param(dict(target_modules="all-linear"), ALL, id="all-linear"),
-        pytest.param(dict(target_modules=["q_proj", "down_proj"]), {n for n in ALL if n[-6:] in ("q_proj", "n_proj")}, id="list"),
-        pytest.param(dict(target_modules=r".*layers\.1\.mlp\.(up|gate)_proj"), {"1.mlp.up_proj", "1.mlp.gate_proj"}, id="regex"),
-        pytest.param(
-            dict(target_modules="all-linear", exclude_modules=["o_proj", "mlp.up_proj"]),
-            {n for n in ALL if not n.endswith(("o_proj", "up_proj"))},
-            id="exclude_modules",
-        ),
-        pytest.param(
-            dict(target_modules=["v_proj"], layers_to_transform=[1], layers_pattern="layers"),
-            {"1.self_attn.v_proj"},
-            id="layers_to_transform",
-        ),
+        (dict(target_modules="all-linear", exclude_modules=["o_proj"]), {n for n in ALL if not n.endswith("o_proj")}),
+        (dict(target_modules=["v_proj"], layers_to_transform=[1], layers_pattern="layers"), {"1.self_attn.v_proj"}),
     ],
 )
 def test_selection(llama, settings, expected):
@@ -182,23 +153,14 @@ by_tuner = pytest.mark.parametrize("make", OTHER_TUNERS.values(), ids=OTHER_TUNE
 def test_other_tuners_are_refused_and_change_nothing(llama, backend, make):
     model = freeze_model(llama(), backend)
     modules, trainable, tensors = snapshot(model)
+    assert any(trainable.values())
     other = make()
     with pytest.raises(ValueError, match=rf"{type(other).__name__}.*model\.layers\.0\.self_attn\.q_proj.*{backend}.*LoraConfig"):
         get_peft_model(model, other)
     after = snapshot(model)
-    assert after[0] == modules
+    assert after[:2] == (modules, trainable)
     assert same_tensors(after[2], tensors)
     assert not hasattr(model, "peft_config")
-
-
-def test_a_refused_tuner_does_not_freeze_the_rest_of_the_model(llama):
-    """Norms, embeddings and the head train or do not train as before the failed call."""
-    model = freeze_model(llama())
-    before = snapshot(model)[1]
-    assert any(before.values())
-    with pytest.raises(ValueError, match="IA3Config"):
-        get_peft_model(model, OTHER_TUNERS["IA3"]())
-    assert snapshot(model)[1] == before
 
 
 def test_a_refused_tuner_leaves_existing_adapters_alone(llama):
@@ -221,21 +183,6 @@ def test_other_tuners_may_leave_frozen_layers_out(llama):
     train(model)
     scale = model.base_model.model.model.layers[0].self_attn.q_proj.ia3_l["default"]
     assert (scale != 1).any()
-
-
-@by_backend
-def test_prompt_tuning_over_a_frozen_base(llama, backend):
-    model = get_peft_model(freeze_model(llama(), backend), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    assert len(frozen_layers(model)) == 14 and all(isinstance(m, FrozenLinear) for _, m in frozen_layers(model))
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == ["prompt_encoder.default.embedding.weight"]
-    losses = []
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(4):
-        losses.append(model(input_ids=IDS, labels=IDS).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("made_by", ["LoraConfig", "NVFP4LoraConfig"])

@@ -154,14 +154,6 @@ def test_largest_batches_of_the_paper(settings, batch):
 # ---------------------------------------------------------------------------------------------- behaviour
 
 
-def test_memory_grows_with_what_it_should():
-    base = estimate("llama-3b", BENCH).peak
-    for more in ({"batch": 8}, {"sequence": 2048}, {"rank": 64}, {"padded": True}, {"accuracy": "high"}, {"adapter_bytes": 8}):
-        assert estimate("llama-3b", replace(BENCH, **more)).peak > base, more
-    for less in ({"checkpointing": True}, {"memory": "small"}, {"memory": "smallest"}, {"optimizer": "paged_adamw"}):
-        assert estimate("llama-3b", replace(BENCH, **less)).peak < base, less
-
-
 def test_categories_add_up_to_the_peak():
     for settings, _ in MEASURED.values():
         found = estimate("llama-1b", settings)
@@ -294,16 +286,8 @@ def test_a_name_that_is_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"backend": "int8"},
-        {"accuracy": "best"},
-        {"memory": "none"},
-        {"optimizer": "lion"},
-        {"loss": "none"},
-        {"batch": 0},
-        {"rank": 1.5},
-        {"positions": 5000},
-    ],
+    [{"backend": "int8"}, {"optimizer": "lion"}, {"loss": "none"}, {"batch": 0}, {"rank": 1.5}, {"positions": 5000}]
+    + [{"strategy": "fsdp1"}, {"cards": 0}],
 )
 def test_wrong_settings(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

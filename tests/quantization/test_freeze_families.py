@@ -4,12 +4,13 @@ number of terms), the share that stays dense is said, and the frozen model compu
 import copy
 import re
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 import transformers as hf
-from _frozen_models import ALL, IDS, by_backend, names
+from _families import IDS, causal, gpt2, opt, t5, text
+from _frozen_models import ALL, by_backend, names
+from _mixtures import gpt_oss
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -22,21 +23,7 @@ from peft_nvfp4.quantization.groups import fused_siblings, input_terms
 
 # ---------------------------------------------------------------------------------------------- what stays dense is said
 
-SMALL = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
-)
-
-
-def gpt_oss():
-    moe = dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"])
-    return hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, **moe))
-
-
 GPT_OSS_DENSE = ("up_proj", "down_proj", "proj_bias", "router.weight")  # experts have biases, one row each
-
-
-def gpt2():
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128))
 
 
 @by_backend
@@ -151,36 +138,11 @@ def test_fused_siblings():
     assert fused_siblings("a.o_proj") == ("a.o_proj",)
 
 
-@pytest.mark.parametrize("accuracy, q, o", [("paper", 1, 1), ("balanced", 2, 1), ("high", 2, 2)])
-def test_terms_reach_the_layers(llama, accuracy, q, o):
-    attention = freeze_model(llama(), accuracy=accuracy).model.layers[0].self_attn
-    x = torch.randn(5, 64)
-    assert (attention.q_proj.options.terms, attention.o_proj.options.terms) == (q, o)
-    for layer, terms in ((attention.q_proj, q), (attention.o_proj, o)):
-        assert torch.equal(layer.lora_input(x), fake_quantize(x, terms))
-
-
 # ---------------------------------------------------------------------------------------------- families
 
+ONE = dict(num_hidden_layers=1)
 ENCODER = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
-TEXT = lambda: dict(input_ids=IDS, labels=IDS)
 PIXELS = lambda: dict(pixel_values=torch.randn(2, 3, 32, 32))
-
-
-def causal(name: str, **settings) -> Callable[[], nn.Module]:
-    return lambda: getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**{**SMALL, **settings}))
-
-
-def t5():
-    settings = dict(d_model=64, d_ff=96, d_kv=16, num_layers=1, num_heads=4, vocab_size=128, feed_forward_proj="gated-gelu")
-    return hf.T5ForConditionalGeneration(hf.T5Config(**settings, decoder_start_token_id=0))
-
-
-def opt():
-    settings = dict(
-        hidden_size=64, ffn_dim=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=128, word_embed_proj_dim=32
-    )
-    return hf.OPTForCausalLM(hf.OPTConfig(**settings))
 
 
 def bert():
@@ -193,13 +155,13 @@ def vit():
 
 # (model, inputs, number of frozen linears, last components of the linears that stay dense)
 FAMILIES = {
-    "mistral": (causal("Mistral"), TEXT, 7, {"lm_head"}),
-    "qwen2-bias": (causal("Qwen2"), TEXT, 7, {"lm_head"}),
-    "qwen3": (causal("Qwen3", head_dim=16), TEXT, 7, {"lm_head"}),
-    "gemma2": (causal("Gemma2", head_dim=16), TEXT, 7, {"lm_head"}),
-    "phi3-fused-qkv": (causal("Phi3", pad_token_id=0, bos_token_id=1, eos_token_id=1), TEXT, 4, {"lm_head"}),
-    "opt": (opt, TEXT, 8, {"lm_head"}),
-    "t5": (t5, TEXT, 16, {"lm_head", "wo"}),
+    "mistral": (causal("Mistral", **ONE), text, 7, {"lm_head"}),
+    "qwen2-bias": (causal("Qwen2", **ONE), text, 7, {"lm_head"}),
+    "qwen3": (causal("Qwen3", head_dim=16, **ONE), text, 7, {"lm_head"}),
+    "gemma2": (causal("Gemma2", head_dim=16, **ONE), text, 7, {"lm_head"}),
+    "phi3-fused-qkv": (causal("Phi3", **ONE), text, 4, {"lm_head"}),
+    "opt": (lambda: opt(1, 32), text, 8, {"lm_head"}),
+    "t5": (t5, text, 16, {"lm_head", "wo"}),
     "bert": (bert, lambda: dict(input_ids=IDS, labels=torch.tensor([0, 1])), 7, {"classifier"}),
     "vit": (vit, lambda: dict(**PIXELS(), labels=torch.tensor([0, 1])), 6, {"classifier"}),
 }
@@ -260,56 +222,3 @@ def test_families_compute_the_definition(make, inputs, count, dense):
     for name, grad in grads.items():
         assert grad is not None and grad.isfinite().all() and grad.abs().max() > 0, name
         assert distance(grad, wanted[name]) < 0.05, name
-
-
-@by_family
-def test_families_train_with_the_default_settings(make, inputs, count, dense):
-    """backend="nvfp4", accuracy="high", quantised gradients: a few steps on a fixed batch lower the loss."""
-    torch.manual_seed(0)
-    model = quietly(get_peft_model, make(), NVFP4LoraConfig(r=4, target_modules="all-linear"))
-    batch = inputs()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(4):
-        loss = model.eval()(**batch).loss
-        loss.backward()
-        losses.append(loss.item())
-        assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-
-
-def test_gpt2_stays_dense_and_trains():
-    """Conv1D is no nn.Linear: nothing is frozen (a warning says so), PEFT's own LoRA over Conv1D works."""
-    model = quietly(get_peft_model, gpt2(), NVFP4LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
-    assert names(model) == set()
-    loss = model(input_ids=IDS, labels=IDS).loss
-    loss.backward()
-    grads = [p.grad for n, p in model.named_parameters() if "lora_B" in n]
-    assert len(grads) == 1 and grads[0].abs().max() > 0
-
-
-@by_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_t5_does_not_cast_activations_to_bytes(backend, dtype):
-    """T5 casts the input of "wo" to the dtype of its weight, which in packed form is uint8. Its class asks for FP32 there, so wo
-    stays dense; what arrives must still be a number."""
-    model = freeze_model(t5().to(dtype), backend)
-    arrived = []
-    for name, module in model.named_modules():
-        if name.endswith("DenseReluDense.wo"):
-            assert type(module) is nn.Linear
-            module.register_forward_pre_hook(lambda module, args: arrived.append(args[0]))
-    model.eval()(**TEXT())
-    assert len(arrived) == 2 and all(x.is_floating_point() and (x != x.round()).any() for x in arrived)
-
-
-def test_clip_vision_tower():
-    """A tower without a head: all its linears are frozen, and gradients reach every adapter."""
-    model = hf.CLIPVisionModel(hf.CLIPVisionConfig(**ENCODER, image_size=32, patch_size=8))
-    model = quietly(get_peft_model, model, NVFP4LoraConfig(r=4, target_modules="all-linear"))
-    assert len(names(model)) == 6
-    model(**PIXELS()).pooler_output.square().sum().backward()
-    grads = [p.grad for n, p in model.named_parameters() if "lora_B" in n]
-    assert len(grads) == 6 and all(g.abs().max() > 0 for g in grads)

@@ -9,14 +9,13 @@ from _rehearsal import Rehearsal
 from _sharded import batch, shard, tuned
 from _two_processes import Failed, both
 from _wire import count_bytes, count_ddp
-from conftest import tiny_llama
-from peft import get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
+from peft_nvfp4 import attach_loss, enable_cuda_graphs, frozen_bytes, graph_status
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.training import distributed
+from peft_nvfp4.training.distributed.hooks import plain_parameters
 
 BACKENDS = ("nvfp4 cached", "nvfp4 transient", "nf4", "bf16")
 
@@ -81,21 +80,15 @@ def ddp_step(rank: int, backend: str, settings: dict, accumulate: bool):
     return loss, mean_loss(here), farthest(gradients(ddp), wanted), same and activation_cache.live() == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ddp_gives_the_gradients_of_one_process(backend):
-    for loss, here, distance, same in both(ddp_step, backend, {}, False):
-        assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
+ACCUMULATE = ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True})
+DDP_CASES = [(backend, {}, False) for backend in BACKENDS] + [("nvfp4 cached", settings, True) for settings in ACCUMULATE]
+DDP_CASES += [("nvfp4 cached", {"static_graph": True}, False), ("nvfp4 cached", {"broadcast_buffers": False}, False)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
-def test_ddp_accumulates_without_synchronising(settings):
-    for loss, here, distance, same in both(ddp_step, "nvfp4 cached", settings, True):
-        assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
-
-
-@pytest.mark.parametrize("settings", [{"static_graph": True}, {"broadcast_buffers": False}], ids=str)
-def test_ddp_settings(settings):
-    for loss, here, distance, same in both(ddp_step, "nvfp4 cached", settings, False):
+@pytest.mark.parametrize("backend, settings, accumulate", DDP_CASES, ids=str)
+def test_ddp_gives_the_gradients_of_one_process(backend, settings, accumulate):
+    """Also of two micro-batches, of which the first is not synchronised."""
+    for loss, here, distance, same in both(ddp_step, backend, settings, accumulate):
         assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
 
 
@@ -199,8 +192,8 @@ def test_ddp_replays_recordings_with_the_same_numbers():
 # ---------------------------------------------------------------------------------------------- FSDP2
 
 
-def fsdp_step(rank: int, backend: str, checkpointing: bool, supervised: bool):
-    model, ids = tuned(backend), batch()
+def fsdp_step(rank: int, backend: str, checkpointing: bool, supervised: bool, width: int = 176):
+    model, ids = tuned(backend, width=width), batch()
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -234,8 +227,13 @@ def test_fsdp2_gives_the_gradients_of_one_process(backend):
         assert gathered == 1, "what is stored is what travels: packed bytes, once forward and once backward"
 
 
-def test_fsdp2_with_checkpointing_and_the_loss_at_supervised_positions():
-    for loss, here, distance, same, *_ in both(fsdp_step, "nvfp4 transient", True, True):
+@pytest.mark.parametrize(
+    "case",
+    [("nvfp4 transient", True, True), ("nvfp4 cached", False, False, 99)],
+    ids=["checkpointing, loss at supervised positions", "rows that two processes cannot share evenly"],
+)
+def test_fsdp2_together_with(case):
+    for loss, here, distance, same, *_ in both(fsdp_step, *case):
         assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
 
 
@@ -255,27 +253,6 @@ def fsdp_mixed(rank: int, backend: str):
 @pytest.mark.parametrize("backend", ["nvfp4 cached", "nf4"])
 def test_fsdp2_casts_no_bytes(backend):
     assert both(fsdp_mixed, backend) == [True, True]
-
-
-def fsdp_uneven(rank: int):
-    """Rows that two processes cannot share evenly: an intermediate size of 99."""
-    torch.manual_seed(0)
-    base = tiny_llama(intermediate_size=99)
-    model = get_peft_model(base, NVFP4LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
-    ids = batch()
-    loss, wanted = one_process(model, ids)
-    packed = stored_bytes(model)
-    shard(model)
-    mine = ids[2 * rank : 2 * rank + 2]
-    here = model(input_ids=mine, labels=mine).loss
-    here.backward()
-    same = all(torch.equal(p, packed[name]) for name, p in stored_bytes(model).items())
-    return loss, mean_loss(here), farthest(gradients(model), wanted), same
-
-
-def test_fsdp2_pads_rows():
-    for loss, here, distance, same in both(fsdp_uneven):
-        assert abs(here - loss) <= NOISE * loss and distance <= NOISE and same
 
 
 def fsdp_checkpoint(rank: int, folder: str, backend: str):
@@ -342,6 +319,41 @@ def test_units_smaller_than_a_decoder_layer_are_refused(name):
 
 def test_other_backends_may_have_small_units():
     assert both(too_small, "bf16", "self_attn.q_proj") == both(too_small, "nf4", "mlp") == ["taken", "taken"]
+
+
+# ---------------------------------------------------------------------------------------------- layers and recordings
+
+
+def sharded_model(rank: int):
+    model, ids = tuned("nvfp4 transient"), batch()
+    whole = frozen_bytes(model)
+    enable_cuda_graphs(model)
+    model.get_base_model().model.forward.recorder = None  # nothing may be recorded
+    shard(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    reasons = list(graph_status(model).reasons)
+    try:
+        model.merge_adapter()
+    except ValueError as error:
+        return reasons, str(error), frozen_bytes(model) / whole
+
+
+def test_what_cannot_be_done_while_sharded_is_said():
+    for reasons, message, share in both(sharded_model):
+        assert reasons == ["the parameters are sharded (FSDP2), and each step gathers them anew"]
+        assert "merge there" in message and share == 0.5
+
+
+def test_nf4_layer_with_a_plain_parameter():
+    model = tuned("nf4").get_base_model()
+    layer = model.model.layers[0].mlp.up_proj.base_layer
+    before, x = layer.dequantize(), torch.randn(3, 64)
+    y, snapshot = layer(x), layer.packed_tensors()
+    assert len(plain_parameters(layer, torch.device("cpu"))) == 5 and type(layer.weight) is torch.nn.Parameter
+    assert torch.equal(layer.dequantize(), before) and torch.equal(layer(x), y)
+    assert all(torch.equal(t, snapshot[name]) for name, t in layer.packed_tensors().items())
+    layer.requantize_(torch.zeros(layer.out_features, layer.in_features))
+    assert not layer.dequantize().any()
 
 
 # ---------------------------------------------------------------------------------------------- the hooks themselves

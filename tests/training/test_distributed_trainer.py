@@ -1,6 +1,7 @@
 """accelerate and Trainer on two gloo processes: DDP and FSDP2, the same adapters as one process, checkpoints that go on exactly,
 and the scripts of examples/multi_gpu."""
 
+import itertools
 import json
 import os
 import random
@@ -12,16 +13,16 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from _fsdp_on_cpu import allow_fsdp_on_cpu
 from _tiny_models import WORDS, save_tiny
-from _two_processes import both
+from _two_processes import Failed, both
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import tiny_llama
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainingArguments
@@ -56,28 +57,18 @@ def fresh(**environment: str):
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
 
 
-def trainer_of(folder, backend: str, strategy: str, batch: int, seed: int = 0, **settings) -> Trainer:
+def trainer_of(folder, backend: str, strategy: str, batch: int, seed: int = 0, dropout: float = 0.0, **settings) -> Trainer:
     word, _, layouts = backend.partition(" ")
     torch.manual_seed(seed)
     memory = "small" if layouts == "transient" else "fast"
-    config = NVFP4LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", backend=word, memory=memory)
+    config = NVFP4LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", backend=word, memory=memory)
     if strategy.startswith("fsdp2"):
         allow_fsdp_on_cpu()
         kind = "SHARDED_STATE_DICT" if "sharded" in strategy else "FULL_STATE_DICT"
         settings.update(fsdp=True, fsdp_config={**FSDP, "state_dict_type": kind, "cpu_ram_efficient_loading": "ram" in strategy})
-    if "plain" in strategy:
-        config = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
     settings = dict(max_steps=4, save_steps=2, learning_rate=1e-2, lr_scheduler_type="linear", weight_decay=0.0) | settings
-    args = TrainingArguments(
-        folder,
-        per_device_train_batch_size=batch,
-        logging_steps=1,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        **settings,
-    )
-    return Trainer(get_peft_model(tiny_llama(), config), args, train_dataset=ROWS)
+    settings |= dict(per_device_train_batch_size=batch, logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True)
+    return Trainer(get_peft_model(tiny_llama(), config), TrainingArguments(folder, **settings), train_dataset=ROWS)
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -93,18 +84,24 @@ def units(model) -> list[str]:
     return sorted(type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule))
 
 
-def train(rank: int, folder: str, backend: str, strategy: str, resume: bool = False, seed: int = 0):
-    with fresh():
-        trainer = trainer_of(folder, backend, strategy, 2, seed)
-        trainer.train(resume_from_checkpoint=resume)
-        return losses(trainer), adapters(trainer.model), units(trainer.model)
+class Run(NamedTuple):
+    losses: list[float]
+    adapters: dict[str, torch.Tensor]
+    units: list[str]  # of FSDP
+    shares: set[float]  # of the packed tensors, in this process
 
 
-def alone(folder: str, backend: str, resume: bool = False):
+def train(rank: int, folder, backend: str, strategy: str, batch: int, settings: dict, resume: str = "", spoil=None) -> Run:
+    """``resume``: "as it is", or "converted" for another number of processes. ``spoil(rank, model)`` comes before step 1."""
     with fresh():
-        trainer = trainer_of(folder, backend, "none", 4)
-        trainer.train(resume_from_checkpoint=resume)
-        return losses(trainer), adapters(trainer.model)
+        trainer = trainer_of(str(folder), backend, strategy, batch, **settings)
+        if spoil is not None:
+            spoil(rank, trainer.model)
+        checkpoint = make_resumable(trainer) if resume == "converted" else bool(resume)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        packed = [p for p in trainer.model.parameters() if p.dtype == torch.uint8 and hasattr(p, "to_local")]
+        shares = {p.to_local().numel() / p.numel() for p in packed}
+        return Run(losses(trainer), adapters(trainer.model), units(trainer.model), shares)
 
 
 def assert_close(got: dict, wanted: dict, tolerance: float) -> None:
@@ -119,95 +116,50 @@ def assert_close(got: dict, wanted: dict, tolerance: float) -> None:
 # there.)
 PROPORTION = 1e-3
 SGD = dict(optim="sgd", learning_rate=0.1)
+DROPOUT = dict(dropout=0.1)
+
+
+def assert_same_run(got: Run, wanted: Run) -> None:
+    assert got.losses == pytest.approx(wanted.losses, abs=2e-4)  # logged in 4 digits
+    assert_close(got.adapters, wanted.adapters, PROPORTION)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2 sharded"])
 def test_two_processes_train_what_one_does(tmp_path, strategy):
-    first, second = both(train_without_dropout, str(tmp_path / "two"), "nvfp4 transient", strategy, SGD)
-    one = without_dropout(alone_trainer, str(tmp_path / "one"), "nvfp4 transient")
-    for here in (first, second):
-        assert here[0] == pytest.approx(one[0], abs=2e-4)  # logged in 4 digits
-        assert_close(here[1], one[1], PROPORTION)
-    if strategy != "ddp":
-        assert first[2].count("FSDPLlamaDecoderLayer") == 2, "one unit per decoder layer"
-
-
-def train_without_dropout(rank: int, folder: str, backend: str, strategy: str, settings: dict):
-    with fresh():
-        trainer = trainer_of(folder, backend, strategy, 2, **settings)
-        silence(trainer.model)
-        trainer.train()
-        return losses(trainer), adapters(trainer.model), units(trainer.model)
-
-
-def alone_trainer(folder: str, backend: str) -> Trainer:
-    return trainer_of(folder, backend, "none", 4, **SGD)
-
-
-def silence(model) -> None:
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-
-
-def without_dropout(make, *arguments):
-    with fresh():
-        trainer = make(*arguments)
-        silence(trainer.model)
-        trainer.train()
-        return losses(trainer), adapters(trainer.model)
+    one = train(0, tmp_path / "one", "nvfp4 transient", "none", 4, SGD)
+    for here in both(train, tmp_path / "two", "nvfp4 transient", strategy, 2, SGD):
+        assert_same_run(here, one)
+        assert here.units.count("FSDPLlamaDecoderLayer") == (0 if strategy == "ddp" else 2), "one unit per decoder layer"
 
 
 @pytest.mark.parametrize("strategy", [ddp, "fsdp2", "fsdp2 sharded"])
 def test_resuming_on_two_processes_is_exact(tmp_path, strategy):
     """With dropout, from another seed: everything comes from the checkpoint."""
-    whole = both(train, str(tmp_path), "nvfp4 cached", strategy)
-    last = tmp_path / "checkpoint-4"
-    last.rename(tmp_path / "put-aside")
-    resumed = both(train, str(tmp_path), "nvfp4 cached", strategy, True, 1)
-    for (all_losses, wanted, _), (rest, got, _) in zip(whole, resumed):
-        assert rest == all_losses  # the log of the first half is part of the checkpoint
-        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
-def test_resuming_alone_is_exact(tmp_path):
-    whole = alone(str(tmp_path), "nvfp4 cached")
+    whole = both(train, tmp_path, "nvfp4 cached", strategy, 2, DROPOUT)
     (tmp_path / "checkpoint-4").rename(tmp_path / "put-aside")
-    resumed = alone(str(tmp_path), "nvfp4 cached", True)
-    assert resumed[0] == whole[0] and all(torch.equal(resumed[1][name], p) for name, p in whole[1].items())
-
-
-def go_on(rank: int, folder: str, strategy: str, batch: int):
-    with fresh():
-        trainer = trainer_of(folder, "nvfp4 cached", strategy, batch, seed=1)
-        silence(trainer.model)
-        trainer.train(resume_from_checkpoint=make_resumable(trainer))
-        return losses(trainer), adapters(trainer.model)
+    resumed = both(train, tmp_path, "nvfp4 cached", strategy, 2, DROPOUT | {"seed": 1}, "as it is")
+    for wanted, got in zip(whole, resumed):
+        assert got.losses == wanted.losses  # the log of the first half is part of the checkpoint
+        assert all(torch.equal(got.adapters[name], p) for name, p in wanted.adapters.items())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_one_process_goes_on_where_two_stopped(tmp_path, strategy):
+@pytest.mark.parametrize("first", ["one", "two"])
+def test_going_on_with_another_number_of_processes(tmp_path, strategy, first):
     """Batches of 2 on two processes are the batches of 4 of one."""
-    (wanted_losses, wanted, _), _ = both(train_without_dropout, str(tmp_path), "nvfp4 cached", strategy, {})
+    arguments = {"one": (tmp_path, "nvfp4 cached", "none", 4), "two": (tmp_path, "nvfp4 cached", strategy, 2)}
+    run = {"one": lambda *more: [train(0, *more)], "two": lambda *more: both(train, *more)}
+    wanted = run[first](*arguments[first], {})[0]
     (tmp_path / "checkpoint-4").rename(tmp_path / "put-aside")
-    found, got = go_on(0, str(tmp_path), "none", 4)
-    assert found == pytest.approx(wanted_losses, abs=2e-4)
-    assert_close(got, wanted, PROPORTION)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_go_on_where_one_stopped(tmp_path, strategy):
-    wanted_losses, wanted = without_dropout(trainer_of, str(tmp_path), "nvfp4 cached", "none", 4)
-    (tmp_path / "checkpoint-4").rename(tmp_path / "put-aside")
-    for found, got in both(go_on, str(tmp_path), strategy, 2):
-        assert found == pytest.approx(wanted_losses, abs=2e-4)
-        assert_close(got, wanted, PROPORTION)
+    second = "two" if first == "one" else "one"
+    for got in run[second](*arguments[second], {"seed": 1}, "converted"):
+        assert_same_run(got, wanted)
 
 
 def test_sharded_checkpoints_are_for_fsdp(tmp_path):
-    both(train_without_dropout, str(tmp_path), "nvfp4 cached", "fsdp2 sharded", {"max_steps": 2})
+    both(train, tmp_path, "nvfp4 cached", "fsdp2 sharded", 2, {"max_steps": 2})
     with pytest.raises(ValueError, match="SHARDED_STATE_DICT: go on with FSDP"):
-        go_on(0, str(tmp_path), "none", 4)
+        train(0, tmp_path, "nvfp4 cached", "none", 4, {"seed": 1}, "converted")
 
 
 def test_names_and_numbers_are_inverse():
@@ -246,80 +198,40 @@ def test_a_converted_optimizer_is_whole_or_not_there(tmp_path, monkeypatch):
     assert not (tmp_path / resume.BY_NAME).exists()
 
 
-def nf4_shares(rank: int, folder: str, strategy: str):
-    with fresh():
-        trainer = trainer_of(folder, "nf4", strategy, 2, max_steps=1, save_strategy="no")
-        silence(trainer.model)
-        trainer.train()
-        sizes = {p.to_local().numel() / p.numel() for name, p in trainer.model.named_parameters() if p.dtype == torch.uint8}
-        return losses(trainer), sizes
+ONE_STEP = {"max_steps": 1, "save_strategy": "no"}
 
 
 def test_nf4_is_sharded_through_accelerate(tmp_path):
     """accelerate by itself leaves every process the whole of it."""
-    for _, sizes in both(nf4_shares, str(tmp_path), "fsdp2"):
-        assert sizes == {0.5}
+    assert all(run.shares == {0.5} for run in both(train, tmp_path, "nf4", "fsdp2", 2, ONE_STEP))
 
 
-def ram_efficient(rank: int, folder: str, backend: str):
-    """Rank 1 starts from other weights, as placeholders are; rank 0's count."""
-    with fresh():
-        trainer = trainer_of(folder, backend, "fsdp2 ram", 2, max_steps=1, save_strategy="no")
-        silence(trainer.model)
-        if rank == 1:
-            with torch.no_grad():
-                for p in trainer.model.parameters():
-                    p.zero_()
-            for module in trainer.model.modules():
-                if hasattr(module, "packed_tensors"):
-                    [t.zero_() for t in module.packed_tensors().values()]
-        trainer.train()
-        return losses(trainer)
+def zeros_in_rank_1(rank: int, model) -> None:
+    """Other weights, as placeholders are."""
+    if rank == 1:
+        packed = [m.packed_tensors().values() for m in model.modules() if hasattr(m, "packed_tensors")]
+        with torch.no_grad():
+            for t in (*model.parameters(), *itertools.chain(*packed)):
+                t.zero_()
 
 
 @pytest.mark.parametrize("backend", ["nvfp4 cached", "nf4"])
 def test_cpu_ram_efficient_loading_takes_all_of_rank_0(tmp_path, backend):
-    first, second = both(ram_efficient, str(tmp_path), backend)
-    expected = both(nf4_shares, str(tmp_path), "fsdp2")[0][0] if backend == "nf4" else None
-    if expected is None:
-        with fresh():
-            trainer = trainer_of(str(tmp_path), backend, "none", 4, max_steps=1, save_strategy="no")
-            silence(trainer.model)
-            trainer.train()
-            expected = losses(trainer)
-    assert first == second == pytest.approx(expected, abs=2e-4)
+    expected = train(0, tmp_path, backend, "none", 4, ONE_STEP).losses
+    first, second = both(train, tmp_path, backend, "fsdp2 ram", 2, ONE_STEP, "", zeros_in_rank_1)
+    assert first.losses == second.losses == pytest.approx(expected, abs=2e-4)
 
 
-def different_bases(rank: int, folder: str):
-    with fresh():
-        trainer = trainer_of(folder, "nvfp4 cached", "fsdp2", 2)
-        if rank == 1:
-            trainer.model.get_base_model().model.layers[0].self_attn.v_proj.base_layer.weight[3, 3] ^= 16
-        try:
-            trainer.train()
-        except ValueError as error:
-            return str(error)
+def one_bit_in_rank_1(rank: int, model) -> None:
+    if rank == 1:
+        model.get_base_model().model.layers[0].self_attn.v_proj.base_layer.weight[3, 3] ^= 16
 
 
 def test_trainer_names_a_base_that_differs(tmp_path):
-    assert all("layers.0.self_attn.v_proj.base_layer" in message for message in both(different_bases, str(tmp_path)))
-
-
-def fsdp1(rank: int):
-    with fresh():
-        allow_fsdp_on_cpu()
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
-        model = get_peft_model(tiny_llama(), NVFP4LoraConfig(r=4, target_modules="all-linear"))
-        try:
-            accelerator.prepare(model)
-        except ValueError as error:
-            return str(error)
-
-
-def test_accelerate_with_fsdp1_is_refused():
-    assert all("fsdp_version: 2" in message for message in both(fsdp1))
+    with pytest.raises(Failed) as error:
+        both(train, tmp_path, "nvfp4 cached", "fsdp2", 2, {}, "", one_bit_in_rank_1)
+    ranks = str(error.value).split("rank 1: ")
+    assert len(ranks) == 2 and all("ValueError" in text and "layers.0.self_attn.v_proj.base_layer" in text for text in ranks)
 
 
 # ---------------------------------------------------------------------------------------------- the examples

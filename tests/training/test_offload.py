@@ -138,12 +138,15 @@ def test_casts_leave_packed_bytes_and_reach_the_rest():
     assert same(packed(model), packed(plain)) and torch.equal(model(input_ids=batch()).logits, plain(input_ids=batch()).logits)
 
 
-def test_moving_does_not_touch_the_host():
+def test_moving_does_not_touch_the_host_and_lets_go_of_buffers():
     """To "meta", a device that holds nothing: what follows is everything but the packed bytes."""
     model = tuned("nvfp4 cached", "cpu")
+    steps(model, 1)
+    assert offload_status(model).device_bytes
     before = packed(model)
     model.to("meta")
     owner = _owner(model)
+    assert offload_status(model).device_bytes == 0 and not any(layer.views for layer in owner.layers)
     assert owner.device.type == "meta" and not any(p.is_meta for layer in owner.layers for p in layer.parameters())
     assert model.get_base_model().lm_head.weight.is_meta
     assert same(packed(model), before)
@@ -255,14 +258,6 @@ def test_gradients_through_a_cache_are_refused():
         model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
     with torch.no_grad():
         model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
-
-
-def test_moving_lets_go_of_buffers():
-    model = tuned("nvfp4 cached", "cpu")
-    steps(model, 1)
-    assert offload_status(model).device_bytes
-    model.to("meta")
-    assert offload_status(model).device_bytes == 0 and not any(layer.views for layer in _owner(model).layers)
 
 
 # ---------------------------------------------------------------------------------------------- refusals

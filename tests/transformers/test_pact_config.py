@@ -6,33 +6,29 @@ import json
 
 import pytest
 import torch
-from _pact_models import IDS, assert_same_state, dense, dense_files, load, logits, with_adapter
+from _pact_models import IDS, assert_same_state, dense, dense_files, load, logits, tiny_llava, with_adapter
 from conftest import tiny_llama
 from safetensors.torch import load_file
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    LlavaConfig,
-    PixtralVisionConfig,
     Qwen2Config,
-    Qwen3MoeConfig,
     conversion_mapping,
 )
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from peft_nvfp4 import NVFP4LoraConfig, PactConfig, dequantize_model, freeze_model, ops
+from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, ops
 from peft_nvfp4.numerics.formats import WEIGHT
 from peft_nvfp4.quantization.freeze import frozen_layers
-from peft_nvfp4.transformers.config import LOADING
 
 SMALL = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
 )
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -42,18 +38,10 @@ def folder(tmp_path):
 # ---------------------------------------------------------------------------------------------- the settings
 
 
-def test_defaults_are_those_of_the_adapter_config():
-    pact, lora = PactConfig(), NVFP4LoraConfig()
-    shared = {*LOADING, "skip_modules"}
-    assert {name: getattr(pact, name) for name in shared} == {name: getattr(lora, name) for name in shared}
-
-
 @pytest.mark.parametrize(
     "settings, error, message",
     [
         (dict(accuracy="best"), ValueError, "paper, balanced, high"),
-        (dict(memory="both"), ValueError, "fast, small, smallest"),
-        (dict(skip_modules="lm_head"), TypeError, "list of module names"),
         (dict(quant_method="nvfp4"), ValueError, "'peft_nvfp4' here"),
         (dict(format_version=2), ValueError, "newer than this package.*upgrade"),
         (dict(format_version="1"), ValueError, "not a version"),
@@ -216,23 +204,8 @@ def test_sequence_classification(folder, tmp_path):
     assert torch.equal(logits(model), logits(again))
 
 
-def test_decoder_without_its_head(folder, tmp_path):
-    load(folder).save_pretrained(tmp_path / "packed")
-    model = AutoModel.from_pretrained(tmp_path / "packed")
-    assert_same_state(model, load(folder).model)
-
-
 def test_vision_language(tmp_path):
-    torch.manual_seed(0)
-    config = LlavaConfig(
-        text_config=LlamaConfig(**SMALL),
-        vision_config=PixtralVisionConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16
-        ),
-        image_token_index=127,
-        dtype="bfloat16",
-    )
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "dense", max_shard_size="60kB")
+    tiny_llava(2).save_pretrained(tmp_path / "dense", max_shard_size="60kB")
     streamed = load(tmp_path / "dense", AutoModelForImageTextToText)
     frozen = freeze_model(dense(tmp_path / "dense", AutoModelForImageTextToText), "nvfp4")
     assert_same_state(streamed, frozen)
@@ -246,19 +219,6 @@ def test_vision_language(tmp_path):
     model.train()
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if "language_model" in n and "lora_" in n)
-
-
-def test_mixture_of_experts_with_dense_experts(tmp_path):
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **SMALL, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=16, dtype="bfloat16"
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
-    streamed = load(tmp_path / "dense", skip_modules=["experts"])
-    assert {name.split(".")[-1] for name, _ in frozen_layers(streamed)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    streamed.save_pretrained(tmp_path / "packed")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert_same_state(streamed, again)
 
 
 def test_model_without_linears_raises(tmp_path):

@@ -9,8 +9,10 @@ import functools
 import pytest
 import torch
 import transformers as hf
+from _peft_models import adapter_tensors, logits
+from _tiny_models import tiny_tokenizer
 from conftest import tiny_llama
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, PactConfig, freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -27,7 +29,6 @@ BASES = {
     "pact": {},  # quantised while loading, plain LoraConfig
 }
 STEPS, STOP = 4, 2
-IDS = torch.arange(32).reshape(2, 16) * 7 % 128
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,8 +48,7 @@ def cells(saved_base, tmp_path_factory):
 def make_base(folder, base):
     if base == "stochastic":
         return freeze_model(hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), gradients="nvfp4_sr")
-    loading = {"pact": PactConfig, "bitsandbytes": lambda: hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
-    kwargs = {"quantization_config": loading[base]()} if base in loading else {}
+    kwargs = {"quantization_config": PactConfig()} if base == "pact" else {}
     return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
 
 
@@ -69,9 +69,9 @@ def rows():
     return [{"input_ids": row[: 6 + i % 7]} for i, row in enumerate(ids)]  # of unequal lengths
 
 
-def make_trainer(folder, out, base, trainer, checkpointing, seed=1, fp32=True, **kwargs):
-    """A trainer over a new model whose adapter starts from ``seed``. ``fp32``: it stays in FP32, which TRL changes over a base
-    that was loaded in 4 bits (see test_what_trl_and_peft_do_to_adapters_in_bf16)."""
+def make_trainer(folder, out, base, trainer, checkpointing, seed=1, **kwargs):
+    """A trainer over a new model whose adapter starts from ``seed``. The adapter stays in FP32: over a base that was loaded in 4
+    bits TRL makes it BF16, PEFT reads it from a checkpoint as FP32, and the run would not go on bit for bit."""
     settings = dict(max_steps=STEPS, per_device_train_batch_size=3, learning_rate=1e-2, logging_steps=1, save_strategy="no")
     settings |= dict(output_dir=str(out), use_cpu=True, report_to=[], seed=3, disable_tqdm=True, bf16=False)
     settings |= dict(gradient_checkpointing=checkpointing)
@@ -84,10 +84,9 @@ def make_trainer(folder, out, base, trainer, checkpointing, seed=1, fp32=True, *
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     arguments = trl.SFTConfig(**settings, max_length=16)
     data = datasets.Dataset.from_list(rows())
-    made = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer(), peft_config=config, **kwargs)
-    if fp32:
-        for p in made.model.parameters():
-            p.data = p.data.float() if p.requires_grad else p.data
+    made = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tiny_tokenizer(), peft_config=config, **kwargs)
+    for p in made.model.parameters():
+        p.data = p.data.float() if p.requires_grad else p.data
     return made
 
 
@@ -98,31 +97,14 @@ def pad(rows, labels):
     return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
 
 
-def tokenizer():
-    from tokenizers import Tokenizer, models
-
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>"))
-    return hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
 def trained(folder, out, *cell):
     trainer = make_trainer(folder, out, *cell)
     trainer.train()
     return trainer
 
 
-def adapter(model):
-    return {name: t.clone() for name, t in get_peft_model_state_dict(model).items()}
-
-
 def same(a, b):
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
-
-
-def logits(model):
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
 
 
 by_base = pytest.mark.parametrize("base", BASES)
@@ -143,11 +125,11 @@ def test_resumes_and_reloads_bit_equally(cells, saved_base, tmp_path, base, trai
     make_trainer(saved_base, tmp_path, *cell, callbacks=[StopAt()]).train()
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{STOP}"]
     resumed = make_trainer(saved_base, tmp_path, *cell, seed=77)  # another start, which the checkpoint replaces
-    start = adapter(resumed.model)
+    start = adapter_tensors(resumed.model)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == STEPS
-    assert not same(adapter(resumed.model), start)
-    assert same(adapter(resumed.model), adapter(whole.model))
+    assert not same(adapter_tensors(resumed.model), start)
+    assert same(adapter_tensors(resumed.model), adapter_tensors(whole.model))
 
     resumed.save_model(tmp_path / "adapter")
     config = None if base == "pact" else NVFP4LoraConfig.from_pretrained(tmp_path / "adapter")
@@ -161,22 +143,4 @@ def test_resumes_and_reloads_bit_equally(cells, saved_base, tmp_path, base, trai
 def test_checkpointing_trains_the_same_adapter(cells, base, trainer):
     if base == "nf4":
         pytest.importorskip("bitsandbytes")
-    assert same(adapter(cells(base, trainer, True).model), adapter(cells(base, trainer, False).model))
-
-
-@pytest.mark.parametrize("base", ["pact", "bitsandbytes"])
-def test_what_trl_and_peft_do_to_adapters_in_bf16(saved_base, tmp_path, base):
-    """TRL makes the adapter BF16 if the base was loaded in 4 bits, and PEFT reads one from a checkpoint as FP32: such a run goes
-    on from the same values, in another dtype, and not bit for bit. With PactConfig as with bitsandbytes; whoever minds makes the
-    adapter FP32 before the first step, as ``make_trainer`` does."""
-    pytest.importorskip("bitsandbytes"), pytest.importorskip("trl")
-    cell = (base, "SFTTrainer", False)
-    stopped = make_trainer(saved_base, tmp_path, *cell, fp32=False, callbacks=[StopAt()])
-    stopped.train()
-    resumed = make_trainer(saved_base, tmp_path, *cell, seed=77, fp32=False)
-    resumed._load_from_checkpoint(str(tmp_path / f"checkpoint-{STOP}"))
-    before, after = adapter(stopped.model), adapter(resumed.model)
-    assert before.keys() == after.keys() and all(torch.equal(before[k].float(), after[k].float()) for k in before)
-    assert {t.dtype for t in before.values()} == {torch.bfloat16} and {t.dtype for t in after.values()} == {torch.float32}
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == STEPS and not same(adapter(resumed.model), after)
+    assert same(adapter_tensors(cells(base, trainer, True).model), adapter_tensors(cells(base, trainer, False).model))
