@@ -1,4 +1,4 @@
-"""Models larger than the card: ``NVFP4LoraConfig(offload="cpu")`` under a cap on the GPU's memory.
+"""Models larger than the card: ``peft_nvfp4.enable_offload`` under a cap on the GPU's memory.
 
     python benchmarks/bench_offload.py                               # on an H200: about two minutes, 30 GB of the host's memory
     python benchmarks/bench_offload.py --parts tiny --device cpu     # does it run?
@@ -11,7 +11,7 @@ Parts:
     70b     Llama-3-70B's shape under 16 GiB without offload: the estimator's figure, and an attempt to allocate its weights
 
 A model is made layer by layer on the GPU, before the cap: random weights, frozen, moved to the host; no copy of the whole in BF16
-exists anywhere. The cap holds PyTorch's allocator to so many bytes less what CUDA takes (``peft_nvfp4.memory.cards.CONTEXT``).
+exists anywhere. The cap holds PyTorch's allocator to so many bytes less what CUDA takes (``peft_nvfp4.memory.settings.CONTEXT``).
 
 Times are of a step of 1 x 512 tokens with checkpointing (so most layers are fetched twice). ``compute``: the same step while the
 copies are left out (layers compute with whatever is in the buffers). ``copy``: the copies of a step one after the other with
@@ -33,16 +33,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from peft_nvfp4 import NVFP4LoraConfig, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, enable_offload, freeze_model
 from peft_nvfp4.memory import Settings, estimate, usable
-from peft_nvfp4.memory.cards import CONTEXT
+from peft_nvfp4.memory.settings import CONTEXT
 from peft_nvfp4.numerics.formats import packed_bytes
 from peft_nvfp4.training.offload.enable import _owner, offload_status
 from peft_nvfp4.training.offload.layers import Offload
 
 ACCURACY = "balanced"
-
-
 CAPS = {"tiny": 1, "8b": 6, "30b": 16, "70b": 16}
 """Shape of ``llama_cases.py`` -> GiB of the card."""
 PARTS = ("equal", "8b", "30b", "70b")
@@ -69,10 +67,13 @@ def made_by_layers(config: LlamaConfig, backend: str, layouts: str, device: torc
     return model
 
 
-def tuned(base: nn.Module, backend: str, layouts: str, offload: str | None, device: torch.device) -> nn.Module:
+def tuned(base: nn.Module, backend: str, offload: bool, device: torch.device) -> nn.Module:
     torch.manual_seed(1)
-    settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend, "weight_layouts": layouts}
-    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY, offload=offload)).to(device).train()
+    settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend}
+    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY))  # of the layouts that the base has
+    if offload:
+        enable_offload(model)
+    model.to(device).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     return model
@@ -102,11 +103,11 @@ class Run:
 def equal(args: argparse.Namespace, device: torch.device) -> dict:
     """The same bits with and without."""
     config, found = llama_config(args.equal_shape, args.equal_layers), []
-    for offload in (None, "cpu"):
+    for offload in (False, True):
         torch.manual_seed(0)
         home = "cpu" if offload else str(device)
         base = made_by_layers(config, args.backend, args.layouts, device, home)
-        run = Run(tuned(base, args.backend, args.layouts, offload, device), args.seq, device)
+        run = Run(tuned(base, args.backend, offload, device), args.seq, device)
         losses = [run.step().item() for _ in range(2)]
         found.append((losses, [p.detach().cpu() for p in run.model.parameters() if p.requires_grad]))
         del base, run
@@ -125,7 +126,7 @@ def under_cap(name: str, args: argparse.Namespace, device: torch.device) -> dict
     row = {"cap": f"{CAPS[name]}GiB", "layers": config.num_hidden_layers, "made_s": time.perf_counter() - start}
     with common.capped(CAPS[name], device, CONTEXT):
         start = time.perf_counter()
-        run = Run(tuned(base, args.backend, args.layouts, "cpu", device), args.seq, device)
+        run = Run(tuned(base, args.backend, True, device), args.seq, device)
         row["loss"] = [run.step().item()]  # kernels are compiled, pages are locked, the optimizer's state is made
         row["first_step_s"] = time.perf_counter() - start
         before, times = offload_status(run.model), []
@@ -184,7 +185,7 @@ def compute_alone(owner: Offload, run: Run, count: int, device: torch.device) ->
 def too_large(name: str, args: argparse.Namespace, device: torch.device) -> dict:
     """What the estimator says of a model without offload, and where allocating its packed weights ends."""
     config = llama_config(name)
-    small = {"weight_layouts": "transient", "checkpointing": True}
+    small = {"memory": "small", "checkpointing": True}
     found = estimate(config, Settings(accuracy=ACCURACY, batch=1, sequence=args.seq, positions=LABELS, **small))
     memory = usable(CAPS[name] << 30)
     row = {"cap": f"{CAPS[name]}GiB", "estimated": found.peak, "usable": memory, "fits": found.peak <= memory}

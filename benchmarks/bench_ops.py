@@ -1,13 +1,13 @@
 """How close do the Triton kernels run to the speed of memory?
 
     python benchmarks/bench_ops.py             # every kernel, beside a copy and its reference: ops.csv and ops.json
-    python benchmarks/bench_ops.py --sweep     # the row kernels with other numbers of threads per row (kernels/triton_tables.py)
+    python benchmarks/bench_ops.py --sweep     # the row kernels with other numbers of threads per row (kernels/triton/launch.py)
 
 A kernel of this package moves bytes; what it can reach is the speed of a device-to-device copy. So each one is reported as
 compulsory bytes (every input read once, every output written once) over time, next to a copy that moves as many bytes, measured
 in the same way: CUDA events around one call, the L2 cache overwritten before each, median of the repetitions. Overwriting 1 GB
 also gives the CPU time to have the kernel queued before the GPU is ready for it. (Whether the kernels give the bits of their
-references is asked by tests/test_triton.py.)
+references is asked by tests/kernels.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import common
 import torch
 
 from peft_nvfp4 import kernels
-from peft_nvfp4.kernels.triton import tables
+from peft_nvfp4.kernels.triton import launch
 from peft_nvfp4.numerics import fused_reference, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, NVFP4Format
 
@@ -168,14 +168,14 @@ SWEPT = {  # operator -> (table or module attribute, key, values)
 
 
 def sweep(args: argparse.Namespace) -> None:
-    """The launch constants of tables, one at a time; 1-term and plain cases only."""
+    """The launch constants of launch.py, one at a time; 1-term and plain cases only."""
     timer, copies, rows = Timer(), {}, []
     with torch.no_grad():
         for operator, label, arguments in timed_cases():
             if operator not in SWEPT or "stochastic" in label or "tensor" in label:
                 continue
             name, key, values = SWEPT[operator]
-            table = getattr(tables, name)
+            table = getattr(launch, name)
             before = table[key]
             for value in values:
                 table[key] = value

@@ -28,6 +28,7 @@ from typing import Any
 import common
 import texts
 import torch
+from common import smollm2_reviews as data
 from torch import Tensor, nn
 from transformers import (
     Idefics3Config,
@@ -38,7 +39,6 @@ from transformers import (
 
 from peft_nvfp4.calibration.data import Batch
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
-from peft_nvfp4.data import load_smollm2
 
 TILE, PATCH, SHUFFLE = 128, 16, 2
 TOKENS = (TILE // PATCH // SHUFFLE) ** 2
@@ -171,7 +171,7 @@ def markdown(args: argparse.Namespace, tokens: dict[str, int], found: dict[str, 
 
 def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    lm, tokenizer = load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
+    lm, tokenizer = data.load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
     dense = build(lm, tokenizer).to(args.device)
     del lm
     images = Idefics3ImageProcessorPil(size={"longest_edge": args.edge}, max_image_size={"longest_edge": TILE})

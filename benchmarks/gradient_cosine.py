@@ -9,7 +9,7 @@ cosine is to the gradients of the BF16 model, which contain the forward pass's e
     python benchmarks/gradient_cosine.py --device cuda                         (90 seconds on an H200 is a guess)
     python benchmarks/gradient_cosine.py --device cpu --calib 6 --batches 3    (10 minutes)
 
-Norms and MLPs are the model's own (``fused=False``), so that only the linears' backward layouts differ. B is not zero, as after
+Norms and MLPs are the model's own (``detach``), so that only the linears' backward layouts differ. B is not zero, as after
 some training: gradients reach A as well.
 """
 
@@ -28,15 +28,15 @@ from unittest import mock
 import common
 import texts
 import torch
-from peft import get_peft_model
+from common import smollm2_reviews as data
+from low_level import adapted_model
 from torch import Tensor, nn
 
-from peft_nvfp4 import NVFP4LoraConfig, ops
+from peft_nvfp4 import ops
 from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.frozen_linear import rounded_input
-from peft_nvfp4.calibration.backward import BACKWARD
+from peft_nvfp4.calibration.layer import BACKWARD
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
-from peft_nvfp4.data import load_smollm2
 from peft_nvfp4.nn.frozen_linear import frozen
 from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -53,11 +53,9 @@ VARIANTS = (EXACT, ROUNDED, DENSE, DEFAULT, SEARCHED, SOLVED)
 def with_adapters(model: nn.Module, backend: str, accuracy: str) -> nn.Module:
     """Adapters of rank 16 on all linears, the same numbers whatever the backend."""
     torch.manual_seed(0)
-    config = NVFP4LoraConfig(
-        r=16, lora_alpha=32, target_modules="all-frozen_linear", task_type="CAUSAL_LM", backend=backend, accuracy=accuracy, fused=False
-    )  # fmt: skip
+    lora = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     home = next(model.parameters()).device
-    peft = get_peft_model(model.cpu(), config).to(home)
+    peft = adapted_model(model.cpu(), **lora, backend=backend, accuracy=accuracy, fused=False).to(home)
     g = torch.Generator().manual_seed(1)
     for name, p in peft.named_parameters():
         if "lora_" in name:
@@ -150,7 +148,7 @@ def markdown(args: argparse.Namespace, rows: dict[str, dict]) -> str:
 
 def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    base, tokenizer = load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
+    base, tokenizer = data.load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
     base.requires_grad_(False).to(args.device)
     calibration, held_out = texts.split(args.text or texts.default_paths())
     ids = texts.token_ids(calibration, tokenizer, args.calib, args.length, 0)

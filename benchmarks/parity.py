@@ -13,10 +13,10 @@ import sys
 
 import common
 import torch
+from common import smollm2_reviews as data
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, ops
-from peft_nvfp4.data import load_smollm2, movie_reviews
 from peft_nvfp4.nn import nvfp4
 from peft_nvfp4.nn.frozen_linear import FrozenLinear
 from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC
@@ -35,7 +35,7 @@ def count_mismatches(a, b) -> tuple[int, int]:
 def compare_weights(device: torch.device) -> dict[str, int]:
     """Freeze the same weights on the CPU and on the device."""
     nvfp4.PACK_ON_GPU = sys.maxsize  # what is on the CPU is packed there
-    model, _ = load_smollm2(dtype=torch.bfloat16)
+    model, _ = data.load_smollm2(dtype=torch.bfloat16)
     config = NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced")
     on_cpu = get_peft_model(copy.deepcopy(model), config)
     on_gpu = get_peft_model(model.to(device), copy.deepcopy(config))
@@ -48,14 +48,14 @@ def compare_weights(device: torch.device) -> dict[str, int]:
 
 def record_step(rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Inputs and output gradients of every frozen linear in one CPU training step."""
-    model, tokenizer = load_smollm2(dtype=torch.float32)
+    model, tokenizer = data.load_smollm2(dtype=torch.float32)
     model = get_peft_model(model, NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced", init_lora_weights=False))
     inputs, gradients = [], []
     for module in model.modules():
         if isinstance(getattr(module, "base_layer", None), FrozenLinear):
             module.register_forward_hook(lambda m, args, out: inputs.append(args[0].detach().flatten(0, -2).clone()))
             module.register_full_backward_hook(lambda m, gin, gout: gradients.append(gout[0].detach().flatten(0, -2).clone()))
-    train, _ = movie_reviews()
+    train, _ = data.movie_reviews()
     batch = tokenizer([e.text for e in train[:rows]], return_tensors="pt", padding=True)
     model(**batch, labels=batch["input_ids"]).loss.backward()
     return inputs, gradients

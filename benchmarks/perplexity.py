@@ -14,7 +14,7 @@ weights that were calibrated for them.
     python benchmarks/perplexity.py --device cuda --out OUT --rotate 0                       off the shipped 4-bit grid
 
 ``--rotate`` applies a rotation of the residual stream that leaves the function as it is (:mod:`rotation`), because the packaged
-weights are 4-bit already. The model and the texts come from :func:`peft_nvfp4.data.data_dir` (:mod:`texts` says how).
+weights are 4-bit already. The model and the texts come from `smollm2_reviews.data_dir` (:mod:`texts` says how).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import rotation
 import texts
 import torch
 import torch.nn.functional as F
+from common import smollm2_reviews as data
 from input_specs import ALL, NORMS, SITES, Inputs, added_work, centres_of, exact_inputs, rounded_inputs, set_inputs
 from torch import Tensor, nn
 
 from peft_nvfp4 import freeze_model
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
-from peft_nvfp4.data import load_smollm2
 
 PRESETS = {"paper": Inputs(), "balanced": Inputs(NORMS), "high": Inputs(ALL)}
 PER_SITE = {
@@ -74,7 +74,7 @@ class Run:
         self.rows: list[dict] = []
         self.centres: dict[str, Tensor] = {}
         self.works: dict[str, float] = {}
-        self.base, tokenizer = load_smollm2(torch.float32, layers=args.layers)
+        self.base, tokenizer = data.load_smollm2(torch.float32, layers=args.layers)
         self.base.eval().requires_grad_(False)
         calibration, held_out = texts.split(args.text or texts.default_paths())
         self.calibration = texts.token_ids(calibration, tokenizer, args.calib, args.length, args.seed)
