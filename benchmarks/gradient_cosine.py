@@ -29,7 +29,9 @@ import common
 import texts
 import torch
 from common import smollm2_reviews as data
+from input_specs import layer_of
 from low_level import adapted_model
+from reproduce import tables
 from torch import Tensor, nn
 
 from peft_nvfp4 import ops
@@ -63,10 +65,6 @@ def with_adapters(model: nn.Module, backend: str, accuracy: str) -> nn.Module:
     return peft.eval()
 
 
-def layer_of(name: str) -> int:
-    return next(int(part) for part in name.split(".") if part.isdigit())
-
-
 def gradients(model: nn.Module, ids: Tensor) -> Iterator[dict[int, Tensor]]:
     """For every sequence: layer -> gradient of its adapters, float32 on the CPU."""
     for row in ids:
@@ -88,10 +86,6 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return torch.cosine_similarity(a.double(), b.double(), dim=0).item()
 
 
-def put(layer: nn.Module, q: Any) -> None:
-    layer._put("backward_weight", "backward_scales", "backward_gscale", q)
-
-
 @contextmanager
 def backward_of(variant: str, model: nn.Module, dense: dict[str, Tensor], solved: dict[str, dict]) -> Iterator[None]:
     """Within the context the model's backward pass is the variant's. ``dense``: BF16 weights, ``solved``: W_b of GPTQ."""
@@ -100,10 +94,10 @@ def backward_of(variant: str, model: nn.Module, dense: dict[str, Tensor], solved
         key = name.replace("base_model.model.", "").replace(".base_layer", "")
         layer.options = replace(layer.options, gradients="bf16" if variant in (EXACT, ROUNDED) else "nvfp4")
         if variant == DENSE:
-            put(layer, ops.quantize_weight(dense[key].T.contiguous(), WEIGHT_BACKWARD))
+            layer._put(*BACKWARD, ops.quantize_weight(dense[key].T.contiguous(), WEIGHT_BACKWARD))
         elif variant in (DEFAULT, SEARCHED):
             rule = WEIGHT_BACKWARD if variant == DEFAULT else WEIGHT
-            put(layer, ops.quantize_weight(layer.dequantize(torch.float32).T.contiguous(), rule))
+            layer._put(*BACKWARD, ops.quantize_weight(layer.dequantize(torch.float32).T.contiguous(), rule))
         elif variant == SOLVED:
             for part, t in solved[key].items():
                 setattr(layer, part, frozen(t))
@@ -130,20 +124,19 @@ def compare(found: list[dict[int, Tensor]], exact: list[dict[int, Tensor]], bf16
 
 
 def markdown(args: argparse.Namespace, rows: dict[str, dict]) -> str:
-    lines = [
+    title = (
         f"SmolLM2-135M-Instruct, accuracy={args.accuracy!r}, GPTQ with {args.calib} x {args.length} tokens; adapters of rank 16 "
         f"on all linears; {args.batches} sequences of {args.length // 2} held-out tokens; {args.dtype} on {args.device.type}. "
-        "Cosine of the gradient of all adapters to that of the exact backward pass (± standard deviation over sequences).",
-        "",
-        "| backward | cosine | scale | of the mean | worst layer | first / middle / last layer | to the BF16 model |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        "Cosine of the gradient of all adapters to that of the exact backward pass (± standard deviation over sequences).\n\n"
+    )
+    head = ["backward", "cosine", "scale", "of the mean", "worst layer", "first / middle / last layer", "to the BF16 model"]
+    lines = []
     for name, r in rows.items():
         layers = list(r["layers"].values())
         some = " / ".join(f"{layers[i]:.3f}" for i in (0, len(layers) // 2, -1))
         cells = [name, f"{r['cosine']:.4f} ± {r['cosine_sd']:.4f}", f"{r['scale']:.3f}", f"{r['cosine_of_mean']:.4f}"]
-        lines.append(f"| {' | '.join([*cells, f'{min(layers):.3f}', some, format(r['cosine_to_bf16'], '.4f')])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([*cells, f"{min(layers):.3f}", some, f"{r['cosine_to_bf16']:.4f}"])
+    return title + tables.markdown(head, lines, right=False)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -171,9 +164,8 @@ def run(args: argparse.Namespace) -> None:
         rows[name] = compare(found, exact, bf16)
         print(f"{name}: cosine {rows[name]['cosine']:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
     path = args.out / f"gradient_cosine_{args.accuracy}_{args.device.type}"
-    common.write_json(path.with_suffix(".json"), common.head(args) | {"seconds": time.perf_counter() - start, "rows": rows})
-    path.with_suffix(".md").write_text(markdown(args, rows))
-    print(markdown(args, rows))
+    content = common.head(args) | {"seconds": time.perf_counter() - start, "rows": rows}
+    common.write_report(path, content, markdown(args, rows))
 
 
 def main() -> None:

@@ -29,8 +29,6 @@ from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.quantization.freeze import dequantize_model
 
-from . import sources
-
 SHIPPED, ROTATED = "shipped", "rotated"
 WEIGHTS = (SHIPPED, ROTATED)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -98,7 +96,7 @@ CALIBRATIONS: dict[str, dict[str, Any]] = {  # of CalibrationOptions
 
 def general_texts() -> list[str]:
     """What text models are calibrated with."""
-    return texts.split([sources.path_of(name) for name in texts.DEFAULT])[0]
+    return texts.split(texts.default_paths())[0]
 
 
 @dataclass
