@@ -241,7 +241,6 @@ def test_merge_with_a_report(make, to):
     now = experts_of(merged)
     assert isinstance(now, FrozenExperts) == (to == "nvfp4")
     if to == "nvfp4":
-        assert layer.steps > 0
         experts = now
         change = (experts.dequantize("down_proj", torch.float32) - dense["down_proj"]).norm() / dense["down_proj"].norm()
         assert 0 < change < 0.2
@@ -260,7 +259,7 @@ def test_a_report_measures_where_offloaded_experts_compute(monkeypatch):
     found.clear()
     report = merge(model, "nvfp4")[1]
     assert all(sum(m is layer for layer in found) == 2 for m in experts)
-    assert report.as_dict() == plain_report.as_dict()
+    assert report == plain_report
 
 
 def test_experts_without_an_adapter_become_dense_in_a_merge():

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import warnings
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_binds_to_its_own_base(tmp_path, backend):
     assert report.changed_choice == pytest.approx((adapter.argmax(-1) != base.argmax(-1)).float().mean().item())
     assert report.trained_on["fingerprint"] == report.base["fingerprint"]
     assert report.trained_on["source"] == base_record(tiny_llama())["source"]
-    assert "binds (14 layers" in str(report) and json.loads(json.dumps(report.as_dict()))["binds"]
+    assert "binds (14 layers" in str(report) and json.loads(json.dumps(asdict(report)))["binds"]
 
 
 @pytest.mark.parametrize("init", (False, "pissa"))

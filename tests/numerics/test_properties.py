@@ -427,7 +427,7 @@ def adapter_folder(tmp_path_factory):
         st.builds(
             lambda own, name, value: {"format_version": SIDE_CAR_VERSION, **own, name: value},
             own_settings,
-            st.sampled_from([*NAMES, "format_version", "loftq_iter", "x"]),
+            st.sampled_from([*NAMES, "format_version", "x"]),
             json_values,
         ),
     ),

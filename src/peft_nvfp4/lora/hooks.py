@@ -16,7 +16,6 @@ process, and would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,6 +32,7 @@ from ..fusion.attach import attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
+from ..nn.wrapping import WRAPPED, unwrap_all, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
 from ..quantization.sites import ACCURACY, input_terms
@@ -41,7 +41,6 @@ from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..transformers import published
 from ..transformers.config import pact_config
-from ._registered import ORIGINALS
 from .config import NVFP4LoraConfig
 from .experts import ParamWrapper
 from .fingerprint import remember, source_fingerprint, write
@@ -52,41 +51,23 @@ from .merge_aware import refuse_dense
 
 def register() -> None:
     """Install the hooks. Done by ``import peft_nvfp4``; calling it again changes nothing."""
-    distributed.register()
-    if ORIGINALS:
+    if WRAPPED:
         return
+    distributed.install()
     published.install()
-    _wrap(LoraModel, "_prepare_model", _prepare_model)
-    _wrap(MixedModel, "_prepare_model", _prepare_model)
-    _wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
-    _wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
-    _wrap(BaseTuner, "inject_adapter", _inject_adapter)
-    _wrap(LoraConfig, "save_pretrained", _save_config)
+    wrap(LoraModel, "_prepare_model", _prepare_model)
+    wrap(MixedModel, "_prepare_model", _prepare_model)
+    wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
+    wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
+    wrap(BaseTuner, "inject_adapter", _inject_adapter)
+    wrap(LoraConfig, "save_pretrained", _save_config)
 
 
 def unregister() -> None:
-    """Remove the hooks: PEFT is as it was before the import. Models made before keep working; a new ``NVFP4LoraConfig`` would
-    freeze nothing (it warns), and a new adapter over a frozen layer could not be merged."""
-    published.remove()
-    distributed.unregister()
-    while ORIGINALS:
-        owner, name, original = ORIGINALS.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> None:
-    """Replace owner.name by a function that calls ``wrapper(original, *args)``."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    ORIGINALS.append((owner, name, owner.__dict__.get(name)))
-    setattr(owner, name, staticmethod(hooked) if static else hooked)
+    """Remove the hooks: PEFT, transformers, PyTorch and accelerate are as they were before the import. Models made before keep
+    working; a new ``NVFP4LoraConfig`` would freeze nothing (it warns), and a new adapter over a frozen layer could not be
+    merged."""
+    unwrap_all()
 
 
 def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class AdapterReport:
 
     Attributes:
         adapter: the folder.
+        binds: every weight of the adapter has its place in the base, and every target its weights.
         layers: adapted modules whose keys and shapes fit.
         ranks: their ranks.
         problems: why the adapter does not bind: keys without a place, wrong shapes, targets without weights.
@@ -51,6 +52,7 @@ class AdapterReport:
     """
 
     adapter: str
+    binds: bool = False
     layers: int = 0
     ranks: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -59,14 +61,6 @@ class AdapterReport:
     base: dict[str, Any] = field(default_factory=dict)
     logit_change: float | None = None
     changed_choice: float | None = None
-
-    @property
-    def binds(self) -> bool:
-        """Whether every weight of the adapter has its place in the base, and every target its weights."""
-        return self.layers > 0 and not self.problems
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "binds": self.binds}
 
     def __str__(self) -> str:
         lines = [f"{self.adapter}: {'binds' if self.binds else 'DOES NOT BIND'} ({self.layers} layers, ranks {self.ranks})"]
@@ -148,6 +142,7 @@ def _bind(report: AdapterReport, base: nn.Module, config: LoraConfig, shapes: Ma
     report.problems = [f"{module}: {', '.join(texts)}" for module, texts in problems.items()]
     report.layers = len(ranks.keys() - problems.keys())
     report.ranks = sorted({rank for module, rank in ranks.items() if module not in problems})
+    report.binds = report.layers > 0 and not problems
 
 
 def _split(key: str) -> tuple[str, str]:

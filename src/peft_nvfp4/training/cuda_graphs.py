@@ -25,7 +25,6 @@ several backwards.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import warnings
@@ -122,13 +121,9 @@ class GraphedForward:
             return self.plain(*args, **kwargs)
         return type(self.decoder).forward(self.decoder, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict) -> GraphedForward:
-        copied = GraphedForward(copy.deepcopy(self.decoder, memo), self.recorder)
-        copied.plain = copy.deepcopy(self.plain, memo)
-        return copied
-
     def __reduce__(self):
-        return GraphedForward, (self.decoder, self.recorder)
+        """Copies (and pickles) begin without recordings."""
+        return GraphedForward, (self.decoder, self.recorder), {"plain": self.plain}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and self.decoder.training):
@@ -294,18 +289,16 @@ class GraphedForward:
 # ---------------------------------------------------------------------------------------------- public
 
 
-def _decoder(model: nn.Module) -> nn.Module:
-    """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; ValueError where there is none."""
+def _decoder(model: nn.Module) -> nn.Module | None:
+    """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; None where there is none."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    decoder = _find_decoder(base)
-    if decoder is None:
-        raise ValueError(f"{type(base).__name__} has no decoder module of its own: CUDA graphs need a *ForCausalLM model")
-    return decoder
-
-
-def _find_decoder(base: nn.Module) -> nn.Module | None:
     decoder = getattr(base, getattr(base, "base_model_prefix", "") or "model", None)
     return decoder if isinstance(decoder, nn.Module) and hasattr(decoder, "config") else None
+
+
+def _graphed(model: nn.Module) -> GraphedForward | None:
+    forward = vars(decoder).get("forward") if (decoder := _decoder(model)) is not None else None
+    return forward if isinstance(forward, GraphedForward) else None
 
 
 def enable_cuda_graphs(model: nn.Module) -> None:
@@ -317,11 +310,13 @@ def enable_cuda_graphs(model: nn.Module) -> None:
             with ``merge_aware=True``.
     """
     decoder = _decoder(model)
+    if decoder is None:
+        raise ValueError(f"{type(model).__name__} has no decoder module of its own: CUDA graphs need a *ForCausalLM model")
     if any(ATTRIBUTE in vars(m) for m in decoder.modules()):
         raise ValueError("CUDA graphs and offload exclude each other: disable_offload(model) first")
     if any(getattr(m, "merge_aware_adapters", None) for m in decoder.modules()):
         raise ValueError("CUDA graphs do not go with merge_aware=True, which makes the merged weights anew in every pass")
-    if not isinstance(decoder.__dict__.get("forward"), GraphedForward):
+    if _graphed(model) is None:
         decoder.forward = GraphedForward(decoder)
         decoder._replicate_for_data_parallel = functools.partial(_replica, decoder)
 
@@ -341,9 +336,8 @@ def _replica(decoder: nn.Module) -> nn.Module:
 def disable_cuda_graphs(model: nn.Module) -> None:
     """Put the decoder's own forward back and free the recordings (deleting the model frees them at the next garbage collection
     only: it refers to itself). Nothing happens to a model without graphs."""
-    decoder = _find_decoder(model.get_base_model() if hasattr(model, "get_base_model") else model)
-    graphed = None if decoder is None else decoder.__dict__.get("forward")
-    if isinstance(graphed, GraphedForward):
+    if (graphed := _graphed(model)) is not None:
+        decoder = graphed.decoder
         del decoder.forward, decoder._replicate_for_data_parallel
         if graphed.plain is not None:
             decoder.forward = graphed.plain
@@ -351,5 +345,5 @@ def disable_cuda_graphs(model: nn.Module) -> None:
 
 def graph_status(model: nn.Module) -> GraphStatus:
     """What was replayed, and what was not and why."""
-    graphed = _decoder(model).__dict__.get("forward")
-    return graphed.status if isinstance(graphed, GraphedForward) else GraphStatus(reasons=Counter({"not enabled": 1}))
+    graphed = _graphed(model)
+    return GraphStatus(reasons=Counter({"not enabled": 1})) if graphed is None else graphed.status

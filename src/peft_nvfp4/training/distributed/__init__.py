@@ -41,27 +41,11 @@ import torch.distributed
 
 if torch.distributed.is_available():
     from .base import base_checksums, broadcast_base, check_same_base
-    from .hooks import register, registered, unregister
+    from .hooks import install
     from .resume import last_checkpoint, make_resumable
 
-    __all__ = [
-        "base_checksums",
-        "broadcast_base",
-        "check_same_base",
-        "last_checkpoint",
-        "make_resumable",
-        "register",
-        "registered",
-        "unregister",
-    ]
-    register()
+    __all__ = ["base_checksums", "broadcast_base", "check_same_base", "install", "last_checkpoint", "make_resumable"]
 else:  # PyTorch was built without: there is one process
 
-    def register() -> None:
-        """Nothing to hook into."""
-
-    def unregister() -> None:
-        """Nothing was hooked."""
-
-    def registered() -> bool:
-        return False
+    def install() -> None:
+        """Nothing to wrap."""

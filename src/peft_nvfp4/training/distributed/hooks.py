@@ -13,7 +13,6 @@ A model without frozen layers passes through untouched.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -28,51 +27,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...fusion.norm import NVFP4RMSNorm
 from ...nn.frozen_linear import FrozenLinear
+from ...nn.wrapping import replace, wrap
 from ..offload.enable import offloaded
 from .base import check_same_base, send
 
 SHARDS_BYTES = torch.__version__ >= (2, 13)
 """Whether FSDP2 takes parameters that are not floating point (pytorch#177844, #185239)."""
 
-_UNDO: list[Callable[[], None]] = []
 
-
-def register() -> None:
-    """Install the hooks. Calling it again changes nothing."""
-    if _UNDO:
-        return
-    _wrap(DistributedDataParallel, "__init__", _init_ddp)
-    _wrap(FullyShardedDataParallel, "__init__", _init_fsdp1)
-    _wrap(Accelerator, "_prepare_fsdp2", _prepare_fsdp2)
-    _wrap(_fsdp_param_group.FSDPParamGroup, "__init__", _init_group)
+def install() -> None:
+    """Wrap them, until :func:`~peft_nvfp4.nn.wrapping.unwrap_all`."""
+    wrap(DistributedDataParallel, "__init__", _init_ddp)
+    wrap(FullyShardedDataParallel, "__init__", _init_fsdp1)
+    wrap(Accelerator, "_prepare_fsdp2", _prepare_fsdp2)
+    wrap(_fsdp_param_group.FSDPParamGroup, "__init__", _init_group)
     if not SHARDS_BYTES:
-        _wrap(_fsdp_param.FSDPParam, "init_dtype_attrs", _init_dtype_attrs)
-        original = _fsdp_param.nn
-        _fsdp_param.nn = _with_byte_parameters()
-        _UNDO.append(lambda: setattr(_fsdp_param, "nn", original))
-
-
-def unregister() -> None:
-    """Put everything back."""
-    while _UNDO:
-        _UNDO.pop()()
-
-
-def registered() -> bool:
-    """Whether the hooks are installed."""
-    return bool(_UNDO)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable) -> None:
-    """Replace owner.name by a function that calls ``wrapper(original, *args)``."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(owner, name, hooked)
-    _UNDO.append(lambda: setattr(owner, name, original))
+        wrap(_fsdp_param.FSDPParam, "init_dtype_attrs", _init_dtype_attrs)
+        replace(_fsdp_param, "nn", _with_byte_parameters())
 
 
 def _frozen(model: nn.Module) -> list[tuple[str, FrozenLinear]]:
