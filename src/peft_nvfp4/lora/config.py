@@ -7,7 +7,6 @@ anyone can load it without this package and without a warning. The six fields go
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,11 +18,11 @@ from peft import LoraConfig
 
 from ..nn.wrapping import WRAPPED
 from ..quantization.options import NAMES, Options, check_known, option
+from . import side_files
 from .inits import RESIDUAL_INITS, check_loftq
 from .merge_aware import check_merge_aware
 
 SIDE_CAR = "nvfp4_adapter.json"
-SIDE_CAR_VERSION = 1
 
 
 @dataclass
@@ -72,7 +71,8 @@ class NVFP4LoraConfig(LoraConfig):
         """PEFT's own checks. Of LoftQ it knows its own formats, which need a package and a config; ours needs neither."""
         init = self.init_lora_weights
         if init in RESIDUAL_INITS:
-            check_loftq(self)
+            if not self.inference_mode:  # a saved adapter, perhaps of stock PEFT, is past its start
+                check_loftq(self)
             self.init_lora_weights, self.loftq_config = True, {}
         super().__post_init__()
         if init in RESIDUAL_INITS:
@@ -88,8 +88,7 @@ class NVFP4LoraConfig(LoraConfig):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write ``adapter_config.json`` (plain LoRA) and the side-car ``nvfp4_adapter.json``."""
         super().save_pretrained(save_directory, **kwargs)
-        side_car = {"format_version": SIDE_CAR_VERSION, **self.options.as_json()}
-        (Path(save_directory) / SIDE_CAR).write_text(json.dumps(side_car, indent=2, sort_keys=True) + "\n")
+        side_files.write(Path(save_directory) / SIDE_CAR, self.options.as_json())
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> NVFP4LoraConfig:
@@ -105,8 +104,10 @@ class NVFP4LoraConfig(LoraConfig):
         path = _find_side_car(pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
         if path is None:
             return cls(**known)
+        own = side_files.read(path)
         try:
-            return cls(**known, **_read_side_car(path))
+            check_known(own, NAMES)
+            return cls(**known, **own)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -125,17 +126,3 @@ def _find_side_car(adapter: str, subfolder: str | None, hub_options: dict[str, A
         ) from error
     except EntryNotFoundError:
         return None
-
-
-def _read_side_car(path: Path) -> dict[str, Any]:
-    """The own fields in a side-car; the caller names the file in what is raised."""
-    try:
-        content = json.loads(path.read_text())
-        version = content.pop("format_version")
-        newer = version > SIDE_CAR_VERSION
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"not a valid side-car file ({error}); delete it to load the adapter with default settings") from error
-    if newer:
-        raise ValueError(f"format version {version}; this package reads up to {SIDE_CAR_VERSION}: upgrade peft_nvfp4")
-    check_known(content, NAMES)
-    return content

@@ -43,12 +43,6 @@ _FACTORS = "_residual_factors"
 _MOMENTS = "_peft_nvfp4_moments"
 
 
-def residual_init(config: LoraConfig) -> str | None:
-    """ "loftq" or "eora" if the config asks for one."""
-    init = config.init_lora_weights
-    return init if isinstance(init, str) and init in RESIDUAL_INITS else None
-
-
 def check_loftq(config: LoraConfig) -> None:
     """Raise on a ``loftq_config`` that asks for more than 4 bits and one round.
 
@@ -92,53 +86,25 @@ def _root(h: Tensor) -> Tensor:
     return vectors * values.clamp_min(0).sqrt()
 
 
-class ResidualInit:
-    """Called with every linear that is frozen, and its frozen form: leaves the factors of its residual there.
-
-    Args:
-        config: of the adapter that will be made.
-    """
-
-    def __init__(self, config: LoraConfig):
-        self.config, self.init = config, residual_init(config)
-
-    def wants(self, name: str) -> bool:
-        targets = self.config.target_modules
-        return not targets or targets == "all-linear" or bool(check_target_module_exists(self.config, name))
-
-    def rank(self, name: str) -> int:
-        patterns = self.config.rank_pattern or {}
-        return patterns.get(get_pattern_key(patterns.keys(), name), self.config.r)
-
-    @torch.no_grad()
-    def __call__(self, name: str, linear: nn.Linear, frozen: FrozenLinear) -> None:
-        weight = linear.weight
-        if not self.wants(name) or not weight.is_floating_point() or hasattr(weight, "quant_state"):
-            return  # the last two: adopted from bitsandbytes; making the adapter will say so
-        h = None
-        if self.init == "eora":
-            moments = getattr(linear, _MOMENTS, None)
-            if moments is None or not moments.count:
-                raise ValueError(
-                    f"init_lora_weights='eora' weighs rounding errors by a layer's inputs, and none of {name} were seen: call "
-                    "peft_nvfp4.preprocess_eora(model, run_model) before, or use init_lora_weights='loftq'"
-                )
-            h = moments.h.to(weight.device)
-        residual = weight.float() - frozen.dequantize(torch.float32)
-        setattr(frozen, _FACTORS, low_rank(residual, self.rank(name), h))
-
-    def later(self, model: nn.Module) -> Callable[[], None]:
-        """For layers that are frozen in a way of their own (from a calibration): holds on to the dense linears that are there
-        now; the function returned goes through what they have become."""
-        held = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and self.wants(n)}
-
-        def finish() -> None:
-            for name in list(held):
-                linear, now = held.pop(name), model.get_submodule(name)
-                if isinstance(now, FrozenLinear):
-                    self(name, linear, now)
-
-        return finish
+@torch.no_grad()
+def leave_factors(config: LoraConfig, name: str, linear: nn.Linear, frozen: FrozenLinear) -> None:
+    """For a linear that is about to be ``frozen``: leave the factors of its residual there, for an adapter of this config."""
+    weight, targets = linear.weight, config.target_modules
+    wanted = not targets or targets == "all-linear" or check_target_module_exists(config, name)
+    if not wanted or not weight.is_floating_point() or hasattr(weight, "quant_state"):
+        return  # the last two: adopted from bitsandbytes; making the adapter will say so
+    h = None
+    if config.init_lora_weights == "eora":
+        moments = getattr(linear, _MOMENTS, None)
+        if moments is None or not moments.count:
+            raise ValueError(
+                f"init_lora_weights='eora' weighs rounding errors by a layer's inputs, and none of {name} were seen: call "
+                "peft_nvfp4.preprocess_eora(model, run_model) before, or use init_lora_weights='loftq'"
+            )
+        h = moments.h.to(weight.device)
+    ranks = config.rank_pattern or {}
+    rank = ranks.get(get_pattern_key(ranks.keys(), name), config.r)
+    setattr(frozen, _FACTORS, low_rank(weight.float() - frozen.dequantize(torch.float32), rank, h))
 
 
 # ---------------------------------------------------------------------------------------------- making an adapter

@@ -64,7 +64,7 @@ class AdapterReport:
 
     def __str__(self) -> str:
         lines = [f"{self.adapter}: {'binds' if self.binds else 'DOES NOT BIND'} ({self.layers} layers, ranks {self.ranks})"]
-        lines.append(f"base: {self.base['format']}, {self.base['linears']} linears, {self.base['fingerprint'][:12]}")
+        lines.append(f"base: {self.base['format']}, {self.base['fingerprint'][:12]}")
         if self.trained_on is not None:
             lines.append(f"trained on: {self.trained_on['format']}, {self.trained_on['fingerprint'][:12]}")
         if self.logit_change is not None:
@@ -89,7 +89,7 @@ def inspect_adapter(base: nn.Module, adapter_dir: str | Path, *, probe: Any = Tr
     config, shapes = _read_adapter(folder)
     report = AdapterReport(str(folder), trained_on=fingerprint.read(folder), base=fingerprint.base_record(base))
     _bind(report, base, config, shapes)
-    merge_aware = _is_merge_aware(folder, report)
+    merge_aware = (folder / SIDE_CAR).is_file() and NVFP4LoraConfig.from_pretrained(str(folder)).merge_aware
     report.warnings = _compare_bases(report, merge_aware)
     if report.binds and probe is not False:
         _run_probe(report, base, folder, config, probe, merge_aware)
@@ -154,12 +154,6 @@ def _split(key: str) -> tuple[str, str]:
 # ---------------------------------------------------------------------------------------------- what it was trained on
 
 
-def _is_merge_aware(folder: Path, report: AdapterReport) -> bool:
-    if report.trained_on is not None:
-        return bool(report.trained_on.get("merge_aware"))
-    return (folder / SIDE_CAR).is_file() and NVFP4LoraConfig.from_pretrained(str(folder)).merge_aware
-
-
 def _compare_bases(report: AdapterReport, merge_aware: bool) -> list[str]:
     then, now, found = report.trained_on, report.base, []
     if merge_aware and now["format"] != "nvfp4":
@@ -179,11 +173,9 @@ def _compare_bases(report: AdapterReport, merge_aware: bool) -> list[str]:
             found.append("and it was trained on another model: the dense weights differ")
     elif then["fingerprint"] != now["fingerprint"]:
         found.append(
-            f"it was trained on another {now['format']} base: the stored weights differ (another model, calibration or "
-            "selection of layers, or an initialisation that rewrote the base)"
+            f"it was trained on another {now['format']} base: weights or input terms differ (another model, calibration, "
+            "accuracy preset or selection of layers, or an initialisation that rewrote the base)"
         )
-    elif then.get("inputs") != now.get("inputs"):
-        found.append("the weights are those it was trained on, but inputs are quantised otherwise (accuracy preset, offsets)")
     return found
 
 

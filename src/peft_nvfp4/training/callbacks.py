@@ -101,7 +101,7 @@ class StopOnNonFinite(TrainerCallback):
         self._start_step()
 
     def _no_label_counts(self) -> bool:
-        """Whether a mean over labels is 0/0: for one micro-batch, or for the step if Trainer gave the number of all its labels."""
+        """Whether a mean over labels is 0/0: of a micro-batch, or of the step if Trainer gave the number of all its labels."""
         alone = any(bool(empty) for empty, own_mean in self.unsupervised if own_mean)
         return alone or bool(self.unsupervised) and all(bool(empty) for empty, _ in self.unsupervised)
 

@@ -82,7 +82,6 @@ class _Entry:
     tape: SeedTape
     kind: type  # of the decoder's output
     parameters: list[Tensor]
-    model_state: tuple
 
 
 def _baked_in(p: nn.Parameter) -> tuple:
@@ -109,8 +108,8 @@ class GraphedForward:
         self.decoder, self.recorder = decoder, recorder
         self.plain = decoder.__dict__.get("forward")  # somebody else's hook on the instance
         self.status, self.pool = GraphStatus(), None
-        self.entries: dict[tuple, _Entry] = {}
-        self.failed: dict[tuple, tuple[tuple, str]] = {}  # what cannot be recorded: the model's state then, and why
+        self.entries: dict[tuple, _Entry | str] = {}  # a reason where it cannot be recorded
+        self.state: tuple = ()  # of the model that they were made of
         self.pending: weakref.ref[Ticket] | None = None
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
@@ -145,19 +144,16 @@ class GraphedForward:
             tuple(constants.items()),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         )
-        entry, state = self.entries.get(key), self._model_state()
-        if entry is not None and entry.model_state != state:
-            self.status.discarded += 1
-            self.entries.clear()  # the others are as old
-            entry = None
-        if entry is None:
-            if key in self.failed and self.failed[key][0] == state:
-                raise Unsupported(self.failed[key][1])
+        if (state := self._model_state()) != self.state:
+            self.status.discarded += any(isinstance(entry, _Entry) for entry in self.entries.values())
+            self.entries, self.state = {}, state
+        if key not in self.entries:
             try:
-                entry = self.entries[key] = self._record(tensors, constants, state)
+                self.entries[key] = self._record(tensors, constants)
             except Unsupported as reason:
-                self.failed[key] = (state, str(reason))
-                raise
+                self.entries[key] = str(reason)
+        if isinstance(entry := self.entries[key], str):
+            raise Unsupported(entry)
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         self.status.graphs[shapes] = self.status.graphs.get(shapes, 0) + 1
         entry.tape.refill()
@@ -217,8 +213,9 @@ class GraphedForward:
 
     # -- recording
 
-    def _record(self, tensors: dict[str, Tensor], constants: dict[str, Any], state: tuple) -> _Entry:
-        if len(self.entries) >= MAX_GRAPHS:
+    def _record(self, tensors: dict[str, Tensor], constants: dict[str, Any]) -> _Entry:
+        recorded = sum(isinstance(entry, _Entry) for entry in self.entries.values())
+        if recorded >= MAX_GRAPHS:
             raise Unsupported(f"more than {MAX_GRAPHS} combinations of input shapes (pad_to_multiple_of gives fewer)")
         parameters = [p for p in self.decoder.parameters() if p.requires_grad]
         if not parameters:
@@ -241,7 +238,7 @@ class GraphedForward:
             kinds.add(type(output))
             return output.last_hidden_state
 
-        if not self.entries and device.type == "cuda":
+        if not recorded and device.type == "cuda":
             # not that of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does that),
             # and then cannot draw random numbers on the device any more
             self.pool = torch.cuda.graph_pool_handle()
@@ -259,7 +256,7 @@ class GraphedForward:
             raise Unsupported(f"recording failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
         finally:
             torch.set_autocast_cache_enabled(cached)
-        return _Entry(recording, tape, kinds.pop(), parameters, state)
+        return _Entry(recording, tape, kinds.pop(), parameters)
 
     def _maskless(self, inputs: dict[str, Tensor]) -> bool:
         """Whether causal attention needs no mask if all tokens are real. A config with sub-configs keeps its windows elsewhere,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .frozen_methods import ON_DEVICE, DeviceMethod, HostApply, packed_modules, packed_parameters
+from ...quantization.freeze import frozen_modules
+from .frozen_methods import ON_DEVICE, DeviceMethod, HostApply, packed_parameters
 from .host_memory import HostBuffer
 
 ALIGNMENT = 256
@@ -24,7 +25,6 @@ TIMED = 512
 """Copies whose times are remembered."""
 ATTRIBUTE = "_nvfp4_offload"
 """Attribute of a decoder layer that holds its :class:`OffloadedLayer`."""
-
 
 
 @dataclass
@@ -82,7 +82,7 @@ class OffloadedLayer:
 
     def __init__(self, owner: Offload, index: int, module: nn.Module):
         self.owner, self.index, self.module = owner, index, module
-        self.packed = packed_modules(module)
+        self.packed = [m for _, m in frozen_modules(module)]
         self.host: HostBuffer | None = None
         self.size = 0  # of that
         self.places: list[tuple[nn.Parameter, Tensor, int]] = []  # parameter, its bytes on the host, where in the buffer
