@@ -47,16 +47,6 @@ def seen(dense, n=64):
 # ---------------------------------------------------------------------------------------------- factors
 
 
-@pytest.mark.parametrize("shape", ((24, 40), (40, 24)))
-def test_low_rank_is_the_truncated_svd(shape):
-    """What it leaves over has the norm of the other singular values, to FP32's accuracy."""
-    residual = torch.randn(shape)
-    a, b = low_rank(residual, R)
-    left = (residual - b @ a).double().norm()
-    assert left <= torch.linalg.svdvals(residual.double())[R:].norm() * (1 + 1e-5)
-    assert torch.allclose(a.norm(dim=1), b.norm(dim=0), rtol=1e-4)  # balanced
-
-
 @pytest.mark.parametrize("kind", ("full", "singular"))
 @pytest.mark.parametrize("shape", ((24, 40), (40, 24)))
 def test_low_rank_minimises_the_output_error(shape, kind):

@@ -14,8 +14,9 @@ from peft import get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status, register, unregister
+from peft_nvfp4 import NVFP4LoraConfig, attach_loss, enable_cuda_graphs, graph_status
 from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.lora.hooks import register, unregister
 from peft_nvfp4.training import distributed
 
 BACKENDS = ("nvfp4 cached", "nvfp4 transient", "nf4", "bf16")

@@ -11,7 +11,6 @@ weights only may be taken for the same; different models, calibrations, initiali
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from ..calibration.store import digest
 from ..nn.experts.frozen_experts import is_experts
 from ..quantization.freeze import frozen_matrices, frozen_modules
 from ..quantization.plan import kept_dense
@@ -33,19 +33,14 @@ DERIVED = ("backward_weight", "backward_scales", "backward_gscale", "output_offs
 _RECORD = "_peft_nvfp4_base"
 
 
-def _sample(t: Tensor) -> bytes:
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    return digest({name: [*t.shape, _sample(t)] for name, t in tensors.items()})
+
+
+def _sample(t: Tensor) -> Tensor:
     flat = t.detach().reshape(-1)
     flat = flat[:: max(1, flat.numel() // SAMPLE) | 1][:SAMPLE]  # an odd step: it meets every column of a matrix
-    flat = flat.float() if flat.is_floating_point() else flat  # the same values in another dtype are the same weights
-    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    h = hashlib.sha256()
-    for name, t in sorted(tensors.items()):
-        h.update(f"{name}{tuple(t.shape)}".encode())
-        h.update(_sample(t))
-    return h.hexdigest()[:32]
+    return flat.float() if flat.is_floating_point() else flat  # the same values in another dtype are the same weights
 
 
 def base_record(model: nn.Module) -> dict[str, Any]:

@@ -208,12 +208,9 @@ def share_scales(model: nn.Module) -> list[list[str]]:
         Groups of dotted names in which it would.
     """
     layers = {n: m for n, m in frozen_layers(model) if isinstance(m, NVFP4FrozenLinear)}
-    unequal, seen = [], set()
-    for name in layers:
-        group = [n for n in fused_siblings(name) if n in layers]
-        if len(group) < 2 or group[0] in seen:
-            continue
-        seen.add(group[0])
+    unequal = []
+    for siblings in dict.fromkeys(map(fused_siblings, layers)):
+        group = [n for n in siblings if n in layers]
         scale = torch.stack([layers[n].forward_layout.gscale.cpu() for n in group]).amax(0)
         behind = [n for n in group if not torch.equal(layers[n].forward_layout.gscale.cpu(), scale)]
         moved = {n: _with_gscale(layers[n].forward_layout, scale) for n in behind}
