@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -94,7 +95,8 @@ def merged_and_scored(model: PeftModel, tokenizer, test: list, to: str, probe: d
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report has them
         merged, report = merge(copy.deepcopy(model), to, probe=probe)
-    told = report.as_dict()
+    told = asdict(report)
+    told["total"] = {key: told[key] for key in ("retained", "error")}
     worst = min(told["layers"], key=lambda layer: layer["retained"])
     kept = {key: told[key] for key in ("total", "probe", "unequal_scales", "warnings")}
     return {**score(merged, tokenizer, test), **kept, "worst_layer": worst}

@@ -33,13 +33,21 @@ from transformers import (
     modeling_utils,
 )
 
-from peft_nvfp4 import NVFP4LoraConfig, PactConfig, attach, freeze_model, ops, prepare_model_for_nvfp4_training
+from peft_nvfp4 import (
+    NVFP4LoraConfig,
+    PactConfig,
+    attach,
+    freeze_model,
+    ops,
+    prepare_model_for_nvfp4_training,
+    register,
+    unregister,
+)
 from peft_nvfp4.checkpoints import export_checkpoint
 from peft_nvfp4.checkpoints.layouts import COMPRESSED_TENSORS, MODELOPT
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.numerics.formats import WEIGHT_BACKWARD
 from peft_nvfp4.quantization.freeze import frozen_layers
-from peft_nvfp4.transformers import published
 
 LAYOUTS = ["compressed-tensors", "modelopt"]
 
@@ -264,16 +272,13 @@ def test_a_model_loaded_for_inference_says_how_to_load_it():
 
 def test_hook_is_removed_and_installed():
     hooked = modeling_utils.get_hf_quantizer
+    unregister()
     try:
-        published.remove()
         assert modeling_utils.get_hf_quantizer is hooked.__wrapped__
-        published.remove()
-        published.install()
-        published.install()
-        assert modeling_utils.get_hf_quantizer.__wrapped__ is hooked.__wrapped__
     finally:
-        published.remove()
-        published.install()
+        register()
+    register()
+    assert modeling_utils.get_hf_quantizer.__wrapped__ is hooked.__wrapped__
 
 
 # ---------------------------------------------------------------------------------------------- export

@@ -248,7 +248,7 @@ def test_recordings_of_steps_stay_and_are_not_used():
     graphed = vars(decoder)["forward"]
     found = tensor_statistics(model, [IDS])
     assert len(found.of("input")) == 14
-    assert vars(decoder)["forward"] is graphed and not graphed.status.reasons and not graphed.failed
+    assert vars(decoder)["forward"] is graphed and not graphed.status.reasons
 
 
 def test_a_compiled_model_is_measured_uncompiled():

@@ -27,7 +27,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, PactConfig, ops
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.autograd.activation_cache import QuantizedInput
-from peft_nvfp4.lora.config import SIDE_CAR, SIDE_CAR_VERSION
+from peft_nvfp4.lora import side_files
+from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import BLOCK, GSCALE_EXPONENTS, NVFP4Format, QuantizedMatrix, packed_bytes, padded_k
 from peft_nvfp4.ops import linear
@@ -425,9 +426,9 @@ def adapter_folder(tmp_path_factory):
     st.one_of(
         json_values,
         st.builds(
-            lambda own, name, value: {"format_version": SIDE_CAR_VERSION, **own, name: value},
+            lambda own, name, value: {"format_version": side_files.VERSION, **own, name: value},
             own_settings,
-            st.sampled_from([*NAMES, "format_version", "loftq_iter", "x"]),
+            st.sampled_from([*NAMES, "format_version", "x"]),
             json_values,
         ),
     ),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,12 +248,18 @@ def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
 
 
 def apply_calibration(
-    model: nn.Module, folder: str | Path, *, weight_layouts: str | None = None, gradients: str | None = None
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    weight_layouts: str | None = None,
+    gradients: str | None = None,
+    on_frozen: Callable[[str, nn.Linear, nn.Module], None] | None = None,
 ) -> list[str]:
     """Put the linears of a finished calibration into another copy of the model it was made for.
 
     Args:
         weight_layouts, gradients: of the frozen linears; by default those of the calibration.
+        on_frozen: see :func:`~peft_nvfp4.quantization.freeze.freeze_model`.
 
     Returns:
         Dotted names of the linears.
@@ -275,9 +281,12 @@ def apply_calibration(
     for name in expected:
         entry, settings = manifest["layers"][name], manifest["settings"]
         layouts = weight_layouts or settings["weight_layouts"]
-        tensors = load_layer(folder, manifest, name)
-        install(model.get_submodule(name), name, entry, tensors, layouts, gradients or settings["gradients"])
-        done += [f"{name}.{n}" for group in entry["sites"] for n in group]
+        tensors, layer = load_layer(folder, manifest, name), model.get_submodule(name)
+        dense = {n: layer.get_submodule(n) for group in entry["sites"] for n in group}
+        install(layer, name, entry, tensors, layouts, gradients or settings["gradients"])
+        for n, linear in dense.items() if on_frozen is not None else ():
+            on_frozen(f"{name}.{n}", linear, layer.get_submodule(n))
+        done += [f"{name}.{n}" for n in dense]
     _mark_quantised(model)
     return done
 

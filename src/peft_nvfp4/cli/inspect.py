@@ -1,5 +1,6 @@
 """``peft-nvfp4 inspect``."""
 
+from dataclasses import asdict
 from typing import Annotated, Optional
 
 import typer
@@ -22,6 +23,6 @@ def inspect(
         from ._run import conversion
 
         report = conversion.inspect(adapter, model, probe, dtype, layers)
-    write_json(report.as_dict(), json_file)
+    write_json(asdict(report), json_file)
     out.print(str(report), markup=False, highlight=False)
     raise typer.Exit(0 if report.binds else 1)

@@ -28,6 +28,6 @@ def merge(
         from ._run import conversion
 
         written, report = conversion.merge(adapter, output, model, to, layout, probe, dtype, layers, gguf)
-    write_json({**asdict(written), "report": report.as_dict()}, json_file)
+    write_json({**asdict(written), "report": asdict(report)}, json_file)
     out.print(str(report), markup=False, highlight=False)
     say_written(out, written)

@@ -13,9 +13,8 @@ Without a ``PactConfig`` nothing changes: the checkpoint goes to compressed-tens
 from __future__ import annotations
 
 import copy
-import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +23,27 @@ from transformers import modeling_utils
 
 from ..checkpoints import load
 from ..checkpoints.settings import Published, published_method, read_settings
+from ..nn.wrapping import wrap
 from . import checkpoint
 from .config import PactConfig
 from .state import LoadState
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
-_ORIGINAL: list[Any] = []
-
 
 def install() -> None:
-    """Wrap transformers' ``get_hf_quantizer``. Calling it again changes nothing."""
-    if _ORIGINAL:
-        return
-    _ORIGINAL.append(original := modeling_utils.get_hf_quantizer)
-
-    @functools.wraps(original)
-    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
-        published = _take_settings(config) if isinstance(quantization_config, PactConfig) else None
-        if published is None:
-            return original(config, quantization_config, *args, **kwargs)
-        result = original(config, copy.deepcopy(quantization_config), *args, **kwargs)
-        quantizer = result[0]  # a PactQuantizer
-        quantizer.state.published, quantizer.pre_quantized = published, True
-        return result
-
-    modeling_utils.get_hf_quantizer = get_hf_quantizer
+    """Wrap transformers' ``get_hf_quantizer``, until :func:`~peft_nvfp4.nn.wrapping.unwrap_all`."""
+    wrap(modeling_utils, "get_hf_quantizer", _get_hf_quantizer)
 
 
-def remove() -> None:
-    """Undo :func:`install`."""
-    if _ORIGINAL:
-        modeling_utils.get_hf_quantizer = _ORIGINAL.pop()
+def _get_hf_quantizer(original: Callable, config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+    published = _take_settings(config) if isinstance(quantization_config, PactConfig) else None
+    if published is None:
+        return original(config, quantization_config, *args, **kwargs)
+    result = original(config, copy.deepcopy(quantization_config), *args, **kwargs)
+    quantizer = result[0]  # a PactQuantizer
+    quantizer.state.published, quantizer.pre_quantized = published, True
+    return result
 
 
 def _take_settings(config: Any) -> Published | None:
