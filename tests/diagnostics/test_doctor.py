@@ -37,9 +37,8 @@ def of_gemm(function):
 
 
 def test_the_report_of_this_machine(tmp_path):
-    said = []
-    report = doctor.run(said.append)
-    assert said == report.checks and report.ok == (not failed(report.checks) and not any(a.wrong for a in report.advice))
+    report = doctor.run()
+    assert report.ok == (not failed(report.checks) and not any(a.wrong for a in report.advice))
     assert failed(report.checks) == {}
     assert report.machine["torch"] == environment.installed("torch") and "extension" in report.machine
     assert {"reference", "training"} <= {c.group for c in report.checks if c.outcome == PASSED}
@@ -66,10 +65,10 @@ def test_outcomes_of_a_check():
     def noticed():
         raise Noticed("why")
 
-    assert checked("g", "n", lambda: "said").outcome == PASSED
-    assert (checked("g", "n", wrong).outcome, checked("g", "n", wrong).detail) == (FAILED, "what")
-    assert (checked("g", "n", noticed).outcome, checked("g", "n", noticed).detail) == (WARNING, "why")
-    broken = checked("g", "n", lambda: 1 / 0)
+    assert checked("g", lambda: "said").outcome == PASSED and checked("g", wrong).name == "wrong"
+    assert (checked("g", wrong).outcome, checked("g", wrong).detail) == (FAILED, "what")
+    assert (checked("g", noticed, name="n").outcome, checked("g", noticed).detail) == (WARNING, "why")
+    broken = checked("g", lambda: 1 / 0)
     assert broken.outcome == FAILED and "ZeroDivisionError" in broken.detail
 
 
@@ -85,8 +84,8 @@ def test_the_oracle_agrees_with_the_other_oracle():
 
 
 BROKEN_REFERENCE = {
-    "E4M3 scales": ("e4m3_encode", lambda v: (v.clamp(max=448.0) * 0.99).to(torch.float8_e4m3fn).view(torch.uint8)),
-    "E2M1 codes": ("_round_to_grid", lambda mag, sg: torch.bucketize(mag / sg[..., None], torch.tensor(oracle.GRID[1:])).byte()),
+    "e4m3 scales": ("e4m3_encode", lambda v: (v.clamp(max=448.0) * 0.99).to(torch.float8_e4m3fn).view(torch.uint8)),
+    "e2m1 codes": ("_round_to_grid", lambda mag, sg: torch.bucketize(mag / sg[..., None], torch.tensor(oracle.GRID[1:])).byte()),
     "global scales": ("power_of_two_scale", lambda amax: torch.exp2(torch.floor(torch.log2(amax / 2688)))),
     "swizzled layout of scales": ("swizzle_scales", lambda s: torch.nn.functional.pad(s, (0, 1, 0, 123)).flatten()),
     "random bits": ("philox", lambda seed, count: torch.arange(count)),
@@ -95,8 +94,12 @@ BROKEN_REFERENCE = {
 }
 
 
+def reference_checks():
+    return [checked("reference", compare) for compare in oracle.CHECKS]
+
+
 def test_reference_checks_pass():
-    assert outcomes(conformance.reference_checks()) == dict.fromkeys(oracle.CHECKS, PASSED)
+    assert outcomes(reference_checks()) == dict.fromkeys(BROKEN_REFERENCE, PASSED)
 
 
 @pytest.mark.parametrize("name", BROKEN_REFERENCE)
@@ -107,7 +110,7 @@ def test_a_broken_reference_is_found(monkeypatch, name):
     else:
         module = next(m for m in (layout, philox, reference) if hasattr(m, attribute))
         monkeypatch.setattr(module, attribute, replacement)
-    assert name in failed(conformance.reference_checks())
+    assert name in failed(reference_checks())
 
 
 # ---------------------------------------------------------------------------------------------- kernels
@@ -129,13 +132,13 @@ def test_kernels_are_compared_in_every_bit(monkeypatch):
 
         return run, reference_of
 
-    monkeypatch.setattr(conformance, "_kernel", lambda name: kernel(name.split(" ")[0]))
+    monkeypatch.setattr(conformance, "_kernel", kernel)
     for dtype in (torch.bfloat16, torch.float32):
         for name, arguments in conformance._operators(CPU, dtype).items():
             changed[name.split(" ")[0]] = False
             assert "bytes equal" in conformance._same_bits(name, arguments)
             changed[name.split(" ")[0]] = True
-            with pytest.raises(AssertionError, match="1 of .* differ"):
+            with pytest.raises(AssertionError, match="output 0: .*not equal"):
                 conformance._same_bits(name, arguments)
 
 
@@ -184,12 +187,12 @@ def leaking(write):
         pytest.param(unstable(), "the same bits again", id="other bits"),
         pytest.param(leaking(True), "bounds and padding", id="writes outside"),
         pytest.param(leaking(False), "bounds and padding", id="reads outside"),
-        pytest.param(lambda t, w, **k: gemm(t, w, **k) * (t[0].k != 416), "tails in M, N and K", id="one K"),
-        pytest.param(lambda t, w, **k: gemm(t[:1], w, **k), "two terms, random values", id="one term"),
-        pytest.param(lambda t, w, **k: gemm(t, w, **k) * (t[0].k != 2048), "a layer's size", id="large K"),
-        pytest.param(lambda t, w, **k: gemm(t, w, **k) * (t[0].k != 160), "fprop with LoRA, several linears", id="fprop"),
+        pytest.param(lambda t, w, **k: gemm(t, w, **k) * (t[0].k != 416), "tails of tiles", id="one K"),
+        pytest.param(lambda t, w, **k: gemm(t[:1], w, **k), "two terms of random values", id="one term"),
+        pytest.param(lambda t, w, **k: gemm(t, w, **k) * (t[0].k != 2048), "the size of a layer", id="large K"),
+        pytest.param(lambda t, w, **k: gemm(t, w, **k) * (t[0].k != 160), "fprop with lora", id="fprop"),
         pytest.param(lambda t, w, out=None, **k: gemm(t, w, **k), "bounds and padding", id="out is ignored"),
-        pytest.param(lambda t, w, add=None, **k: gemm(t, w, **k), "dgrad with LoRA, several linears", id="dgrad"),
+        pytest.param(lambda t, w, add=None, **k: gemm(t, w, **k), "dgrad with lora", id="dgrad"),
     ],
 )
 def test_each_check_fails_on_what_it_is_for(mutant, check):
@@ -233,7 +236,7 @@ def test_wrong_products_of_a_training_step_are_found():
 
 def test_products_joined_as_fp4_kernels_join_them_are_right():
     """What the training step of an FP4 implementation is compared with."""
-    choice = conformance.separate_choice()
+    choice = conformance.SEPARATE
     assert set(outcomes(conformance_gemm.product_checks("x", choice.fprop, choice.dgrad, CPU)).values()) == {PASSED}
     term, weight = (
         reference.quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(i)), ACTIVATION) for i in (0, 1)
@@ -258,14 +261,9 @@ def test_training_is_compared(monkeypatch):
 # ---------------------------------------------------------------------------------------------- set-up
 
 
-def test_versions_are_read():
-    assert environment._release("2.11.0+cu130") == (2, 11, 0) and environment._release("5.17.0.dev0") == (5, 17, 0)
-    assert environment._release("0.20rc1") == (0, 20)
-
-
 SETUPS = {
-    "old torch": (dict(torch="2.9.1"), True, "torch 2.9.1 is too old"),
-    "new peft": (dict(peft="0.24.0"), True, "peft 0.24.0 is newer"),
+    "old torch": (dict(torch="2.9.1"), True, "torch 2.9.1 is not supported"),
+    "new peft": (dict(peft="0.24.0"), True, "peft 0.24.0 is not supported"),
     "no bitsandbytes": (dict(bitsandbytes=""), False, "bitsandbytes is absent"),
 }
 
@@ -348,7 +346,7 @@ def test_the_commands(tmp_path, monkeypatch):
     from peft_nvfp4.cli import application
 
     report = doctor.Report({"torch": "1 [x]"}, [], Status(()), [Result("g", "n", PASSED, "fine [a]")])
-    monkeypatch.setattr("peft_nvfp4.cli.doctor.tool.run", lambda say: report)
+    monkeypatch.setattr("peft_nvfp4.cli.doctor.tool.run", lambda: report)
     run = lambda *arguments: CliRunner().invoke(application(), arguments)
     shown = run("doctor", "--json", str(tmp_path / "r.json"))
     assert shown.exit_code == 0 and "Nothing is wrong" in shown.output and "fine [a]" in shown.output, shown.output

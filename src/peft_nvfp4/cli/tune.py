@@ -10,6 +10,7 @@ from ..kernels import implementations
 from ..kernels.fp4 import cutlass, tiles
 from ..kernels.fp4.tiles import Problem, Tile
 from ..numerics.formats import BLOCK, QuantizedMatrix
+from .common import Outcome, command
 
 LLAMA_1B = ((2048, 512, 512), (2048,), (8192, 8192), (2048,)), (2048, 2048, 2048, 8192)
 LLAMA_8B = ((4096, 1024, 1024), (4096,), (14336, 14336), (4096,)), (4096, 4096, 4096, 14336)
@@ -63,25 +64,16 @@ def measure(
     return winners
 
 
-def _obstacle() -> str:
-    """Why there is nothing to tune; empty if there is."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
+@command
+def tune() -> Outcome:
+    """Measure the tiles of the FP4 extension on this GPU, and keep the fastest of each shape for training."""
     try:
+        if not torch.cuda.is_available():
+            raise implementations.Unavailable("no CUDA device")
         implementations.working_gemms("cutlass", torch.device("cuda", torch.cuda.current_device()))
     except implementations.Unavailable as reason:
-        return str(reason)
-    return ""
-
-
-def tune() -> None:
-    """Measure the tiles of the FP4 extension on this GPU, and keep the fastest of each shape for training."""
-    obstacle = _obstacle()
-    if obstacle:
-        typer.echo(
-            f"Nothing to tune: {obstacle}. Tiles belong to the FP4 extension for RTX 50xx; training works without it, and what "
-            "runs instead is shown by: peft-nvfp4 doctor",
-            err=True,
-        )
-        raise typer.Exit(1)
-    measure(torch.cuda.get_device_name(), cutlass.loaded(), usual_problems())
+        raise ValueError(
+            f"Nothing to tune: {reason}. Tiles belong to the FP4 extension for RTX 50xx; training works without it, and what "
+            "runs instead is shown by: peft-nvfp4 doctor"
+        ) from reason
+    return Outcome(measure(torch.cuda.get_device_name(), cutlass.loaded(), usual_problems()))

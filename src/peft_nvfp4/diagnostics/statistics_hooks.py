@@ -1,7 +1,8 @@
 """The hooks of :mod:`peft_nvfp4.diagnostics.statistics`, which see the tensors of frozen linears, and the sums over these.
 
 The hooks hold on to nothing that autograd would not hold anyway, except: gate and up of one gated MLP until its last linear is
-called. What a fused norm or a gated MLP quantises is made again from its inputs, with the bits of the fused kernels.
+called. What a fused norm or a gated MLP quantises never exists unquantised: it is made again from the norm's input, and from gate
+and up, with the bits of the fused kernels (:mod:`peft_nvfp4.numerics.fused_reference`).
 """
 
 from __future__ import annotations
@@ -82,17 +83,15 @@ class Sums:
         step = max(1, CHUNK // max(1, t.shape[1]))
         for start in range(0, t.shape[0], step):
             rows = slice(start, start + step)
-            pieces = [_rows(part, rows) for part in parts]
-            self._accumulate(*_measured(t[rows].float(), pieces, offset, None if d is None else d[rows]), t[rows].numel())
+            pieces = [part._replace(codes=part.codes[rows], scales=part.scales[rows]) for part in parts]
+            pieces = [part._replace(gscale=part.gscale[rows]) if len(part.gscale) > 1 else part for part in pieces]
+            totals = _measured(t[rows].float(), pieces, offset, None if d is None else d[rows])
+            self.accumulate(*totals, t[rows].numel())
 
-    def _accumulate(self, totals: Tensor, extremes: Tensor, values: int) -> None:
+    def accumulate(self, totals: Tensor, extremes: Tensor, values: int) -> None:
         self.values += values
         self.totals = totals if self.totals is None else self.totals + totals
         self.extremes = extremes if self.extremes is None else torch.maximum(self.extremes, extremes)
-
-    def merge(self, other: Sums) -> None:
-        if other.totals is not None:
-            self._accumulate(other.totals, other.extremes, other.values)
 
     def result(self) -> TensorStatistics:
         error, square, nonzero, lost, beyond = self.totals.tolist()
@@ -103,9 +102,7 @@ class Sums:
         return TensorStatistics(*known, amax, *scales, self.values, self.used)
 
 
-def _measured(
-    x: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None, d: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _measured(x: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None, d: Tensor | None) -> tuple[Tensor, Tensor]:
     """Totals and extremes, as :class:`Sums` has them, of x (R, K) float32."""
     moved = x if offset is None else x - offset
     d = dequantize_input(parts, None, torch.float32) if d is None else d.float()
@@ -121,11 +118,6 @@ def _measured(
     sums = [(moved - d).square().sum(dtype=torch.float64), x.square().sum(dtype=torch.float64)]
     counts = [nonzero.sum(), (nonzero & (d == 0)).sum(), saturated]
     return torch.stack([*sums, *(count.double() for count in counts)]), torch.stack([x.abs().amax(), low, high])
-
-
-def _rows(part: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
-    gscale = part.gscale[rows] if len(part.gscale) > 1 else part.gscale
-    return QuantizedMatrix(part.codes[rows], part.scales[rows], gscale, part.k)
 
 
 # ---------------------------------------------------------------------------------------------- hooks
@@ -221,12 +213,15 @@ class Measurement:
             if "input" not in self.sites or _in_backward():
                 return
             x, layer = args[0] if args else next(iter(kwargs.values())), base_of(module)
-            sums = self.sums.setdefault((name, "input"), Sums(_uses_input(layer)))
+            used = isinstance(layer, NVFP4FrozenLinear) or layer.options.activations == "nvfp4"
+            sums = self.sums.setdefault((name, "input"), Sums(used))
             halves = self._halves.pop(self._last.get(name), None)
             if (produced := self._produced.get(x)) is not None:
-                sums.merge(produced)
+                sums.accumulate(produced.totals, produced.extremes, produced.values)
             elif halves and isinstance(layer, NVFP4FrozenLinear) and self._fused(x, layer):
-                _add_input(sums, _gated(halves, self._last[name]), layer)
+                pair, parts = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1), self._last[name].parts
+                product = fused_reference.gated_product(pair[parts.gate], pair[1 - parts.gate], parts.act)
+                _add_input(sums, product, layer)  # what the fused kernel quantised
             else:
                 _add_input(sums, self._some(autocast_input(x)), layer)
 
@@ -239,7 +234,8 @@ class Measurement:
             if name in self._first and "input" in self.sites and not _in_backward():
                 self._halves.setdefault(self._first[name], []).append(self._some(y.detach()))
             if "gradient" in self.sites and y.requires_grad:
-                sums = self.sums.setdefault((name, "gradient"), Sums(_uses_gradient(layer)))
+                used = isinstance(layer, NVFP4FrozenLinear) and layer.options.gradients != "bf16"
+                sums = self.sums.setdefault((name, "gradient"), Sums(used))
                 y.register_hook(lambda dy: _add_gradient(sums, self._some(dy.detach()), layer))
 
         return hook
@@ -255,30 +251,16 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _gated(halves: Sequence[Tensor], mlp: FusedGatedMLP) -> Tensor:
-    """act(gate) * up as the fused kernel computes it before quantising."""
-    pair = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1)
-    return fused_reference.gated_product(pair[mlp.parts.gate], pair[1 - mlp.parts.gate], mlp.parts.act)
-
-
-def _uses_input(layer: FrozenLinear) -> bool:
-    return isinstance(layer, NVFP4FrozenLinear) or layer.options.activations == "nvfp4"
-
-
-def _uses_gradient(layer: FrozenLinear) -> bool:
-    return isinstance(layer, NVFP4FrozenLinear) and layer.options.gradients != "bf16"
-
-
 def _add_input(sums: Sums, x: Tensor, layer: FrozenLinear) -> None:
-    own = isinstance(layer, NVFP4FrozenLinear)
-    terms, offset = (layer.options.terms, layer._offset) if own else (1, None)
+    ours = isinstance(layer, NVFP4FrozenLinear)
+    terms, offset = (layer.options.terms, layer._offset) if ours else (1, None)
     sums.add(x, quantize_input(x, offset, terms), offset)
 
 
 @torch.no_grad()
 def _add_gradient(sums: Sums, dy: Tensor, layer: FrozenLinear) -> None:
-    stochastic = layer.options.gradients == "nvfp4_sr" and _uses_gradient(layer)
-    seed = torch.zeros((), dtype=torch.int64) if stochastic else None  # its own: the training's numbers are not touched
+    stochastic = sums.used and layer.options.gradients == "nvfp4_sr"
+    seed = torch.zeros((), dtype=torch.int64) if stochastic else None  # of its own: the training's numbers are not touched
     sums.add(dy, [ops.quantize(dy.contiguous(), GRADIENT_STOCHASTIC if stochastic else GRADIENT, seed=seed)])
 
 

@@ -130,9 +130,7 @@ def _losses(model: nn.Module, tokenizer: Any, rows: Sequence[dict], size: int) -
     return losses, counts
 
 
-def _labels(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[str], labels: Sequence[str], size: int, length: int
-) -> list[str]:
+def _labels(model: nn.Module, tokenizer: Any, prompts: Sequence[str], labels: Sequence[str], size: int, length: int) -> list[str]:
     """The likeliest completion of every prompt: by the mean log-likelihood of its tokens."""
     candidates = [_encode(prompt, label, tokenizer, length, False) for prompt in prompts for label in labels]
     if None in candidates:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
+import re
 import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ..._version import __version__
 from ...kernels import dispatch
 from ...kernels.fp4 import cutlass
 
-PACKAGES = {"torch": "2.10", "transformers": "5.12", "peft": "0.20", "triton": "", "bitsandbytes": "0.50", "accelerate": ""}
-"""Reported packages, and the oldest version that is supported."""
-NEWEST = {"peft": "0.23"}
-"""The first version that is not."""
+PACKAGES = ("torch", "transformers", "peft", "triton", "bitsandbytes", "accelerate")
 VARIABLES = (
     dispatch.VARIABLE,
     "PEFT_NVFP4_EXTENSION",
@@ -50,29 +48,13 @@ def installed(package: str) -> str:
         return ""
 
 
-def _release(text: str) -> tuple[int, ...]:
-    """Numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
-    return Version(text).release
-
-
 def _query_driver() -> list[str]:
     """``name, driver`` of every GPU as the driver reports them; empty without one."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in run.stdout.splitlines() if line.strip()] if run.returncode == 0 else []
-
-
-def _extension() -> str:
-    """One line about the compiled extension."""
-    library, reason = cutlass.load()
-    if library is None:
-        return reason
-    return f"{library.path}: " + ", ".join(f"{key} {value}" for key, value in library.info.items())
 
 
 def is_wsl() -> bool:
@@ -100,7 +82,10 @@ def describe() -> dict[str, str]:
         found["GPU"] = "; ".join(driver) + " (torch cannot use it)"
     else:
         found["GPU"] = "none"
-    found["extension"] = _extension()
+    library, reason = cutlass.load()
+    if library is not None:
+        reason = f"{library.path}: " + ", ".join(f"{key} {value}" for key, value in library.info.items())
+    found["extension"] = reason
     found |= {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     return found
 
@@ -114,12 +99,13 @@ def advice() -> list[Advice]:
 
 
 def _versions() -> Iterator[Advice]:
-    for package, oldest in PACKAGES.items():
-        have, newest = installed(package), NEWEST.get(package)
-        if have and oldest and _release(have) < _release(oldest):
-            yield Advice(True, f"{package} {have} is too old: pip install -U '{package}>={oldest}'")
-        if have and newest and _release(have) >= _release(newest):
-            yield Advice(True, f"{package} {have} is newer than what this version knows: pip install '{package}<{newest}'")
+    """Against what this package requires, bitsandbytes included."""
+    for requirement in map(Requirement, requires("peft_nvfp4") or ()):
+        wanted, have = requirement.specifier, installed(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "nf4"}):
+            continue
+        if have and not wanted.contains(have, prereleases=True):
+            yield Advice(True, f"{requirement.name} {have} is not supported: pip install -U '{requirement.name}{wanted}'")
 
 
 def _cuda() -> Iterator[Advice]:
@@ -156,7 +142,7 @@ def _gpus() -> Iterator[Advice]:
             f"this torch has no code for compute capability {major}.{minor} (it has {' '.join(targets)}), which shows as 'no "
             "kernel image is available': install a build for a newer CUDA (RTX 50xx: CUDA 12.8 or later)",
         )
-    if major >= FP4_CAPABILITY and torch.version.cuda and _release(torch.version.cuda) < (12, 8):
+    if major >= FP4_CAPABILITY and torch.version.cuda and Version(torch.version.cuda).release < (12, 8):
         yield Advice(True, f"FP4 tensor cores need CUDA 12.8 or later; this torch is built for CUDA {torch.version.cuda}")
     if importlib.util.find_spec("triton") is None:
         package = "triton-windows" if os.name == "nt" else "triton"
@@ -170,16 +156,14 @@ def _gpus() -> Iterator[Advice]:
 
 def _runs_on(target: str, major: int, minor: int) -> bool:
     """Whether code for a target ("sm_90a", "compute_120") runs on a GPU: of the same generation and not newer, or PTX."""
-    kind, _, number = target.partition("_")
-    digits = "".join(c for c in number if c.isdigit())
-    if not digits:
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", target)
+    if found is None:
         return False
-    its_major, its_minor = int(digits[:-1]), int(digits[-1])
-    if number[-1] == "a":
-        return (its_major, its_minor) == (major, minor)
-    if kind == "compute" and number[-1] != "f":
-        return (its_major, its_minor) <= (major, minor)
-    return its_major == major and its_minor <= minor
+    kind, generation, step, only = found.groups()
+    built = int(generation), int(step)
+    if only == "a":
+        return built == (major, minor)
+    return built <= (major, minor) and (built[0] == major or kind == "compute" and not only)
 
 
 def _variables() -> Iterator[Advice]:

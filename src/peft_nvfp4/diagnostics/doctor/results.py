@@ -27,18 +27,20 @@ class Noticed(Exception):
     """Not wrong, but worth saying."""
 
 
-def checked(group: str, name: str, check: Callable[[], str]) -> Result:
-    """Runs a check: it returns what to say, or raises AssertionError with what is wrong or :class:`Noticed`."""
+def checked(group: str, check: Callable[..., str], *arguments: object, name: str = "") -> Result:
+    """Runs a check: it returns what to say, or raises AssertionError with what is wrong or :class:`Noticed`. Its name is that of
+    the function if no other is given."""
     start = time.perf_counter()
     try:
-        outcome, detail = PASSED, check()
+        outcome, detail = PASSED, check(*arguments)
     except Noticed as reason:
         outcome, detail = WARNING, str(reason)
     except AssertionError as wrong:
-        outcome, detail = FAILED, str(wrong)
+        outcome, detail = FAILED, " ".join(str(wrong).split())
     except Exception as error:  # the report is for finding out what happens on unknown machines: everything is kept
         frame = traceback.extract_tb(error.__traceback__)[-1]
         outcome, detail = FAILED, f"{first_line(error)} ({frame.name}, line {frame.lineno})"
+    name = name or check.__name__.replace("_", " ")
     return Result(group, name, outcome, detail, round(time.perf_counter() - start, 3))
 
 

@@ -3,14 +3,13 @@
 On a GPU with FP4 tensor cores this is the acceptance test: nothing about such a GPU is taken for granted, and every mistake that
 was thought of has a name (:mod:`~peft_nvfp4.kernels.fp4.check`). The report is made to be pasted into an issue.
 
->>> from peft_nvfp4.cli._run import doctor
->>> report = doctor.run()
->>> print(report)
+>>> from peft_nvfp4.diagnostics.doctor.run import run
+>>> print(run())
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -21,6 +20,8 @@ from ...kernels.report import Status
 from . import conformance, environment
 from .environment import Advice
 from .results import FAILED, NOT_RUN, PASSED, WARNING, Result
+
+ORDER = (PASSED, WARNING, FAILED.lower(), NOT_RUN)
 
 
 @dataclass
@@ -47,25 +48,23 @@ class Report:
     @property
     def verdict(self) -> str:
         """One line."""
-        counts = {outcome: sum(c.outcome == outcome for c in self.checks) for outcome in (PASSED, WARNING, FAILED, NOT_RUN)}
+        counts = Counter(check.outcome.lower() for check in self.checks)
+        words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ORDER if counts[outcome])
         wrong = sum(a.wrong for a in self.advice)
-        checks = ", ".join(f"{n} {outcome.lower()}" for outcome, n in counts.items() if n)
         setup = f"; set-up: {wrong} wrong" if wrong else ""
-        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: checks: {checks}{setup}"
+        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: checks: {words}{setup}"
 
     def as_dict(self) -> dict:
         """For JSON."""
         return {"ok": self.ok, "verdict": self.verdict, **asdict(self)}
 
     def __str__(self) -> str:
-        width = max(len(name) for name in self.machine)
+        width = max(map(len, self.machine))
         lines = ["peft_nvfp4 doctor", "", *(f"{name.ljust(width)}  {value}" for name, value in self.machine.items())]
         if self.advice:
             lines += ["", "set-up", *(f"  {'WRONG' if a.wrong else 'note'}: {a.text}" for a in self.advice)]
         lines += ["", str(self.kernels), "", "checks"]
-        for check in self.checks:
-            detail = f" ({check.detail})" if check.detail else ""
-            lines.append(f"  {check.outcome.ljust(8)}{check.group}: {check.name}{detail}")
+        lines += [f"  {c.outcome:8}{c.group}: {c.name}{c.detail and f' ({c.detail})'}" for c in self.checks]
         return "\n".join([*lines, "", self.verdict])
 
 
@@ -80,17 +79,9 @@ def _fp4_advice(status: Status) -> list[Advice]:
     return [Advice(True, f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]
 
 
-def run(say: Callable[[Result], None] | None = None) -> Report:
-    """Looks at everything. Changes nothing; takes seconds.
-
-    Args:
-        say: called with every result as it comes.
-    """
+def run() -> Report:
+    """Looks at everything. Changes nothing; takes seconds."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     status = kernels.status()
-    report = Report(environment.describe(), environment.advice() + _fp4_advice(status), status)
-    for result in conformance.all_checks(device):
-        report.checks.append(result)
-        if say is not None:
-            say(result)
-    return report
+    advice = environment.advice() + _fp4_advice(status)
+    return Report(environment.describe(), advice, status, list(conformance.all_checks(device)))
