@@ -138,11 +138,6 @@ def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], word
     return found
 
 
-def size(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
-
-
 def write_json(content: Any, path: str | None) -> None:
     """Nothing without a path; ``-`` is the standard output."""
     if path is None:
@@ -161,7 +156,7 @@ def report(error: Exception) -> None:
         traceback.print_exc()
         return
     words = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRA:
         words = f"this command needs {error.name}: pip install 'peft_nvfp4[cli]'"
     if not isinstance(error, EXPLAINED) or not words:
         words = f"{type(error).__name__}: {words}"

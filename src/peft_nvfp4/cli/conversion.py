@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.filesize import decimal
 
 from ..calibration import run as calibration
 from ..checkpoints import export_checkpoint
@@ -19,7 +20,7 @@ from ..quantization.options import Options
 from ..transformers.config import PactConfig
 from ..transformers.prepare import num_parameters
 from ._run import models
-from .common import Base, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs, size
+from .common import Base, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a dense model.")]
 Adapter = Annotated[str, typer.Argument(help="Folder of the adapter.")]
@@ -43,7 +44,7 @@ def _written(folder: Path, model: Any, tokenizer: Any) -> tuple[dict[str, Any], 
     count = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     packed = sum(m.experts * len(m.projections) if hasattr(m, "projections") else 1 for _, m in frozen_modules(model))
     dense = 2 * num_parameters(model)
-    words = f"{folder}: {size(count)} ({size(dense)} in BF16), {packed} linears packed in NVFP4"
+    words = f"{folder}: {decimal(count)} ({decimal(dense)} in BF16), {packed} linears packed in NVFP4"
     return {"folder": str(folder), "bytes": count, "packed": packed, "dense_bytes": dense}, words
 
 
@@ -120,8 +121,8 @@ def merge(
     if probe is not None:
         from ._run import evaluation, texts  # need the extra
 
-        rows = evaluation.encode(texts.read(probe, limit=8), tokenizer, 128)
-        batches = [{"input_ids": torch.tensor([row["input_ids"]], device=adapted.device)} for row in rows if row is not None]
+        rows = evaluation.encode(texts.read(probe, limit=8), tokenizer, 128).values()
+        batches = [{"input_ids": torch.tensor([row["input_ids"]], device=adapted.device)} for row in rows]
     merged, report = merging.merge(adapted, to, probe=batches)
     if to == "nvfp4":
         export_checkpoint(merged, path, layout)

@@ -8,7 +8,7 @@ from rich.text import Text
 from ..diagnostics.doctor import run as tool
 from .common import Outcome, command
 
-STYLES = {r"passed": "green", r"warning|note:": "yellow", r"FAILED.*|WRONG.*|SOMETHING IS WRONG.*": "bold red", r"not run": "dim"}
+STYLES = {"passed": "green", "warning": "yellow", "(FAILED|SOMETHING IS WRONG).*": "bold red", "not run": "dim"}
 
 
 @command(busy="Checking")
@@ -17,5 +17,5 @@ def doctor(plain: Annotated[bool, typer.Option("--plain", help="Without colours,
     report = tool.run()
     text = Text(str(report))
     for words, style in {} if plain else STYLES.items():
-        text.highlight_regex(rf"(?m)^ *(?:{words})", style)
+        text.highlight_regex(rf"(?m)^ *{words}", style)
     return Outcome(report.as_dict(), [text], 0 if report.ok else 1)

@@ -54,9 +54,7 @@ def statistics(
         base, tokenizer = models.load(model, dtype, layers, config.options)
     else:
         config, base, tokenizer = models.load_base(adapter, model, dtype, layers)
-    encoded = [row for row in evaluation.encode(data, tokenizer, max_length) if row is not None]
-    if not encoded:
-        raise ValueError(f"no row has anything to learn within {max_length} tokens: raise --max-length")
+    encoded = list(evaluation.encode(data, tokenizer, max_length).values())
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
     if adapter is None:
         adapted = get_peft_model(base, config)

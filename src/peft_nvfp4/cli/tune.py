@@ -1,10 +1,11 @@
 """``peft-nvfp4 tune``: measures the tiles of the FP4 extension on the GPU at hand."""
 
-import statistics
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import typer
+from torch.utils import benchmark
 
 from ..kernels import implementations
 from ..kernels.fp4 import cutlass, tiles
@@ -30,22 +31,14 @@ def _random(rows: int, k: int, per_row: bool) -> QuantizedMatrix:
     return QuantizedMatrix(codes, scales, torch.full((rows if per_row else 1,), 2.0**-20, device="cuda"), k)
 
 
-def measure_us(problem: Problem, tile: Tile, rounds: int = 7, calls: int = 20) -> float:
-    """Microseconds of one launch: the median of rounds of calls queued back to back, so that the host's part is hidden."""
+def measure_us(problem: Problem, tile: Tile) -> float:
+    """Microseconds of one launch: the median of blocks of calls queued back to back, so that the host's part is hidden."""
     dtype = {name: dtype for dtype, name in cutlass.DTYPES.items()}[problem.d]
     terms = [_random(problem.m, problem.k, True) for _ in range(problem.terms)]
     weights = [_random(n, problem.k, False) for n in problem.ns]
     adds = [torch.randn(problem.m, n, dtype=dtype, device="cuda") if problem.c else None for n in problem.ns]
-    times = []
-    for _ in range(rounds + 1):  # the first is a warm-up
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(calls):
-            cutlass.gemms(terms, weights, adds=adds, dtype=dtype, tile=tile)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times[1:])
+    launch = partial(cutlass.gemms, terms, weights, adds=adds, dtype=dtype, tile=tile)
+    return benchmark.Timer("launch()", globals={"launch": launch}).blocked_autorange(min_run_time=0.02).median * 1e6
 
 
 def measure(

@@ -1,7 +1,6 @@
 """What quantising does to every tensor of a frozen model: errors, underflow, saturation, ranges, layer by layer.
 
->>> found = tensor_statistics(model, [batch], weights=dense_state_dict)    # any number of batches; nothing is trained
->>> found.worst(5)
+>>> tensor_statistics(model, [batch], weights=dense_state_dict).worst(5)   # any number of batches; nothing is trained
 >>> trainer.add_callback(NVFP4StatisticsCallback(trainer, every=100))      # while training, through Trainer's own log
 
 Three tensors of every frozen linear are looked at: its *weight*, its *input*, and the *gradient* that comes back to its output.

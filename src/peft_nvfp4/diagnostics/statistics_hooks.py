@@ -7,9 +7,10 @@ and up, with the bits of the fused kernels (:mod:`peft_nvfp4.numerics.fused_refe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,8 +165,8 @@ class Measurement:
                 self._first |= {prefix + first: module for first in module.parts.first}
                 self._last[prefix + module.parts.down] = module
         for name, module in self.linears.items():
-            self._hook(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            self._hook(module.register_forward_hook(self._after(name)))
+            self._hook(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+            self._hook(module.register_forward_hook(partial(self._after, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -177,16 +178,15 @@ class Measurement:
 
     def result(self, weights: Mapping[str, Tensor] | None = None, stored: bool = True) -> dict[str, dict[str, TensorStatistics]]:
         """What was seen; with stored weights, what became of ``weights`` (dotted name -> dense weight) where those are given."""
-        layers: dict[str, dict[str, TensorStatistics]] = {name: {} for name in self.linears}
+        layers: dict[str, dict[str, TensorStatistics]] = {}
         for name, module in self.linears.items():
-            dense, base = None if weights is None else weights.get(f"{name}.weight"), base_of(module)
-            with computing(base):
-                if stored and (sums := weight_sums(base, dense)):
-                    layers[name]["weight"] = sums.result()
-            for site in SITES[1:]:
-                if (name, site) in self.sums:
-                    layers[name][site] = self.sums[name, site].result()
-        return {name: sites for name, sites in layers.items() if sites}
+            found = {site: self.sums[name, site] for site in SITES[1:] if (name, site) in self.sums}
+            if stored:
+                with computing(base := base_of(module)):
+                    found = {"weight": weight_sums(base, (weights or {}).get(f"{name}.weight")), **found}
+            if found := {site: sums.result() for site, sums in found.items() if sums is not None}:
+                layers[name] = found
+        return layers
 
     # -- what the hooks do
 
@@ -207,38 +207,31 @@ class Measurement:
         entry = activation_cache.get(x, reader.options.terms, reader.input_offset, autocast_input(x).dtype)
         return entry is not None and entry.from_producer
 
-    def _before(self, name: str) -> Callable:
-        @torch.no_grad()
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if "input" not in self.sites or _in_backward():
-                return
-            x, layer = args[0] if args else next(iter(kwargs.values())), base_of(module)
-            used = isinstance(layer, NVFP4FrozenLinear) or layer.options.activations == "nvfp4"
-            sums = self.sums.setdefault((name, "input"), Sums(used))
-            halves = self._halves.pop(self._last.get(name), None)
-            if (produced := self._produced.get(x)) is not None:
-                sums.accumulate(produced.totals, produced.extremes, produced.values)
-            elif halves and isinstance(layer, NVFP4FrozenLinear) and self._fused(x, layer):
-                pair, parts = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1), self._last[name].parts
-                product = fused_reference.gated_product(pair[parts.gate], pair[1 - parts.gate], parts.act)
-                _add_input(sums, product, layer)  # what the fused kernel quantised
-            else:
-                _add_input(sums, self._some(autocast_input(x)), layer)
+    @torch.no_grad()
+    def _before(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if "input" not in self.sites or _in_backward():
+            return
+        x, layer = args[0] if args else next(iter(kwargs.values())), base_of(module)
+        used = isinstance(layer, NVFP4FrozenLinear) or layer.options.activations == "nvfp4"
+        sums = self.sums.setdefault((name, "input"), Sums(used))
+        halves = self._halves.pop(self._last.get(name), None)
+        if (produced := self._produced.get(x)) is not None:
+            sums.accumulate(produced.totals, produced.extremes, produced.values)
+        elif halves and isinstance(layer, NVFP4FrozenLinear) and self._fused(x, layer):
+            pair, parts = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1), self._last[name].parts
+            product = fused_reference.gated_product(pair[parts.gate], pair[1 - parts.gate], parts.act)
+            _add_input(sums, product, layer)  # what the fused kernel quantised
+        else:
+            _add_input(sums, self._some(autocast_input(x)), layer)
 
-        return hook
-
-    def _after(self, name: str) -> Callable:
-        layer = base_of(self.linears[name])
-
-        def hook(module: nn.Module, args: tuple, y: Tensor) -> None:
-            if name in self._first and "input" in self.sites and not _in_backward():
-                self._halves.setdefault(self._first[name], []).append(self._some(y.detach()))
-            if "gradient" in self.sites and y.requires_grad:
-                used = isinstance(layer, NVFP4FrozenLinear) and layer.options.gradients != "bf16"
-                sums = self.sums.setdefault((name, "gradient"), Sums(used))
-                y.register_hook(lambda dy: _add_gradient(sums, self._some(dy.detach()), layer))
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: tuple, y: Tensor) -> None:
+        if name in self._first and "input" in self.sites and not _in_backward():
+            self._halves.setdefault(self._first[name], []).append(self._some(y.detach()))
+        if "gradient" in self.sites and y.requires_grad:
+            layer = base_of(module)
+            used = isinstance(layer, NVFP4FrozenLinear) and layer.options.gradients != "bf16"
+            sums = self.sums.setdefault((name, "gradient"), Sums(used))
+            y.register_hook(lambda dy: _add_gradient(sums, self._some(dy.detach()), layer))
 
     def _some(self, t: Tensor) -> Tensor:
         """t (..., K) as a matrix, of many rows some: a row is quantised by itself, so its numbers do not change."""

@@ -10,7 +10,7 @@ was thought of has a name (:mod:`~peft_nvfp4.kernels.fp4.check`). The report is 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -18,7 +18,6 @@ from ... import kernels
 from ...kernels import dispatch, implementations
 from ...kernels.report import Status
 from . import conformance, environment
-from .environment import Advice
 from .results import FAILED, NOT_RUN, PASSED, WARNING, Result
 
 ORDER = (PASSED, WARNING, FAILED.lower(), NOT_RUN)
@@ -30,29 +29,25 @@ class Report:
 
     Attributes:
         machine: versions, GPUs, settings.
-        advice: what is wrong or could be better about the set-up.
         kernels: implementation of every operator.
-        checks: what was computed and compared.
+        checks: what is wrong or could be better about the set-up, and what was computed and compared.
     """
 
     machine: dict[str, str]
-    advice: list[Advice]
     kernels: Status
-    checks: list[Result] = field(default_factory=list)
+    checks: list[Result]
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong: no check failed, and no advice says that something does not work."""
-        return not any(c.outcome == FAILED for c in self.checks) and not any(a.wrong for a in self.advice)
+        """Nothing is wrong."""
+        return not any(check.outcome == FAILED for check in self.checks)
 
     @property
     def verdict(self) -> str:
         """One line."""
         counts = Counter(check.outcome.lower() for check in self.checks)
         words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ORDER if counts[outcome])
-        wrong = sum(a.wrong for a in self.advice)
-        setup = f"; set-up: {wrong} wrong" if wrong else ""
-        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: checks: {words}{setup}"
+        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: {words}"
 
     def as_dict(self) -> dict:
         """For JSON."""
@@ -61,14 +56,12 @@ class Report:
     def __str__(self) -> str:
         width = max(map(len, self.machine))
         lines = ["peft_nvfp4 doctor", "", *(f"{name.ljust(width)}  {value}" for name, value in self.machine.items())]
-        if self.advice:
-            lines += ["", "set-up", *(f"  {'WRONG' if a.wrong else 'note'}: {a.text}" for a in self.advice)]
         lines += ["", str(self.kernels), "", "checks"]
         lines += [f"  {c.outcome:8}{c.group}: {c.name}{c.detail and f' ({c.detail})'}" for c in self.checks]
         return "\n".join([*lines, "", self.verdict])
 
 
-def _fp4_advice(status: Status) -> list[Advice]:
+def _fp4_advice(status: Status) -> list[Result]:
     """A GPU that has FP4 tensor cores, and nothing that uses them."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < environment.FP4_CAPABILITY:
         return []
@@ -76,12 +69,12 @@ def _fp4_advice(status: Status) -> list[Advice]:
     if used in implementations.NATIVE or dispatch._forced in ("emulated", "reference"):
         return []
     why = "; ".join(f"{name}: {reason}" for name, reason in status.skipped.items()) or "see the kernels below"
-    return [Advice(True, f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]
+    return [environment.wrong(f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]
 
 
 def run() -> Report:
     """Looks at everything. Changes nothing; takes seconds."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     status = kernels.status()
-    advice = environment.advice() + _fp4_advice(status)
-    return Report(environment.describe(), advice, status, list(conformance.all_checks(device)))
+    checks = [*environment.advice(), *_fp4_advice(status), *conformance.all_checks(device)]
+    return Report(environment.describe(), status, checks)
