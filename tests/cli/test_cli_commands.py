@@ -308,7 +308,7 @@ def test_profile(app, world, tmp_path):
     assert set(found["times_ms"]) == set(profiling.CATEGORIES)
     assert found["times_ms"]["quantise/fused"] > 0 and found["times_ms"]["NVFP4 GEMMs"] > 0 and found["times_ms"]["attention"] > 0
     assert found["total_ms"] == pytest.approx(sum(found["times_ms"].values()))
-    assert len(found["timeline"]) > 10 and "traceEvents" in json.loads((tmp_path / "t.json").read_text())
+    assert found["kernels"] and "traceEvents" in json.loads((tmp_path / "t.json").read_text())
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -35,7 +35,6 @@ from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.wrapping import WRAPPED, unwrap_all, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
-from ..quantization.groups import ACCURACY, input_terms
 from ..quantization.options import Options
 from ..training import distributed
 from ..training.cuda_graphs import disable_cuda_graphs
