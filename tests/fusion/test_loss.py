@@ -73,13 +73,8 @@ def test_num_items_in_batch(num_items):
     assert distance(*(torch.autograd.grad(t.sum(), hidden)[0] for t in (got, expected))) <= EXACT
 
 
-def test_label_smoothing_sum_shift_and_another_ignored_index():
+def test_shift_and_another_ignored_index():
     hidden, weight, labels, _ = case()
-    got = linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1, reduction="sum", chunk=5)
-    expected = ordinary(hidden, weight, labels, label_smoothing=0.1, reduction="sum")
-    assert distance(got.detach(), expected.detach()) <= EXACT
-    for g, e in zip(*(torch.autograd.grad(t, (hidden, weight)) for t in (got, expected))):
-        assert distance(g, e) <= EXACT
     shifted = linear_cross_entropy(hidden[:, :-1], weight, labels[:, 1:])
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, shift=True), shifted, rtol=0, atol=0)
     other = labels.masked_fill(labels == -100, 5)
@@ -112,8 +107,6 @@ def test_arguments_are_checked():
     hidden, weight, labels, _ = case()
     with pytest.raises(ValueError, match="one label a position"):
         linear_cross_entropy(hidden, weight, labels[:, 1:])
-    with pytest.raises(ValueError, match="none"):
-        linear_cross_entropy(hidden, weight, labels, reduction="none")
 
 
 def test_autocast():

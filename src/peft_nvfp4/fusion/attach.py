@@ -26,7 +26,7 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
-from .probe import Readers, base_of, frozen_linears, observe
+from .probe import Readers, base_of, frozen_linears, observe, special_tokens
 from .rope import FUSED, attach_rope, detach_rope
 
 OTHER_RUN = "attach(model, run=...) takes another run than the one on two text tokens"
@@ -133,8 +133,7 @@ def _two_tokens(model: nn.Module) -> object:
     model = _innermost(model)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     config = getattr(model, "config", None)
-    settings = [*vars(config).items(), *vars(config.get_text_config()).items()] if hasattr(config, "get_text_config") else []
-    special = {value for key, value in settings if key.endswith(("token_id", "token_index")) if isinstance(value, int)}
+    special = special_tokens(config)
     ids = torch.full((1, 2), next(i for i in range(len(special) + 1) if i not in special), device=device)
     parameters = inspect.signature(model.forward).parameters
     inputs = {name: ids for name in ("input_ids", "decoder_input_ids") if name == "input_ids" or name in parameters}

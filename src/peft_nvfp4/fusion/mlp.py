@@ -28,7 +28,7 @@ from ..autograd.frozen_linear import autocast_input
 from ..autograd.fused import GatedQuantize, as_parts
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.fused_reference import ACTIVATIONS
-from .probe import base_of, modes_kept, share_hooks, standing_in
+from .probe import base_of, hooked, modes_kept, share_hooks, standing_in
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
         return False
     for module in (down, base_of(down)):
-        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        if hooked or "forward" in vars(module) or module._compiled_call_impl is not None:
+        if hooked(module) or "forward" in vars(module) or module._compiled_call_impl is not None:
             return False
     branches = down.plain_branches() if hasattr(down, "plain_branches") else []
     return branches is not None and base_of(down).input_offset is None

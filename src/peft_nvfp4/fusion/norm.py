@@ -1,8 +1,9 @@
 """RMSNorm that emits NVFP4.
 
 The module returns y = D(y~), the dequantised form of its quantised output, and hands the codes of y~ to the frozen linears
-that read y (:mod:`peft_nvfp4.autograd.activation_cache`). For backward it keeps y~, which its readers keep anyway, and 1/rms (4 bytes a token):
-the input of the norm, the residual stream, is not kept at all. With w the weight, D = D(y~), c = mean over the row of dy * D:
+that read y (:mod:`peft_nvfp4.autograd.activation_cache`). For backward it keeps y~, which its readers keep anyway, and 1/rms
+(4 bytes a token): the input of the norm, the residual stream, is not kept at all. With w the weight, D = D(y~), c = mean over
+the row of dy * D:
 
     dx = rstd * (w * dy - (D / w) * c)
 

@@ -161,6 +161,19 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody watches or serves this module's calls (sharding, tensor parallelism, a user): then it keeps them."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def special_tokens(config: object) -> set[int]:
+    """Tokens that stand for something else than text (an image, say), by the names of settings of a transformers config."""
+    if not hasattr(config, "get_text_config"):
+        return set()
+    settings = [*config.to_dict().items(), *config.get_text_config().to_dict().items()]
+    return {value for key, value in settings if key.endswith(("token_id", "token_index")) and isinstance(value, int)}
+
+
 def base_of(module: nn.Module) -> nn.Module:
     """The layer below an adapter, or the module itself."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
