@@ -91,7 +91,7 @@ def test_headers(small, damage):
     file.write_bytes(spoil(damage, data))
     with done_or_refused(file):
         check_files([str(file)], packed=True)
-        for stored in stored_in(str(file)):
+        for stored in stored_in([str(file)]):
             assert isinstance(stored.dtype, str) and all(n >= 0 for n in stored.shape)
 
 

@@ -132,7 +132,7 @@ def test_files_of_a_packed_model_are_safetensors(tmp_path):
     check_files(None, packed=True)
     with pytest.raises(ValueError, match="b.bin is not a safetensors file"):
         check_files(["b.bin"], packed=True)
-    found = {stored.key: stored for stored in stored_in(str(tmp_path / "a.safetensors"))}
+    found = {stored.key: stored for stored in stored_in([str(tmp_path / "a.safetensors")])}
     assert found["a"] == Stored("a", str(tmp_path / "a.safetensors"), "U8", (2, 3), False)
     assert (found["b"].dtype, found["b"].shape, str(found["b"])) == ("F32", (), f"b in {tmp_path}/a.safetensors")
     with pytest.raises(FrozenInstanceError):

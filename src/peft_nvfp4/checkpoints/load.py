@@ -26,7 +26,7 @@ from ..nn.frozen_linear import FrozenOptions
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS
 from ..ops import dequantize
-from .layouts import PARTS, REFUSED, Layout
+from .layouts import COMPRESSED_TENSORS, MODELOPT, PARTS, REFUSED, Layout
 from .settings import INSTEAD, Published
 
 _DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
@@ -91,12 +91,14 @@ def check_indices(files: Sequence[str] | None, folder: str | None) -> None:
                 raise ValueError(f"{index} names {name!r}, which is outside its folder; do not trust this checkpoint")
 
 
-def stored_in(file: str) -> Iterable[Stored]:
-    """The tensors of a safetensors file."""
-    with safe_open(file, framework="pt") as f:
-        for key in f.keys():  # noqa: SIM118 (not a mapping)
-            slice_ = f.get_slice(key)
-            yield Stored(key, file, slice_.get_dtype(), tuple(slice_.get_shape()))
+def stored_in(files: Iterable[str]) -> Iterable[Stored]:
+    """The tensors of the safetensors files among these."""
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as f:
+                for key in f.keys():  # noqa: SIM118 (not a mapping)
+                    slice_ = f.get_slice(key)
+                    yield Stored(key, file, slice_.get_dtype(), tuple(slice_.get_shape()))
 
 
 # ---------------------------------------------------------------------------------------------- before loading
@@ -207,28 +209,37 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
 # ---------------------------------------------------------------------------------------------- after loading
 
 
-def check_loaded(layers: Mapping[str, PackedLinear], origin: Callable[[str], str]) -> None:
-    """Every parameter was loaded and holds what it can hold.
+def check_loaded(
+    parameters: Mapping[str, nn.Parameter], origin: Callable[[str], str], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Every parameter (a bias among them: nothing would initialise it) was loaded, and scales are what scales can be.
+
+    Args:
+        parameters: by name in the model; the last name says what it holds, in this package's layout or a published one.
+        origin: name -> name and file, for messages.
+        shapes: those that are not known from the headers of files already.
 
     Raises:
         ValueError: naming tensor and file.
     """
     flags: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        for leaf, p in layer.named_parameters():  # a bias among them: nothing would initialise it
-            key = f"{name}.{leaf}"
-            if p.is_meta or not getattr(p, "_is_hf_initialized", False):
-                raise ValueError(f"{origin(key)} was not loaded")
-            if leaf == layer.layout.scales and p.numel():
-                flags[key] = p.detach().view(torch.uint8).amax() > E4M3_MAX_BITS
-            elif leaf == layer.layout.gscale:
-                g = layer.layout.read_gscale(p)
-                low, high = (2.0**e for e in GSCALE_EXPONENTS)
-                flags[key] = ~((g >= low) & (g <= high))[0]  # NaN is not
-    if (key := first_set(flags)) is not None:
-        scales = key.endswith(".weight_scale")
-        what = "NaN or negative scales" if scales else "a global scale that is not finite, positive and of a usable size"
-        raise ValueError(f"{origin(key)} is corrupt: it holds {what}. Download the file again, or ask its author")
+    for name, p in parameters.items():
+        if p.is_meta or not getattr(p, "_is_hf_initialized", False):
+            raise ValueError(f"{origin(name)} was not loaded: it is missing in the checkpoint")
+        if shapes and tuple(p.shape) != shapes[name]:
+            raise ValueError(f"{origin(name)} has the shape {tuple(p.shape)}, expected {shapes[name]}")
+        leaf = name.rpartition(".")[2]
+        if leaf.endswith(("_scales", MODELOPT.scales)) and p.numel():
+            flags[name] = p.detach().view(torch.uint8).amax() > E4M3_MAX_BITS
+        elif leaf.endswith(("_gscale", MODELOPT.gscale, COMPRESSED_TENSORS.gscale)):
+            g = p.detach().clone().view(torch.float32)  # a copy: in a mapped file, four bytes may lie anywhere
+            g = 1 / g if leaf == COMPRESSED_TENSORS.gscale else g
+            low, high = (2.0**e for e in GSCALE_EXPONENTS)
+            flags[name] = ~((g >= low) & (g <= high)).all()  # NaN is not
+    if (name := first_set(flags)) is not None:
+        scales = name.endswith(("_scales", MODELOPT.scales))
+        what = "NaN or negative scales" if scales else "a global scale that is not finite and positive, or of no usable size"
+        raise ValueError(f"{origin(name)} is corrupt: it holds {what}. Download the file again, or ask its author")
 
 
 def first_set(flags: Mapping[str, Tensor]) -> str | None:
@@ -240,16 +251,11 @@ def first_set(flags: Mapping[str, Tensor]) -> str | None:
     return next((name for pairs in read for name, flag in pairs if flag), None)
 
 
-def frozen_layer(
-    packed: PackedLinear, options: FrozenOptions, complete: Callable[[NVFP4FrozenLinear], None]
-) -> NVFP4FrozenLinear:
-    """The frozen layer with a packed linear's bytes. ``complete`` makes its backward layout."""
+def frozen_layer(packed: PackedLinear, options: FrozenOptions) -> NVFP4FrozenLinear:
+    """The frozen layer with a packed linear's bytes."""
     w = packed.layout.read(packed.tensors(), packed.in_features)
-    forward_only = FrozenOptions("transient", options.gradients, options.terms)
-    layer = NVFP4FrozenLinear(packed.in_features, packed.out_features, packed.bias, packed.dtype, forward_only, w)
-    layer.options = options
+    layer = NVFP4FrozenLinear(packed.in_features, packed.out_features, packed.bias, packed.dtype, options, w)
     layer.published_input_scale = _input_scale(packed)
-    complete(layer)
     return layer.train(packed.training)
 
 

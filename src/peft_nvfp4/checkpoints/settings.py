@@ -137,7 +137,7 @@ def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:
         names = ", ".join(sorted(formats - {FORMAT, "mixed-precision"})) or "none"
         raise ValueError(f"{origin}: the format is {names}; {_OURS} ({FORMAT}). {INSTEAD}")
     for name, group in groups.items():
-        _check_group(name, group, origin, symmetric=True)
+        _check_group(name, group, origin)
 
 
 def _check_modelopt(settings: Mapping[str, Any], origin: str) -> None:
@@ -164,7 +164,7 @@ def _check_modelopt(settings: Mapping[str, Any], origin: str) -> None:
             raise ValueError(f"{origin}: group_size {size!r} of {owner}; NVFP4 has one scale for {BLOCK} weights. {INSTEAD}")
     if "config_groups" in settings:
         for name, group in _groups(settings, origin).items():
-            _check_group(name, group, origin, symmetric=False)
+            _check_group(name, group, origin)
 
 
 def _groups(settings: Mapping[str, Any], origin: str) -> Mapping[str, Mapping[str, Any]]:
@@ -174,7 +174,7 @@ def _groups(settings: Mapping[str, Any], origin: str) -> Mapping[str, Mapping[st
     return groups
 
 
-def _check_group(name: str, group: Mapping[str, Any], origin: str, symmetric: bool) -> None:
+def _check_group(name: str, group: Mapping[str, Any], origin: str) -> None:
     """A group's weights are NVFP4. Its input_activations do not matter: inputs are quantised per token here."""
     where = f"config_groups.{name}"
     _check_known(group, _GROUP, where, origin)
@@ -182,12 +182,10 @@ def _check_group(name: str, group: Mapping[str, Any], origin: str, symmetric: bo
     if not isinstance(args, Mapping):
         raise ValueError(f"{origin}: {where} does not say how the weights are stored")
     _check_known(args, _ARGS, f"{where}.weights", origin)
-    wanted = {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True, "dynamic": False}
-    for key, value in wanted.items():
-        if args.get(key, value if key in ("symmetric", "dynamic") else None) != value:
+    usual = {"symmetric": True, "dynamic": False, "strategy": "tensor_group"}
+    for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, **usual}.items():
+        if args.get(key, usual.get(key)) != value:
             raise ValueError(f"{origin}: {key} of {where}.weights is {args.get(key)!r}, NVFP4 has {value!r}. {INSTEAD}")
-    if args.get("strategy", "tensor_group") != "tensor_group":
-        raise ValueError(f"{origin}: strategy of {where}.weights is {args['strategy']!r}, NVFP4 has 'tensor_group'. {INSTEAD}")
     if args.get("actorder") == "group":
         raise ValueError(f"{origin}: actorder 'group' of {where}.weights stores columns in another order. {INSTEAD}")
     if str(args.get("scale_dtype") or "float8_e4m3fn").removeprefix("torch.") != "float8_e4m3fn":

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .loss import Targets, Transform, _compute_dtype, _losses, _shifted, _supervised_loss, _targets
-from .probe import hooked, modes_kept, special_tokens
+from .probe import hooked, innermost, modes_kept, special_tokens
 
 # ---------------------------------------------------------------------------------------------- models of transformers
 
@@ -63,7 +63,7 @@ def attach_loss(model: nn.Module, chunk: int | None = None, max_supervised: int 
     Args:
         chunk, max_supervised: see :func:`linear_cross_entropy`; ``chunk`` counts where the head is a plain linear.
     """
-    model = _causal_lm(model)
+    model = innermost(model)
     detach_loss(model)
     try:
         settings = _examine(model, chunk)
@@ -79,16 +79,11 @@ def attach_loss(model: nn.Module, chunk: int | None = None, max_supervised: int 
 
 def detach_loss(model: nn.Module) -> nn.Module:
     """Give the model its own loss back."""
-    inner = _causal_lm(model)
+    inner = innermost(model)
     inner.__dict__.pop(_SETTINGS, None)  # enough where somebody has swapped the class again since
     if original := type(inner).__dict__.get("_without_loss"):
         _set_class(inner, original)
     return model
-
-
-def _causal_lm(model: nn.Module) -> nn.Module:
-    model = getattr(model, "_orig_mod", model)  # torch.compile
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _set_class(model: nn.Module, cls: type) -> None:

@@ -100,9 +100,6 @@ class FusedGatedMLP(nn.Module):
             pair = pair[0].chunk(2, dim=-1)
         return pair[parts.gate], pair[1 - parts.gate]
 
-    def extra_repr(self) -> str:
-        return f"act={self.parts.act}"
-
 
 def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
     """Whether nobody but a plain frozen linear, with plain branches, will look at the tensor that ``down`` is called with; the

@@ -66,10 +66,6 @@ class NVFP4RMSNorm(nn.Module):
         activation_cache.put(y, QuantizedInput(as_parts(flat, x.shape[-1]), offset, dtype, from_producer=True))
         return y
 
-    def extra_repr(self) -> str:
-        terms = self._outside[1].options.terms
-        return f"{tuple(self.weight.shape)}, eps={self.eps}, plus_one={self.plus_one}, terms={terms}"
-
 
 # ---------------------------------------------------------------------------------------------- recognising one
 

@@ -161,6 +161,12 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+def innermost(model: nn.Module) -> nn.Module:
+    """The model without a PeftModel, or torch.compile's module, around it: what is attached to it is found by every holder."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def hooked(module: nn.Module) -> bool:
     """Whether somebody watches or serves this module's calls (sharding, tensor parallelism, a user): then it keeps them."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)

@@ -24,7 +24,6 @@ from transformers import modeling_utils
 
 from ..checkpoints import load
 from ..checkpoints.settings import Published, published_method, read_settings
-from . import checkpoint
 from .config import PactConfig
 from .state import LoadState
 
@@ -115,10 +114,11 @@ def finish(state: LoadState, model: nn.Module) -> None:
     Raises:
         ValueError: a tensor that was not loaded, or is corrupt; naming it and its file.
     """
-    load.check_loaded(state.placed, state.origin)
+    parameters = {f"{name}.{leaf}": p for name, packed in state.placed.items() for leaf, p in packed.named_parameters()}
+    load.check_loaded(parameters, state.origin)
     for name in list(state.placed):
         packed = state.placed.pop(name)
         if name in state.planned:
-            state.put(model, name, load.frozen_layer(packed, state.options(name), checkpoint.complete))
+            state.put(model, name, load.frozen_layer(packed, state.options(name)))
         else:
             model.set_submodule(name, load.dense_linear(packed))

@@ -112,7 +112,7 @@ class PactQuantizer(HfQuantizer):
         check_files(checkpoint_files, packed=self.pre_quantized)
         if self.state.published is not None:
             mixtures.open_up(self.state, model, self._files)
-        self.state.stored = checkpoint.stored_tensors(model, checkpoint_files, self)
+        self.state.stored = checkpoint.stored_tensors(model, self._files, self)
         if self.state.published is not None:
             published.place(self.state, model)
         elif self.pre_quantized:
@@ -218,11 +218,7 @@ class PactQuantizer(HfQuantizer):
             published.finish(self.state, model)
             mixtures.close(self.state, model)
         elif self.pre_quantized:
-            layers = {name: model.get_submodule(name) for name in self.state.planned}
-            checkpoint.check_loaded(layers, self.state.origin)
-            for layer in layers.values():
-                checkpoint.complete(layer)
-            mixtures.finish(self.state, model)
+            checkpoint.finish(model, [*self.state.planned, *self.state.mixtures], self.state.origin)
         else:
             self._freeze_rest(model)
             mixtures.collect_rest(self.state, model)
