@@ -32,8 +32,8 @@ from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import BLOCK
-from .layouts import MODELOPT, Layout
-from .settings import layout_named, write_hf_quant_config, write_settings
+from .layouts import LAYOUTS, MODELOPT, Layout
+from .settings import write_hf_quant_config, write_settings
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ def export_checkpoint(
     Raises:
         ValueError: an unknown layout; a model that is frozen in another format, not frozen, or carries an adapter.
     """
-    names = layout_named(layout)
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
+    names = LAYOUTS[layout]
     layers = _packed_layers(model)
     narrow = [name for name, layer in layers.items() if layer.in_features % BLOCK]
     if narrow:

@@ -185,15 +185,16 @@ def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, 
         raise ValueError(
             f"{', '.join(f'{stem}.{leaf}' for leaf in missing)} missing in {', '.join(files)}; download the files again"
         )
-    shapes, dtypes = layout.shapes(module.out_features, module.in_features), layout.dtypes()
+    headers = layout.headers(module.out_features, module.in_features)
     for leaf, part in parts.items():
-        if leaf not in dtypes:
+        if leaf not in headers:
             raise ValueError(f"{part} is of another layout than {layout.name}, which the settings say")
-        if part.dtype != dtypes[leaf]:
-            raise ValueError(f"{part} is {part.dtype}, expected {dtypes[leaf]} in the {layout.name} layout")
-        if part.shape not in shapes[leaf]:
+        dtype, shapes = headers[leaf]
+        if part.dtype != dtype:
+            raise ValueError(f"{part} is {part.dtype}, expected {dtype} in the {layout.name} layout")
+        if part.shape not in shapes:
             raise ValueError(
-                f"{part} has the shape {part.shape}, expected {shapes[leaf][0]}: {module.out_features} outputs, "
+                f"{part} has the shape {part.shape}, expected {shapes[0]}: {module.out_features} outputs, "
                 f"{module.in_features} inputs, two codes a byte, a scale for {BLOCK} weights"
             )
 

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..numerics.formats import BLOCK
-from .layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout
+from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout
 
 FORMAT = "nvfp4-pack-quantized"
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
@@ -249,10 +249,3 @@ def write_hf_quant_config(settings: Mapping[str, Any]) -> dict[str, Any]:
             "exclude_modules": settings["ignore"],
         },
     }
-
-
-def layout_named(name: str) -> Layout:
-    """Raises ValueError for a word that is no layout."""
-    if name not in LAYOUTS:
-        raise ValueError(f"unknown layout {name!r}; choose one of {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]

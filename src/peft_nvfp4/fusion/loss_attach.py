@@ -256,8 +256,10 @@ def _examine(model: nn.Module, chunk: int | None) -> Settings:
     watched.noise = True
     _try(model, watched)
     settings = settings._replace(transform=_transform_of(watched.z.detach(), watched.logits.detach(), config))
-    pairs = [(loss, torch.autograd.grad(loss, c.hidden)[0]) for c in (_Trial(model, settings), _Ordinary(model, settings))
-             for loss in (_try(model, c),)]  # fmt: skip
+    pairs = []
+    for call in (_Trial(model, settings), _Ordinary(model, settings)):
+        loss = _try(model, call)
+        pairs.append((loss, torch.autograd.grad(loss, call.hidden)[0]))
     # The same arithmetic but for the order of FP32 sums; where that flips the rounding of a 16-bit value, a few last places.
     bound = max(1e-4, 8 * torch.finfo(watched.z.dtype).eps)
     for what, a, b in zip(("loss", "gradient"), *pairs):
@@ -327,7 +329,6 @@ class LazyLogits:
         return cls(compute, shape, _compute_dtype(hidden), hidden.device)
 
     def tensor(self) -> Tensor:
-        """The logits now."""
         return self._compute()
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:

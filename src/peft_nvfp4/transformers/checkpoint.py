@@ -174,14 +174,12 @@ def _complete(layer: NVFP4FrozenLinear) -> None:
 
 def release(files: Iterable[str]) -> None:
     """Advise the kernel to drop the resident pages of all mappings of these files, which have been read. Where there is no such
-    call (other systems than Linux), the kernel decides alone, as it would have.
+    call (other systems than Linux), nothing happens.
 
-    safetensors files are mapped into memory, and what is read from a mapping counts as resident until the mapping goes: on a CPU,
-    with the last dense parameter of the file. Such pages cost nothing but the number: the kernel takes them back when it needs
-    them. But job schedulers and people look at that number, and a streaming load would seem to hold the whole BF16 model.
-
-    ``MADV_PAGEOUT`` drops clean pages of a file and never loses a byte: a page that is needed again is read again.
-    (``MADV_DONTNEED`` would throw away what somebody wrote into another private mapping of the same file.) On the same occasion
+    What is read from a mapped file counts as resident until the mapping goes: on a CPU, with the last dense parameter of the
+    file. The kernel takes such pages back when it needs them. But job schedulers and people look at that number, and a streaming
+    load would seem to hold the whole BF16 model. ``MADV_PAGEOUT`` drops clean pages of a file and never loses a byte
+    (``MADV_DONTNEED`` would throw away what somebody wrote into another private mapping of the same file). On the same occasion
     freed heap memory goes back, of which quantising on a CPU leaves much.
     """
     paths = {os.path.realpath(file) for file in files}
