@@ -1,8 +1,6 @@
 """From the headers of a published checkpoint to frozen layers, step by step: what the headers say of each linear, what of the
 loaded tensors is checked, and what a packed linear becomes. Whole checkpoints: test_layouts and test_layouts_hostile."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -42,13 +40,13 @@ def named(stem, tensors):
     return {f"{stem}.{leaf}": t for leaf, t in tensors.items()}
 
 
-def published(layout, *ignore):
-    return Published(layout, ignore, "config.json")
+def published(layout):
+    return Published(layout, "config.json")
 
 
 def refused(layout, stored, match, planned=(), of=None):
     with pytest.raises(ValueError, match=match):
-        packed_linears(of or model(), published(layout, "b"), stored, dict.fromkeys(planned))
+        packed_linears(of or model(), published(layout), stored, planned)
 
 
 DENSE = {"b.weight": torch.zeros(N, K, dtype=torch.bfloat16)}
@@ -63,9 +61,7 @@ def test_the_packed_linears_are_found_with_all_their_tensors(layout):
     own = values(layout)
     others = {**DENSE, "a.bias": torch.zeros(N), "table.weight": torch.zeros(N, K), "b.mask": torch.zeros(4, dtype=torch.uint8)}
     stored = headers({**named("a", own), **others})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = packed_linears(model(), published(layout, "b"), stored, {"a": (), "b": ()})
+    found = packed_linears(model(), published(layout), stored, ["a", "b"])
     assert found == {"a": {leaf: stored[f"a.{leaf}"] for leaf in own}}
 
 

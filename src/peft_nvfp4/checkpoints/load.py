@@ -13,7 +13,6 @@ releases, and a float tensor that matches one may be cast before it is converted
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -124,14 +123,13 @@ class PackedLinear(nn.Module):
 
 
 def packed_linears(
-    model: nn.Module, published: Published, stored: Mapping[str, Stored], planned: Mapping[str, object]
+    model: nn.Module, published: Published, stored: Mapping[str, Stored], planned: Iterable[str]
 ) -> dict[str, dict[str, Stored]]:
     """Dotted name of every linear that is packed in the files -> its tensors.
 
     Args:
         stored: name in the model -> tensor in the files; a part of a weight (:data:`.layouts.PARTS`) under its own last name.
-        planned: names of the linears that this package would freeze; what is dense of them in the files is warned about, where
-            the settings do not list it.
+        planned: names of the linears that this package would freeze; those that are dense in the files stay dense.
 
     Raises:
         ValueError: naming tensor and file.
@@ -151,14 +149,6 @@ def packed_linears(
     if absent := [n for n in planned if n not in found and f"{n}.weight" not in stored]:
         files = ", ".join(sorted({part.file for part in stored.values()}))
         raise ValueError(f"{absent[0]} (and {len(absent) - 1} more) is missing in {files}; download the files again")
-    dense = [n for n in planned if n not in found]
-    unlisted = [n for n in dense if not published.ignores(n, stored[f"{n}.weight"].key.removesuffix(".weight"))]
-    if unlisted:
-        warnings.warn(
-            f"{unlisted[0]} (and {len(unlisted) - 1} more) is dense in the files, though {published.origin} does not list it as "
-            "such; it stays dense",
-            stacklevel=2,
-        )
     if not found:
         raise ValueError(
             f"{published.origin} says {layout.name}, and no linear in the files is packed: the settings are another model's"

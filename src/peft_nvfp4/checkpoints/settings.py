@@ -8,10 +8,8 @@ is refused: an unknown word may be harmless, but a model that is loaded wrongly 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ..numerics.formats import BLOCK
@@ -45,30 +43,15 @@ _ARGS = (
 
 @dataclass(frozen=True)
 class Published:
-    """What the settings of a checkpoint say.
+    """What the settings of a checkpoint say. (Which modules they list as dense is not asked: the files say what is packed.)
 
     Attributes:
         layout: names and scale convention of its tensors.
-        ignore: names of modules that are not quantised: a name (with all inside it), one with ``*``, or a regex after ``re:``.
         origin: where the settings were read, for messages.
     """
 
     layout: Layout
-    ignore: tuple[str, ...]
     origin: str
-
-    def ignores(self, *names: str) -> bool:
-        """Whether one of a module's names (in the model, in the file) is listed."""
-        return any(_matches(name, pattern) for name in names for pattern in self.ignore)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{pattern!r} in the list of unquantised modules is not a regular expression: {error}") from None
-    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -104,21 +87,7 @@ def read_settings(settings: Mapping[str, Any], origin: str) -> Published:
     check = _check_compressed_tensors if layout is COMPRESSED_TENSORS else _check_modelopt
     _check_known(settings, _TOP[layout.name], "quantization_config", origin)
     check(settings, origin)
-    return Published(layout, _ignored(settings, origin), origin)
-
-
-def _ignored(settings: Mapping[str, Any], origin: str) -> tuple[str, ...]:
-    found: list[str] = []
-    for key in ("ignore", "exclude_modules"):
-        names = settings.get(key) or []
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{origin}: {key}, the list of unquantised modules, holds something that is not a name: {names!r}")
-        found += names
-    try:
-        Published(COMPRESSED_TENSORS, tuple(found), origin).ignores("")
-    except ValueError as error:
-        raise ValueError(f"{origin}: {error}") from error
-    return tuple(found)
+    return Published(layout, origin)
 
 
 def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:

@@ -17,7 +17,6 @@ dtype and order; 1/n enters dy before it is rounded for the GEMMs. What differs 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -77,7 +76,6 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     num_items_in_batch: Tensor | int | None = None,
     chunk: int | None = None,
-    max_supervised: int | None = None,
 ) -> Tensor:
     """Cross-entropy of ``f(hidden @ weight.T + bias)`` at the positions whose label is not ``ignore_index``.
 
@@ -90,16 +88,15 @@ def linear_cross_entropy(
         num_items_in_batch: the sum is divided by it (gradient accumulation over unequal batches; 1 for the sum). By default by
             the number of supervised positions: NaN, with zero gradients, if there are none.
         chunk: positions whose logits exist at one time (default: 128 MB of FP32 logits).
-        max_supervised: compute at this many positions, whatever the labels, without reading on the host how many there are: for
-            CUDA graphs and compilers. More supervised positions than that give NaN. Without it their number is read (one
-            synchronisation), except while a graph is captured or traced: then all positions are computed, chunk by chunk
-            (a compiler's loop has 8 chunks).
+
+    The number of supervised positions is read on the host (one synchronisation), except while a CUDA graph is captured or a
+    compiler traces: then all positions are computed, chunk by chunk (a compiler's loop has 8 chunks).
     """
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels have shape {tuple(labels.shape)}, hidden {tuple(hidden.shape)}: expected one label a position")
     if shift:
         labels = _shifted(labels, ignore_index)
-    targets = _targets(labels.reshape(-1).to(hidden.device), ignore_index, num_items_in_batch, max_supervised)
+    targets = _targets(labels.reshape(-1).to(hidden.device), ignore_index, num_items_in_batch)
     hidden, transform = hidden.reshape(-1, hidden.shape[-1]), Transform(scale, divisor, softcap)
     return _supervised_loss(hidden, weight, bias, targets, transform, chunk)
 
@@ -108,15 +105,10 @@ def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def _targets(
-    labels: Tensor, ignore_index: int, denominator: Tensor | int | None, max_supervised: int | None = None
-) -> Targets:
+def _targets(labels: Tensor, ignore_index: int, denominator: Tensor | int | None) -> Targets:
     """``labels`` (N,); a denominator of None is the number of those that count."""
     supervised = labels != ignore_index
-    if max_supervised is not None:
-        positions = torch.argsort(supervised.to(torch.uint8), descending=True, stable=True)[:max_supervised]
-        labels, valid = labels[positions], supervised[positions]
-    elif torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
         positions, valid = None, supervised
     else:
         positions, valid = supervised.nonzero().squeeze(1), None
@@ -125,8 +117,6 @@ def _targets(
         denominator = len(labels) if valid is None else valid.sum()
     elif isinstance(denominator, Tensor):
         denominator = denominator.to(labels.device)
-    if max_supervised is not None:  # too many: said without a synchronisation, by a loss of NaN
-        denominator = torch.where(supervised.sum() > max_supervised, math.nan, denominator)
     labels = labels if valid is None else labels.masked_fill(~valid, 0)
     return Targets(positions, labels, valid, denominator)
 

@@ -40,7 +40,6 @@ class Settings(NamedTuple):
     transform: Transform
     vocabulary: int
     chunk: int | None
-    max_supervised: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,14 @@ class LossReport:
         return f"loss at supervised positions: {self.reason}" if self.attached else f"ordinary loss: {self.reason}"
 
 
-def attach_loss(model: nn.Module, chunk: int | None = None, max_supervised: int | None = None) -> LossReport:
+def attach_loss(model: nn.Module, chunk: int | None = None) -> LossReport:
     """Make a causal LM of transformers, bare or inside a ``PeftModel``, compute its training loss at supervised positions only.
 
     It is tried first, on 2 x 8 random tokens: the logits must be a known function of the head's output, and loss and gradient
     must equal the model's own. If they do not, or the model cannot run here and now, nothing changes and the report says why.
 
     Args:
-        chunk, max_supervised: see :func:`linear_cross_entropy`; ``chunk`` counts where the head is a plain linear.
+        chunk: see :func:`linear_cross_entropy`; it counts where the head is a plain linear.
     """
     model = innermost(model)
     detach_loss(model)
@@ -72,7 +71,7 @@ def attach_loss(model: nn.Module, chunk: int | None = None, max_supervised: int 
     except Exception as error:  # whatever a model may raise on an input it does not expect: said, not hidden
         return LossReport(False, f"the run on 2 x 8 random tokens failed ({type(error).__name__}: {error})")
     _set_class(model, _with_loss(type(model)))
-    setattr(model, _SETTINGS, settings._replace(max_supervised=max_supervised))
+    setattr(model, _SETTINGS, settings)
     plain = _plain(model.get_output_embeddings()) is not None
     return LossReport(True, "from the head's weight" if plain else "through the head's own forward")
 
@@ -168,8 +167,8 @@ class _Call:
         labels = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
         device = next((p.device for p in self.head.parameters() if not p.is_meta), self.hidden.device)
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1]).to(device)
-        targets = labels.reshape(-1).to(device), ignore_index, num_items_in_batch, self.settings.max_supervised
-        self.loss = _head_loss(hidden, self.head, self.settings, _targets(*targets))
+        targets = _targets(labels.reshape(-1).to(device), ignore_index, num_items_in_batch)
+        self.loss = _head_loss(hidden, self.head, self.settings, targets)
         return self.loss
 
     def finish(self, output: Any) -> Any:
