@@ -220,14 +220,9 @@ def _write_vocabulary(writer: Any, vocabulary: dict[str, Any], tokenizer: Any) -
     writer.add_token_list(vocabulary["tokens"])
     writer.add_token_types(vocabulary["types"])
     writer.add_token_merges(vocabulary["merges"])
-    for word, add in (
-        ("bos", writer.add_bos_token_id),
-        ("eos", writer.add_eos_token_id),
-        ("unk", writer.add_unk_token_id),
-        ("pad", writer.add_pad_token_id),
-    ):
-        if (index := getattr(tokenizer, f"{word}_token_id", None)) is not None:
-            add(index)
+    for name in ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"):
+        if (index := getattr(tokenizer, name, None)) is not None:
+            getattr(writer, f"add_{name}")(index)
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)

@@ -13,7 +13,7 @@ releases, and a float tensor that matches one may be cast before it is converted
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -49,33 +49,22 @@ class Stored:
         return f"{self.key} in {self.file}"
 
 
-def check_files(files: Sequence[str] | None, packed: bool) -> None:
-    """Every file can be read. (The indices that name them: :func:`check_indices`.)
-
-    Raises:
-        ValueError: a truncated or damaged file; a packed model in a pickle.
-    """
-    for file in files or ():
-        if file.endswith(".safetensors"):
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except SafetensorError as error:
-                raise ValueError(f"{file} is truncated or damaged: {error}. Download it again") from error
-        elif packed:
-            raise ValueError(
-                f"{file} is not a safetensors file; a packed model is read from those only (a pickle can run code). Ask its "
-                "author for safetensors"
-            )
+def check_files(files: Iterable[str], packed: bool) -> None:
+    """Raises ValueError for a packed model in a pickle."""
+    if pickles := [file for file in files if packed and not file.endswith(".safetensors")]:
+        raise ValueError(
+            f"{pickles[0]} is not a safetensors file; a packed model is read from those only (a pickle can run code). Ask its "
+            "author for safetensors"
+        )
 
 
-def check_indices(files: Sequence[str] | None, folder: str | None) -> None:
+def check_indices(files: Iterable[str], folder: str | None) -> None:
     """The indices of sharded models beside these files, and in the folder that was to be loaded, name files inside their folders.
 
     Raises:
         ValueError: a path that is absolute or goes up.
     """
-    folders = {Path(file).parent for file in files or ()}
+    folders = {Path(file).parent for file in files}
     folders |= {Path(*parent.parts[: parent.parts.index("..")]) for parent in folders if ".." in parent.parts[1:]}
     if folder and Path(folder).is_dir():
         folders.add(Path(folder))
@@ -91,13 +80,16 @@ def check_indices(files: Sequence[str] | None, folder: str | None) -> None:
 
 
 def stored_in(files: Iterable[str]) -> Iterable[Stored]:
-    """The tensors of the safetensors files among these."""
+    """The tensors of the safetensors files among these. Raises ValueError for a file that is truncated or damaged."""
     for file in files:
         if file.endswith(".safetensors"):
-            with safe_open(file, framework="pt") as f:
-                for key in f.keys():  # noqa: SIM118 (not a mapping)
-                    slice_ = f.get_slice(key)
-                    yield Stored(key, file, slice_.get_dtype(), tuple(slice_.get_shape()))
+            try:
+                with safe_open(file, framework="pt") as f:
+                    slices = {key: f.get_slice(key) for key in f.keys()}  # noqa: SIM118 (not a mapping)
+                    found = [Stored(key, file, s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()]
+            except SafetensorError as error:
+                raise ValueError(f"{file} is truncated or damaged: {error}. Download it again") from error
+            yield from found
 
 
 # ---------------------------------------------------------------------------------------------- before loading

@@ -10,9 +10,6 @@ and dropped; what lives until backward is dh, as large as the supervised rows of
 Exact: logits are rounded to the dtype of the head's product and then read in FP32, as in transformers; f is applied in the same
 dtype and order; 1/n enters dy before it is rounded for the GEMMs. What differs from the ordinary loss is the order of FP32 sums
 (so a BF16 logit may differ in its last place, where a GEMM with fewer rows sums in another order). dW is summed in FP32.
-
-    linear_cross_entropy(hidden, weight, labels)   the loss, for a plain loop (this file)
-    attach_loss(model); detach_loss(model)         a model of transformers computes it when it trains with labels (loss_attach)
 """
 
 from __future__ import annotations

@@ -52,8 +52,10 @@ def collect(state: LoadState, model: nn.Module, key: str, weight: Tensor) -> Non
     held._is_hf_initialized = True  # nothing to initialise while the other projection is waited for
     experts.pack(projection, weight)
     experts.compute_dtype = weight.dtype
+    for p in experts.parameters():
+        p._is_hf_initialized = True
     if all(hasattr(experts, name) for name in experts.projections):
-        _place(state, model, name)
+        _place(model, name, state.half_packed.pop(name))
 
 
 def collect_rest(state: LoadState, model: nn.Module) -> None:
@@ -66,12 +68,11 @@ def collect_rest(state: LoadState, model: nn.Module) -> None:
                     collect(state, model, f"{name}.{projection}", getattr(original, projection).detach())
 
 
-def _place(state: LoadState, model: nn.Module, name: str) -> None:
-    experts, original = state.half_packed.pop(name), model.get_submodule(name)
+def _place(model: nn.Module, name: str, experts: FrozenExperts) -> None:
+    """Frozen experts take the place of dense ones, whose weights are let go."""
+    original = model.get_submodule(name)
     for projection in experts.projections:
         original.register_parameter(projection, None)
-    for p in experts.parameters():
-        p._is_hf_initialized = True
     _carry_attributes(original, experts)
     model.set_submodule(name, experts)
 
@@ -86,7 +87,7 @@ def place_empty(state: LoadState, model: nn.Module) -> None:
         ValueError: a parameter is missing, or of another type or shape; naming it and its file.
     """
     for name in list(state.mixtures):
-        first = first_of(original := model.get_submodule(name))
+        first = first_of(model.get_submodule(name))
         if state.stored and not any(f"{name}.{stack_name(p, 'weight_scales')}" in state.stored for p in (first, "down_proj")):
             state.mixtures.remove(name)
             continue
@@ -94,9 +95,7 @@ def place_empty(state: LoadState, model: nn.Module) -> None:
         checkpoint.check_stored(shapes := checkpoint.packed_shapes(name, experts), state.stored)
         for key, shape in shapes.items():
             setattr(experts, key.removeprefix(f"{name}."), frozen(torch.empty(shape, dtype=torch.uint8, device="meta")))
-        for projection in experts.projections:
-            original.register_parameter(projection, None)
-        model.set_submodule(name, experts)
+        _place(model, name, experts)
 
 
 # ---------------------------------------------------------------------------------------------- packed by another tool
@@ -178,8 +177,7 @@ def close(state: LoadState, model: nn.Module) -> None:
         for projection in experts.projections:
             leaves = [leaf for leaf, role in opened.roles.items() if role[0] == projection]
             experts.store(projection, [_joined(experts, projection, name, e, m, leaves) for e, m in opened.named_children()])
-            opened.original.register_parameter(projection, None)
-        model.set_submodule(name, experts)
+        _place(model, name, experts)
         for linear in opened.linears():
             del state.planned[f"{name}.{linear}"]
 

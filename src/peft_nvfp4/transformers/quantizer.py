@@ -109,7 +109,7 @@ class PactQuantizer(HfQuantizer):
         if self.state.published is None and not self.pre_quantized:
             self.state.published = published.beside(self._files)
             self.pre_quantized = self.state.published is not None
-        check_files(checkpoint_files, packed=self.pre_quantized)
+        check_files(self._files, packed=self.pre_quantized)
         if self.state.published is not None:
             mixtures.open_up(self.state, model, self._files)
         self.state.stored = checkpoint.stored_tensors(model, self._files, self)
