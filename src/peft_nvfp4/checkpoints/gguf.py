@@ -165,16 +165,13 @@ def neighbours(rows: Tensor, heads: int) -> Tensor:
 
 
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
-    """Tokens, their types, merges and the word for how text is split, of a byte-level BPE tokenizer.
-
-    Raises:
-        ValueError: any other tokenizer.
-    """
+    """Tokens, their types, merges and the word for how text is split, of a byte-level BPE tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = json.loads(backend.to_str()) if backend is not None else {}
     model = content.get("model") or {}
     split = _split(content.get("pre_tokenizer"))
-    if model.get("type") != "BPE" or model.get("byte_fallback") or split is None or content.get("normalizer") not in (None, _NFC):
+    plain = content.get("normalizer") in (None, {"type": "NFC"}) and not model.get("byte_fallback")
+    if model.get("type") != "BPE" or not plain or split is None:
         raise ValueError(
             f"{type(tokenizer).__name__} is not written as GGUF here: byte-level BPE tokenizers of the kind of GPT-2, SmolLM, "
             f"Llama 3 and Qwen 2 are. {CONVERTER}"
@@ -193,9 +190,6 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         raise ValueError(f"the tokenizer has {len(tokens)} tokens, the model {size}: they do not belong together")
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     return {"tokens": tokens, "types": types, "merges": merges, "split": split}
-
-
-_NFC = {"type": "NFC"}
 
 
 def _split(settings: dict[str, Any] | None) -> str | None:

@@ -4,7 +4,8 @@ Before loading, from the headers of the files: which linears are packed, whether
 and whether there is one that cannot be represented. A packed linear's place in the model is then taken by a
 :class:`PackedLinear`, whose parameters have the names, types and shapes that the files have, so that transformers fills them
 as it fills any other, on whatever device they go to. After loading they become frozen layers, one at a time, without a copy of
-their bytes; those that this package does not freeze (an output head, ``skip_modules``) become dense ones.
+their bytes; those that this package does not freeze (an output head, ``skip_modules``) become dense ones. Whatever is wrong
+raises a ValueError that names tensor and file.
 
 Rejected: transformers' own weight converters. They convert tensors by patterns of names, which have changed their meaning between
 releases, and a float tensor that matches one may be cast before it is converted.
@@ -59,11 +60,7 @@ def check_files(files: Iterable[str], packed: bool) -> None:
 
 
 def check_indices(files: Iterable[str], folder: str | None) -> None:
-    """The indices of sharded models beside these files, and in the folder that was to be loaded, name files inside their folders.
-
-    Raises:
-        ValueError: a path that is absolute or goes up.
-    """
+    """The indices of sharded models beside these files, and in the folder that was to be loaded, name nothing outside of it."""
     folders = {Path(file).parent for file in files}
     folders |= {Path(*parent.parts[: parent.parts.index("..")]) for parent in folders if ".." in parent.parts[1:]}
     if folder and Path(folder).is_dir():
@@ -122,9 +119,6 @@ def packed_linears(
     Args:
         stored: name in the model -> tensor in the files; a part of a weight (:data:`.layouts.PARTS`) under its own last name.
         planned: names of the linears that this package would freeze; those that are dense in the files stay dense.
-
-    Raises:
-        ValueError: naming tensor and file.
     """
     layout, found = published.layout, {}
     for name, part in stored.items():
@@ -201,9 +195,6 @@ def check_loaded(
         parameters: by name in the model; the last name says what it holds, in this package's layout or a published one.
         origin: name -> name and file, for messages.
         shapes: those that are not known from the headers of files already.
-
-    Raises:
-        ValueError: naming tensor and file.
     """
     flags: dict[str, Tensor] = {}
     for name, p in parameters.items():

@@ -125,11 +125,8 @@ def _check_modelopt(settings: Mapping[str, Any], origin: str) -> None:
     elif algorithm not in ALGORITHMS:
         reason = _NO_ALGORITHM.get(str(algorithm), _OURS)
         raise ValueError(f"{origin}: quant_algo {algorithm!r} cannot be represented: {reason}. {INSTEAD}")
-    for owner, size in [
-        ("quantization", settings.get("group_size")),
-        *((n, layer.get("group_size")) for n, layer in layers.items()),
-    ]:
-        if size not in (None, BLOCK):
+    for owner, each in (("quantization", settings), *layers.items()):
+        if (size := each.get("group_size")) not in (None, BLOCK):
             raise ValueError(f"{origin}: group_size {size!r} of {owner}; NVFP4 has one scale for {BLOCK} weights. {INSTEAD}")
     if "config_groups" in settings:
         for name, group in _groups(settings, origin).items():

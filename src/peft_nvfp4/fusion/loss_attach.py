@@ -141,8 +141,8 @@ def _applies(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 class _Call:
     """One forward of a model: what its head was given, and the loss of that."""
 
-    def __init__(self, model: nn.Module, settings: Settings):
-        self.model, self.head, self.settings = model, model.get_output_embeddings(), settings
+    def __init__(self, model: nn.Module, settings: Settings, trial: bool = False):
+        self.model, self.head, self.settings, self.trial = model, model.get_output_embeddings(), settings, trial
         self.hidden: Tensor | None = None
         self.loss: Tensor | None = None
 
@@ -157,7 +157,7 @@ class _Call:
 
     def head_forward(self, hidden: Tensor) -> Tensor:
         _set(self.head, "forward", self.own[0])  # the loss may call the head
-        self.hidden = hidden
+        self.hidden = hidden.detach().requires_grad_() if self.trial else hidden
         return hidden.new_empty(*hidden.shape[:-2], 0, self.settings.vocabulary)
 
     def loss_function(
@@ -221,8 +221,7 @@ class _Ordinary(_Call):
     noise = False
 
     def head_forward(self, hidden: Tensor) -> Tensor:
-        _set(self.head, "forward", self.own[0])
-        self.hidden = hidden.detach().requires_grad_()
+        super().head_forward(hidden)
         self.z = self.head(self.hidden)
         if self.noise:
             self.z = (30 * torch.randn(self.z.shape, generator=torch.Generator().manual_seed(0))).to(self.z)
@@ -231,11 +230,6 @@ class _Ordinary(_Call):
     def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.logits, self.loss = logits, ForCausalLMLoss(logits, *args, **kwargs)
         return self.loss
-
-
-class _Trial(_Call):
-    def head_forward(self, hidden: Tensor) -> Tensor:
-        return super().head_forward(hidden.detach().requires_grad_())
 
 
 def _examine(model: nn.Module, chunk: int | None) -> Settings:
@@ -251,12 +245,12 @@ def _examine(model: nn.Module, chunk: int | None) -> Settings:
     if own is not None and getattr(own, "__func__", None) is not type(model).forward:
         raise _Unsuitable("something has replaced its forward on the instance; attach the loss before that")
     settings = Settings(Transform(), config.get_text_config().vocab_size, chunk)
-    watched = _Ordinary(model, settings)
+    watched = _Ordinary(model, settings, trial=True)
     watched.noise = True
     _try(model, watched)
     settings = settings._replace(transform=_transform_of(watched.z.detach(), watched.logits.detach(), config))
     pairs = []
-    for call in (_Trial(model, settings), _Ordinary(model, settings)):
+    for call in (_Call(model, settings, trial=True), _Ordinary(model, settings, trial=True)):
         loss = _try(model, call)
         pairs.append((loss, torch.autograd.grad(loss, call.hidden)[0]))
     # The same arithmetic but for the order of FP32 sums; where that flips the rounding of a 16-bit value, a few last places.

@@ -87,11 +87,7 @@ def packed_shapes(name: str, module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, Stored]) -> None:
-    """The files hold the packed tensors of the planned linears, in the right type and shape, and of no others.
-
-    Raises:
-        ValueError: naming tensor and file.
-    """
+    """The files hold the packed tensors of the planned linears, in the right type and shape, and of no others."""
     planned = set(planned)
     for name, tensor in stored.items():
         stem, _, leaf = name.rpartition(".")
@@ -105,11 +101,7 @@ def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, 
 
 
 def check_stored(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored]) -> None:
-    """The files, where there are any (and not a state_dict in their place), hold these packed tensors.
-
-    Raises:
-        ValueError: naming tensor and file.
-    """
+    """The files, where there are any (and not a state_dict in their place), hold these packed tensors."""
     if stored and (missing := [name for name in shapes if name not in stored]):
         files = {stored[name].file for name in shapes if name in stored} or {tensor.file for tensor in stored.values()}
         raise ValueError(f"{', '.join(missing)} missing in {', '.join(sorted(files))}")
@@ -140,11 +132,7 @@ def empty_layer(linear: nn.Linear, options: FrozenOptions) -> NVFP4FrozenLinear:
 
 
 def finish(model: nn.Module, names: Iterable[str], origin: Callable[[str], str]) -> None:
-    """Check the linears and experts of these names, which were loaded, and make what the files do not hold: backward layouts.
-
-    Raises:
-        ValueError: naming tensor and file.
-    """
+    """Check the linears and experts of these names, which were loaded, and make what the files do not hold: backward layouts."""
     modules = {name: model.get_submodule(name) for name in names}
     parameters, shapes = {}, {}
     for name, module in modules.items():
@@ -203,14 +191,10 @@ def release(files: Iterable[str]) -> None:
 
 
 def saved_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state dict without backward layouts, which :func:`finish` makes again; None where transformers saves an adapter.
-
-    Raises:
-        ValueError: the model carries PEFT's layers, whose names no model without them has; or a calibration.
-    """
+    """The state dict without backward layouts, which :func:`finish` makes again; None where transformers saves an adapter."""
     if getattr(model, "_hf_peft_config_loaded", False):
         return None
-    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):  # with names that no model without them has
         raise ValueError(
             "the model carries an adapter. Save the adapter (PeftModel.save_pretrained), or merge or unload it and save what "
             "that returns"

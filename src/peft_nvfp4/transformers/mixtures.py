@@ -81,11 +81,7 @@ def _place(model: nn.Module, name: str, experts: FrozenExperts) -> None:
 
 
 def place_empty(state: LoadState, model: nn.Module) -> None:
-    """Put experts with empty parameters where the files hold packed ones; the others stay dense.
-
-    Raises:
-        ValueError: a parameter is missing, or of another type or shape; naming it and its file.
-    """
+    """Put experts with empty parameters where the files hold packed ones; the others stay dense."""
     for name in list(state.mixtures):
         first = first_of(model.get_submodule(name))
         if state.stored and not any(f"{name}.{stack_name(p, 'weight_scales')}" in state.stored for p in (first, "down_proj")):
@@ -133,11 +129,7 @@ class OpenedExperts(nn.Module):
 
 def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
     """Put :class:`OpenedExperts` where the files hold packed experts, and enter their linears in ``state.planned``. Experts
-    that are dense in the files stay dense.
-
-    Raises:
-        ValueError: some of a model's experts are packed and others are not; naming a tensor and its file.
-    """
+    that are dense in the files stay dense."""
     renamings, converters, context = checkpoint.conversions(model)
     roles: dict[str, dict[str, tuple[str, int]]] = {}
     for stored in stored_in(files):
@@ -165,11 +157,7 @@ def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
 
 
 def close(state: LoadState, model: nn.Module) -> None:
-    """Make frozen experts of the opened ones, whose linears are frozen now: gate and up of an expert become one matrix, by rows.
-
-    Raises:
-        ValueError: gate and up of an expert have different global scales.
-    """
+    """Make frozen experts of the opened ones, whose linears are frozen now; gate and up of an expert become one matrix."""
     for name in state.opened:
         opened: OpenedExperts = model.get_submodule(name)
         model.set_submodule(name, opened.original)

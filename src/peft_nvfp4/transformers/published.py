@@ -71,11 +71,7 @@ def _take_settings(config: Any) -> Published | None:
 
 
 def beside(files: Sequence[str]) -> Published | None:
-    """The settings in a ``hf_quant_config.json`` in the folder of a checkpoint's files.
-
-    Raises:
-        ValueError: it is no JSON, or see :func:`~peft_nvfp4.checkpoints.settings.read_settings`.
-    """
+    """The settings in a ``hf_quant_config.json`` in the folder of a checkpoint's files."""
     for folder in dict.fromkeys(Path(file).parent for file in files):
         path = folder / HF_QUANT_CONFIG
         if path.is_file():
@@ -109,11 +105,7 @@ def place(state: LoadState, model: nn.Module) -> None:
 
 
 def finish(state: LoadState, model: nn.Module) -> None:
-    """Turn what was placed into frozen layers, or into dense ones where this package does not freeze.
-
-    Raises:
-        ValueError: a tensor that was not loaded, or is corrupt; naming it and its file.
-    """
+    """Turn what was placed into frozen layers, or into dense ones where this package does not freeze."""
     parameters = {f"{name}.{leaf}": p for name, packed in state.placed.items() for leaf, p in packed.named_parameters()}
     load.check_loaded(parameters, state.origin)
     for name in list(state.placed):

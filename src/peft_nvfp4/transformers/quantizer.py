@@ -63,11 +63,7 @@ class PactQuantizer(HfQuantizer):
     # -- where a model may go
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
-        """Every part of the model must be where it computes.
-
-        Raises:
-            ValueError: a device_map that offloads to the CPU or the disk.
-        """
+        """Every part of the model must be where it computes."""
         devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
         if "disk" in devices or "cpu" in devices and len(devices) > 1:
             raise ValueError(
