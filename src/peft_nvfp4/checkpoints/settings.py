@@ -24,7 +24,6 @@ METHODS = {"compressed-tensors": COMPRESSED_TENSORS, "modelopt": MODELOPT, "mode
 _NO_ALGORITHM = {
     "NVFP4_AWQ": "AWQ multiplies the inputs by a scale of every channel (pre_quant_scale) before they are quantised",
     "NVFP4_SVD": "SVDQuant adds a low-rank product in 16 bits to every linear",
-    "MIXED_PRECISION": "some of its linears are in other formats",
 }
 INSTEAD = "Load the original dense model with PactConfig instead, which quantises it"
 _OURS = "peft_nvfp4 reads NVFP4 linears with one E4M3 scale for 16 weights, and dense ones"

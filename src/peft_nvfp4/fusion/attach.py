@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
 from .probe import Readers, base_of, frozen_linears, innermost, observe, special_tokens
 from .rope import FUSED, attach_rope, detach_rope
 
-T = TypeVar("T")
 OTHER_RUN = "attach(model, run=...) takes another run than the one on two text tokens"
 
 
@@ -180,7 +179,7 @@ def _attach_norm(
             report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 
 
-def _checked(check: Callable[[nn.Module], T | None], module: nn.Module, name: str, report: Report) -> T | None:
+def _checked(check: Callable[[nn.Module], Any], module: nn.Module, name: str, report: Report) -> Any:
     """What a check on random numbers finds out about a module; None, and an entry in the report, if it fails."""
     try:
         return check(module)

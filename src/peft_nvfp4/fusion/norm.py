@@ -32,8 +32,8 @@ class NVFP4RMSNorm(nn.Module):
 
     Args:
         reader: one of the linears; how it quantises its input is how this norm quantises its output.
-        converted: the readers are handed what ``.to`` or ``.contiguous`` makes of the output, which is the output itself; while
-            a compiler traces it is not, and would come without its codes: then the original computes.
+        converted: of :class:`~.probe.Readers`. While a compiler traces, what is converted is another tensor, which would come
+            without its codes: then the original computes.
     """
 
     def __init__(self, original: nn.Module, eps: float, plus_one: bool, reader: NVFP4FrozenLinear, converted: bool = False):
