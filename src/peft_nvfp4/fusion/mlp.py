@@ -116,7 +116,6 @@ def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------- recognising one
 
 
-
 def looks_like_gated_mlp(module: nn.Module) -> bool:
     """Two linears into a third, or one into one half as wide, and callable with a tensor alone."""
     if isinstance(module, FusedGatedMLP) or _input_width(_linears(module)) is None:

@@ -91,9 +91,7 @@ def place(state: LoadState, model: nn.Module) -> None:
     packed = load.packed_linears(model, state.published, state.stored, state.planned)
     dense = [name for name in state.planned if name not in packed]
     state.planned = {
-        name: tuple(sibling for sibling in group if sibling in packed)
-        for name, group in state.planned.items()
-        if name in packed
+        name: tuple(sibling for sibling in group if sibling in packed) for name, group in state.planned.items() if name in packed
     }
     state.config.skip_modules = [*state.config.skip_modules, *dense]
     tied = {key for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for key in pair}
