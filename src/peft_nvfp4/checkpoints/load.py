@@ -14,7 +14,7 @@ releases, and a float tensor that matches one may be cast before it is converted
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -156,23 +156,24 @@ def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, 
         )
     if module.in_features % BLOCK:
         raise ValueError(f"{first}: the linear has {module.in_features} inputs, which is not a multiple of {BLOCK}")
-    if missing := [leaf for leaf in layout.required if leaf not in parts]:
-        files = sorted({part.file for part in parts.values()})
-        raise ValueError(
-            f"{', '.join(f'{stem}.{leaf}' for leaf in missing)} missing in {', '.join(files)}; download the files again"
-        )
     headers = layout.headers(module.out_features, module.in_features)
+    expected = {f"{stem}.{leaf}": headers[leaf] for leaf in headers if leaf in layout.required or leaf in parts}
+    check_stored(expected, {f"{stem}.{leaf}": part for leaf, part in parts.items()})
     for leaf, part in parts.items():
         if leaf not in headers:
             raise ValueError(f"{part} is of another layout than {layout.name}, which the settings say")
-        dtype, shapes = headers[leaf]
-        if part.dtype != dtype:
-            raise ValueError(f"{part} is {part.dtype}, expected {dtype} in the {layout.name} layout")
-        if part.shape not in shapes:
-            raise ValueError(
-                f"{part} has the shape {part.shape}, expected {shapes[0]}: {module.out_features} outputs, "
-                f"{module.in_features} inputs, two codes a byte, a scale for {BLOCK} weights"
-            )
+
+
+def check_stored(expected: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]], stored: Mapping[str, Stored]) -> None:
+    """The files hold tensors of these names, each of this type (safetensors' word for it) and one of these shapes."""
+    if missing := [name for name in expected if name not in stored]:
+        files = {stored[name].file for name in expected if name in stored} or {tensor.file for tensor in stored.values()}
+        raise ValueError(f"{', '.join(missing)} missing in {', '.join(sorted(files))}; download the files again")
+    for name, (dtype, shapes) in expected.items():
+        if stored[name].dtype != dtype:
+            raise ValueError(f"{stored[name]} is {stored[name].dtype}, expected {dtype}")
+        if stored[name].shape not in shapes:
+            raise ValueError(f"{stored[name]} has the shape {stored[name].shape}, expected {shapes[0]}")
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module | None:

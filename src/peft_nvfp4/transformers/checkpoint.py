@@ -31,7 +31,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.quantizers import HfQuantizer
 
 from ..checkpoints.layouts import PARTS
-from ..checkpoints.load import Stored, check_loaded, stored_in, submodule
+from ..checkpoints.load import Stored, check_loaded, check_stored, stored_in, submodule
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.experts.packing import packed_of, stack_name
 from ..nn.frozen_linear import FrozenOptions
@@ -87,7 +87,8 @@ def packed_shapes(name: str, module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, Stored]) -> None:
-    """The files hold the packed tensors of the planned linears, in the right type and shape, and of no others."""
+    """The files, where there are any (and not a state_dict in their place), hold the packed tensors of the planned linears and
+    experts, in the right type and shape, and of no other linears."""
     planned = set(planned)
     for name, tensor in stored.items():
         stem, _, leaf = name.rpartition(".")
@@ -96,20 +97,8 @@ def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, 
                 f"{tensor} belongs to a packed linear, and {stem} of {type(model).__name__} stays dense "
                 "by its class or by skip_modules"
             )
-    for name in planned:
-        check_stored(packed_shapes(name, model.get_submodule(name)), stored)
-
-
-def check_stored(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored]) -> None:
-    """The files, where there are any (and not a state_dict in their place), hold these packed tensors."""
-    if stored and (missing := [name for name in shapes if name not in stored]):
-        files = {stored[name].file for name in shapes if name in stored} or {tensor.file for tensor in stored.values()}
-        raise ValueError(f"{', '.join(missing)} missing in {', '.join(sorted(files))}")
-    for name, shape in shapes.items() if stored else ():
-        if stored[name].dtype != "U8":
-            raise ValueError(f"{stored[name]} is {stored[name].dtype}, expected packed bytes (U8)")
-        if stored[name].shape != shape:
-            raise ValueError(f"{stored[name]} has the shape {stored[name].shape}, expected {shape}")
+    for name in planned if stored else ():
+        check_stored({key: ("U8", [shape]) for key, shape in packed_shapes(name, model.get_submodule(name)).items()}, stored)
 
 
 def empty_layer(linear: nn.Linear, options: FrozenOptions) -> NVFP4FrozenLinear:

@@ -88,8 +88,7 @@ def place_empty(state: LoadState, model: nn.Module) -> None:
             state.mixtures.remove(name)
             continue
         experts = empty(state, model, name)
-        checkpoint.check_stored(shapes := checkpoint.packed_shapes(name, experts), state.stored)
-        for key, shape in shapes.items():
+        for key, shape in checkpoint.packed_shapes(name, experts).items():
             setattr(experts, key.removeprefix(f"{name}."), frozen(torch.empty(shape, dtype=torch.uint8, device="meta")))
         _place(model, name, experts)
 

@@ -112,8 +112,8 @@ class PactQuantizer(HfQuantizer):
         if self.state.published is not None:
             published.place(self.state, model)
         elif self.pre_quantized:
-            checkpoint.check_layout(model, self.state.planned, self.state.stored)
             mixtures.place_empty(self.state, model)
+            checkpoint.check_layout(model, [*self.state.planned, *self.state.mixtures], self.state.stored)
             for name in self.state.planned:
                 self.state.put(model, name, checkpoint.empty_layer(model.get_submodule(name), self.state.options(name)))
         elif foreign := [stored for name, stored in self.state.stored.items() if name.rpartition(".")[2] in PARTS]:
