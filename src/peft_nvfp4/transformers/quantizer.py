@@ -148,27 +148,23 @@ class PactQuantizer(HfQuantizer):
         """Take a weight: of experts, to be quantised; of a planned linear, to be quantised with its group if it is the last."""
         name, _, leaf = key.rpartition(".")
         linear = model.get_submodule(name)
-        problem = None
         if self._failure is None:
-            expected = tuple(getattr(linear, leaf).shape)
+            expected, origin = tuple(getattr(linear, leaf).shape), self.state.origin(key)
             if tuple(weight.shape) != expected:
-                problem = f"has the shape {tuple(weight.shape)}, {type(model).__name__} has {expected}"
+                self._failure = f"{origin} has the shape {tuple(weight.shape)}, {type(model).__name__} has {expected}"
             elif not all(torch.isfinite(extreme) for extreme in weight.aminmax()):  # NaN is both; no temporaries
-                problem = "holds NaN or Inf; a quantised layer cannot represent them"
-        if problem is not None:
-            self._failure = f"{self.state.origin(key)} {problem}"
+                self._failure = f"{origin} holds NaN or Inf; a quantised layer cannot represent them"
         if self._failure is not None:
             linear._parameters[leaf] = nn.Parameter(weight.new_empty(0), requires_grad=False)  # what follows can move it
             linear._is_hf_initialized = True
-            return
-        if name in self.state.mixtures:
+        elif name in self.state.mixtures:
             mixtures.collect(self.state, model, key, weight)
             self._account(weight)
-            return
-        self._held[name] = weight
-        linear._is_hf_initialized = True  # nothing to initialise while it waits
-        if all(sibling in self._held for sibling in self.state.planned[name]):
-            self._freeze_group(model, self.state.planned[name])
+        else:
+            self._held[name] = weight
+            linear._is_hf_initialized = True  # nothing to initialise while it waits
+            if all(sibling in self._held for sibling in self.state.planned[name]):
+                self._freeze_group(model, self.state.planned[name])
 
     def _freeze_group(self, model: nn.Module, names: tuple[str, ...]) -> None:
         """Quantise held weights under one global scale; as :func:`freeze_model` does for linears that are there."""
