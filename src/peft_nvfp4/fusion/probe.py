@@ -5,7 +5,7 @@ output. Names do not tell (``post_attention_layernorm`` feeds the MLP in Llama a
 :func:`observe` runs the model and watches every PyTorch function that is handed the output of a norm. Frozen linears return
 zeros meanwhile: the run costs next to nothing, also for a large model on a CPU.
 
-Linears of one module that are handed the same tensor (q, k and v; gate and up) form a site. Of one module only: the cross
+Linears of one module that are handed the same tensor (q, k and v; gate and up) form a group. Of one module only: the cross
 attention of all decoder layers reads one tensor, too, but each layer is computed in its own time, and checkpointed by itself.
 """
 
@@ -57,8 +57,8 @@ class _Run(TorchFunctionMode):
         super().__init__()
         self.readers: dict[str, Readers] = defaultdict(Readers)
         self.produced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # output of a producer -> its name
-        self.sites: list[list[str]] = []
-        self.site_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> version, {module: its site}
+        self.groups: list[list[str]] = []
+        self.group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> version, {module: its group}
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
@@ -92,13 +92,13 @@ class _Run(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 if x in self.produced:
                     self.readers[self.produced[x]].linears.append(name)
-                version, sites = self.site_of.get(x, (None, {}))
+                version, groups = self.group_of.get(x, (None, {}))
                 if version != x._version:
-                    self.site_of[x] = x._version, (sites := {})
+                    self.group_of[x] = x._version, (groups := {})
                 parent = name.rpartition(".")[0]
-                if parent not in sites:
-                    self.sites.append(sites.setdefault(parent, []))
-                sites[parent].append(name)
+                if parent not in groups:
+                    self.groups.append(groups.setdefault(parent, []))
+                groups[parent].append(name)
                 return x.new_zeros(*x.shape[:-1], linear.out_features)
 
         return forward
@@ -107,7 +107,7 @@ class _Run(TorchFunctionMode):
 def observe(
     model: nn.Module, producers: Mapping[str, nn.Module], run: Callable[[], object]
 ) -> tuple[dict[str, Readers], list[list[str]]]:
-    """Readers of every producer's output during ``run()``, which calls the model, and the sites: names of the frozen linears of
+    """Readers of every producer's output during ``run()``, which calls the model, and the groups: names of the frozen linears of
     one module that were handed the same tensor. Nothing of the model changes: it runs in evaluation mode, without gradient, and
     is put back as it was."""
     seen, linears = _Run(), frozen_linears(model)
@@ -120,7 +120,7 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
-    return dict(seen.readers), seen.sites
+    return dict(seen.readers), seen.groups
 
 
 @contextmanager
