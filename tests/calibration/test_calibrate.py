@@ -42,7 +42,7 @@ def test_moments_come_from_quantised_predecessors():
     expected = gptq([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], moments)
     for name, solution in zip(("q_proj", "k_proj", "v_proj"), expected):
         layer = getattr(model.model.layers[1].self_attn, name)
-        assert torch.equal(layer.weight, solution.q.codes) and torch.equal(layer.weight_scales, solution.q.scales), name
+        assert torch.equal(layer.weight, solution.codes) and torch.equal(layer.weight_scales, solution.scales), name
         assert layer.shares_input and layer.options.terms == 2
 
 
@@ -58,7 +58,7 @@ def test_later_sites_see_rounded_inputs():
     with torch.no_grad():
         for row in IDS[:-1]:
             dense.model(row[None])
-    expected = gptq([layer.mlp.down_proj.weight], moments)[0].q
+    expected = gptq([layer.mlp.down_proj.weight], moments)[0]
     assert torch.equal(model.model.layers[0].mlp.down_proj.weight, expected.codes)
 
 
@@ -72,7 +72,7 @@ def test_asymmetric_target_needs_the_input_before_rounding():
     for row in x:
         moments.add(rounded_input(row, 2, None), row)
     own = dense.model.layers[0].self_attn
-    expected = gptq([m.weight for m in (own.q_proj, own.k_proj, own.v_proj)], moments, GPTQOptions(asymmetric=True))[0].q
+    expected = gptq([m.weight for m in (own.q_proj, own.k_proj, own.v_proj)], moments, GPTQOptions(asymmetric=True))[0]
     assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, expected.codes)
 
 
@@ -151,7 +151,7 @@ def test_offsets():
         offset = attention.q_proj.input_offset.view(torch.float32)
         moments.add(dequantize_input(quantize_input(row, offset, 1), offset, row.dtype))
     own = dense.model.layers[0].self_attn
-    expected = gptq([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight], moments)[0].q
+    expected = gptq([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight], moments)[0]
     assert torch.equal(attention.q_proj.weight, expected.codes)
 
 
@@ -258,6 +258,6 @@ def test_gradients_come_through_the_layers_above():
     for row in IDS:
         model(row[None], labels=row[None]).loss.backward()
     hook.remove()
-    expected = gptq_backward(down.forward_layout, moments).q
+    expected = gptq_backward(down.forward_layout, moments)
     # sums in another order than the layer by itself may move a value over a threshold
     assert (down.backward_weight != expected.codes).float().mean() < 0.02

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -21,8 +20,8 @@ from ..nn.frozen_linear import FrozenOptions
 from ..quantization.sites import input_terms
 from .data import Batch, token_mask
 from .layer import SiteInput, choose_terms, freeze_site, run_dense, site_errors, solve_backward, survey_layer
-from .moments import BackwardPass, Moments, last_gradient
-from .store import Store, install, stored_tensors
+from .moments import BackwardPass, Moments, last_gradient, rows
+from .store import Store, install, load_layer, stored_tensors
 from .structure import capture, on_device, sites
 
 
@@ -75,10 +74,8 @@ class Run:
         try:
             if self.options.budget is not None:
                 self._choose_terms(progress)
-            bar = self._bar("Calibrating", progress)
-            for index in bar:
-                row = self.rows[f"{self.name}.{index}"] = self._layer(index)
-                bar.set_postfix_str(summary(row))
+            for index in self._bar("Calibrating", progress):
+                self.rows[f"{self.name}.{index}"] = self._layer(index)
             if self.options.backward == "gptq":
                 self._backward(progress)
         finally:
@@ -118,7 +115,9 @@ class Run:
         finished = self.store.finished(name) if self.store else None
         with on_device(self.stack.layers[index], self.device) as layer:
             if finished:
-                row = self._load(layer, name, finished)
+                tensors = load_layer(self.store.folder, self.store.manifest, name)
+                install(layer, name, finished, tensors, self.options.weight_layouts, self.options.gradients)
+                row = {key: value for key, value in finished.items() if key != "sha256"}
             else:
                 row, tensors = self._solve(layer, index, name)
             if self.options.backward == "gptq":
@@ -127,15 +126,11 @@ class Run:
                 for i, hidden in enumerate(self.hidden):  # in place: they are kept once
                     self.hidden[i] = self.stack.run(index, i, hidden.to(self.device)).cpu()
         if not finished:
-            row.update(seconds=round(time.perf_counter() - start, 2), peak_gib=round(_peak(self.device), 3))
+            peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+            row.update(seconds=round(time.perf_counter() - start, 2), peak_gib=round(peak / 2**30, 3))
             if self.store:
                 self.store.save(name, tensors, row)
         return row
-
-    def _load(self, layer: nn.Module, name: str, entry: dict) -> dict:
-        """Put a finished layer's linears in place."""
-        install(layer, name, entry, self.store.tensors(name), self.options.weight_layouts, self.options.gradients)
-        return {key: value for key, value in entry.items() if key != "file"}
 
     def _names(self, index: int) -> list[str]:
         prefix = f"{self.name}.{index}."
@@ -167,22 +162,18 @@ class Run:
             self._offsets(layer, index, group)
         if group:
             self._collect(layer, index, group)
+        solver = self.options.gptq if self.options.method == "gptq" else None
         for site in group:
-            frozen = self._freeze(layer, site, name, row)
+            options = FrozenOptions(self.options.weight_layouts, self.options.gradients, site.terms)
+            frozen = freeze_site(layer, site, options, solver, name)
+            row["linears"] |= {n: {"terms": site.terms} for n in frozen}
+            if self.options.report_tokens:
+                row["linears"] |= site_errors(site, frozen)
+            row["sites"].append(site.names)
+            site.moments = site.sample = None
             for n, linear in frozen.items() if self.store else ():
                 tensors.update({key: t.cpu() for key, t in stored_tensors(f"{name}.{n}", linear).items()})
         return row, tensors
-
-    def _freeze(self, layer: nn.Module, site: SiteInput, name: str, row: dict) -> dict:
-        options = FrozenOptions(self.options.weight_layouts, self.options.gradients, site.terms)
-        frozen = freeze_site(layer, site, options, self.options.gptq if self.options.method == "gptq" else None, name)
-        if self.options.report_tokens:
-            row["linears"].update(site_errors(site, frozen))
-        else:
-            row["linears"].update({n: {"terms": site.terms, "centred": site.offset is not None} for n in frozen})
-        row["sites"].append(site.names)
-        site.moments = site.sample = None
-        return frozen
 
     def _visit(self, layer: nn.Module, index: int, group: list[SiteInput], visit: Callable) -> None:
         """Run the dense layer on every batch: ``visit(i, site, x, values, mask, held_out)`` sees batch i at each of its sites,
@@ -204,8 +195,8 @@ class Run:
                 site.moments = site.moments or Moments(site.k, self.device, cross=self.options.gptq.asymmetric)
                 site.moments.add(values, x, mask)
             if i + 1 == len(self.hidden) and self.options.report_tokens:
-                rows = _rows(x, held_out)
-                site.sample = rows[:: max(1, -(-rows.shape[0] // self.options.report_tokens))].clone()
+                sample = rows(x, held_out)
+                site.sample = sample[:: max(1, -(-sample.shape[0] // self.options.report_tokens))].clone()
 
         self._visit(layer, index, group, visit)
 
@@ -216,9 +207,9 @@ class Run:
 
         def visit(i: int, site: SiteInput, x: Tensor, values: Tensor, mask: Tensor | None, held_out: Tensor | None) -> None:
             if site.terms == 1:
-                rows = _rows(x, mask)
-                sums[id(site)] = sums.get(id(site), 0) + rows.double().sum(0)
-                counts[id(site)] = counts.get(id(site), 0) + rows.shape[0]
+                counted = rows(x, mask)
+                sums[id(site)] = sums.get(id(site), 0) + counted.double().sum(0)
+                counts[id(site)] = counts.get(id(site), 0) + counted.shape[0]
 
         self._visit(layer, index, group, visit)
         for site in group:
@@ -262,28 +253,6 @@ class Run:
                 steps.propagate(index)
 
 
-def summary(row: dict) -> str:
-    """One line on one layer: mean W4A4 output error, against rounding to nearest."""
-    rows = [r for r in row["linears"].values() if "w4a4" in r]
-    if not rows:
-        return ""
-    calibrated, nearest = (sum(r[key] for r in rows) / len(rows) for key in ("w4a4", "w4a4_nearest"))
-    return f"W4A4 error {calibrated:.1f} % (to nearest {nearest:.1f} %)"
-
-
 def _fitting(mask: Tensor | None, x: Tensor) -> Tensor | None:
     """The tokens' mask, if x has these tokens in this order."""
     return mask if mask is not None and mask.numel() == x.numel() // x.shape[-1] else None
-
-
-def _rows(x: Tensor, mask: Tensor | None) -> Tensor:
-    """(tokens, K) of the tokens that a mask does not leave out."""
-    rows = x.detach().reshape(-1, x.shape[-1])
-    return rows if mask is None else rows[mask.reshape(-1)]
-
-
-def _peak(device: torch.device) -> float:
-    """GiB: the GPU's peak during a layer, or what the process holds after it."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return psutil.Process().memory_info().rss / 2**30

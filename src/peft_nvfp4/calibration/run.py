@@ -7,7 +7,7 @@ Layer by layer: the inputs of a layer come from layers that are quantised alread
 layer is on the GPU at a time; activations wait on the CPU. With an ``output_dir`` every finished layer is kept there,
 and the same call goes on where it was interrupted: finished layers are loaded and only run to produce the next one's input, so
 the result has the same bits (on one device) as an uninterrupted run. The :class:`Report` (errors per layer against rounding to
-nearest, time, memory) is kept there too, as JSON and as a picture.
+nearest, time, memory) is kept there too, as JSON.
 """
 
 from __future__ import annotations
@@ -132,32 +132,8 @@ class Report:
         return "\n".join(lines)
 
     def save(self, folder: Path) -> None:
-        """``report.json``, and ``report.png`` where matplotlib is installed."""
-        content = {**asdict(self), "means": self.means()}
-        (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return
-        self._draw(Figure(figsize=(11, 7.5), layout="constrained")).savefig(folder / "report.png", dpi=120)
-
-    def _draw(self, figure):
-        """One panel per error, one line per linear name; dashed: to nearest."""
-        axes = figure.subplots(2, 2).flat
-        names = list(dict.fromkeys(n for row in self.layers.values() for n in row["linears"]))
-        for axis, key in zip(axes, KEYS):
-            for number, n in enumerate(names):
-                for style, suffix in (("-", ""), (":", "_nearest")):
-                    values = [row["linears"].get(n, {}).get(key + suffix, float("nan")) for row in self.layers.values()]
-                    axis.plot(values, style, color=f"C{number % 10}", label=None if suffix else n.rpartition(".")[2], lw=1.2)
-            axis.set(title=f"{TITLES[key]} error, % (dotted: to nearest)", xlabel="layer", ylim=(0, None))
-        axes = list(figure.axes)
-        axes[0].legend(fontsize=7, ncols=2)
-        rows = list(self.layers.values())
-        axes[3].bar(range(len(rows)), [row.get("seconds", 0) for row in rows], color="0.7")
-        axes[3].set(title="seconds (bars), peak GiB (line)", xlabel="layer")
-        axes[3].twinx().plot([row.get("peak_gib", 0) for row in rows], color="C3")
-        return figure
+        """``report.json``."""
+        (folder / "report.json").write_text(json.dumps({**asdict(self), "means": self.means()}, indent=1) + "\n")
 
 
 def calibrate(
@@ -247,13 +223,11 @@ def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
         raise ValueError(f"sequences of {longest} tokens for a model of {limit} positions: CalibrationOptions(seq_len={limit})")
 
 
-def apply_calibration(
-    model: nn.Module, folder: str | Path, *, weight_layouts: str | None = None, gradients: str | None = None
-) -> list[str]:
+def apply_calibration(model: nn.Module, folder: str | Path, *, weight_layouts: str | None = None) -> list[str]:
     """Put the linears of a finished calibration into another copy of the model it was made for.
 
     Args:
-        weight_layouts, gradients: of the frozen linears; by default those of the calibration.
+        weight_layouts: of the frozen linears; by default those of the calibration.
 
     Returns:
         Dotted names of the linears.
@@ -270,13 +244,12 @@ def apply_calibration(
     if manifest["fingerprint"].get("model") != model_digest(model):
         raise ValueError(f"the calibration in {folder} was made for other weights than this model's")
     for name in expected:
-        check_layer(model.get_submodule(name), name, folder, manifest)
-    done = []
+        check_layer(folder, manifest, name)
+    done, settings = [], manifest["settings"]
     for name in expected:
-        entry, settings = manifest["layers"][name], manifest["settings"]
+        entry, tensors = manifest["layers"][name], load_layer(folder, manifest, name)
         layouts = weight_layouts or settings["weight_layouts"]
-        tensors = load_layer(folder, manifest, name)
-        install(model.get_submodule(name), name, entry, tensors, layouts, gradients or settings["gradients"])
+        install(model.get_submodule(name), name, entry, tensors, layouts, settings["gradients"])
         done += [f"{name}.{n}" for group in entry["sites"] for n in group]
     _mark_quantised(model)
     return done
