@@ -126,7 +126,8 @@ def _forward_operands(shape: ModelShape, settings: Settings) -> Moment:
         return {"operands": _dequantized(shape)}
     if settings.backend != "nvfp4" or settings.native_fp4:
         return {}
-    return {"operands": max(_emulated(settings.tokens, settings.terms("norm") * p.inputs, p.outputs) for p in shape.gate_and_up)}
+    terms, first = settings.terms("norm"), shape.reads("mlp", "experts")
+    return {"operands": max(_emulated(settings.tokens, terms * p.inputs, p.outputs) for p in first)}
 
 
 def _backward_operands(shape: ModelShape, settings: Settings) -> Moment:
@@ -135,7 +136,7 @@ def _backward_operands(shape: ModelShape, settings: Settings) -> Moment:
         return {"operands": _dequantized(shape)}
     if settings.backend != "nvfp4":
         return {}
-    p = max(shape.gate_and_up, key=lambda p: p.outputs)
+    p = max(shape.reads("mlp", "experts"), key=lambda p: p.outputs)
     count = settings.tokens * codes(p.outputs) if settings.native_fp4 else _emulated(settings.tokens, p.outputs, p.inputs)
     transposed = packed_bytes(p.inputs, p.outputs) if settings.frozen.weight_layouts == "transient" else 0
     return {"operands": count + transposed}
