@@ -177,7 +177,7 @@ def solve_backward(
             linear._put(*BACKWARD, solved)
         row["dx"] = _output_percent(w, linear.backward_layout, moments[n])
         errors[n] = row
-        tensors.update({f"{name}.{n}.{key}": getattr(linear, key).detach().cpu() for key in BACKWARD})
+        tensors.update({f"{name}.{n}.{key}": getattr(linear, key).detach() for key in BACKWARD})
     return errors, tensors
 
 

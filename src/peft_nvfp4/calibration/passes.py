@@ -41,7 +41,7 @@ class Run:
         data: list[Batch],
         options: Any,  # CalibrationOptions
         device: torch.device,
-        store: Store | None,
+        store: Store,
     ):
         self.model, self.data = model, data
         self.name, self.planned, self.options, self.device, self.store = name, planned, options, device, store
@@ -91,7 +91,7 @@ class Run:
     def _choose_terms(self, progress: bool) -> None:
         """Two terms where a survey of the dense model says so; the survey is kept for a resumed run."""
         key = f"survey {self.name}"
-        stored = self.store.manifest.get(key) if self.store else None
+        stored = self.store.manifest.get(key)
         if stored is None:
             surveys, hidden = [], [h.to(self.device) for h in self.hidden[:2]]
             for index in self._bar("Surveying", progress):
@@ -99,9 +99,8 @@ class Run:
                     surveys += survey_layer(self.stack, index, self._sites(index, hidden), hidden, f"{self.name}.{index}")
                     hidden = [self.stack.run(index, i, h) for i, h in enumerate(hidden)]
             stored = {"terms": choose_terms(surveys, self.options.budget), "sites": [asdict(s) for s in surveys]}
-            if self.store:
-                self.store.manifest[key] = stored
-                self.store.write()
+            self.store.manifest[key] = stored
+            self.store.write()
         self.terms.update(stored["terms"])
         self.survey = stored["sites"]
 
@@ -112,7 +111,7 @@ class Run:
         start, name = time.perf_counter(), f"{self.name}.{index}"
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        finished = self.store.finished(name) if self.store else None
+        finished = self.store.manifest["layers"].get(name)
         with on_device(self.stack.layers[index], self.device) as layer:
             if finished:
                 tensors = load_layer(self.store.folder, self.store.manifest, name)
@@ -128,8 +127,7 @@ class Run:
         if not finished:
             peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
             row.update(seconds=round(time.perf_counter() - start, 2), peak_gib=round(peak / 2**30, 3))
-            if self.store:
-                self.store.save(name, tensors, row)
+            self.store.save(name, tensors, row)
         return row
 
     def _names(self, index: int) -> list[str]:
@@ -171,8 +169,8 @@ class Run:
                 row["linears"] |= site_errors(site, frozen)
             row["sites"].append(site.names)
             site.moments = site.sample = None
-            for n, linear in frozen.items() if self.store else ():
-                tensors.update({key: t.cpu() for key, t in stored_tensors(f"{name}.{n}", linear).items()})
+            for n, linear in frozen.items():
+                tensors |= stored_tensors(f"{name}.{n}", linear)
         return row, tensors
 
     def _visit(self, layer: nn.Module, index: int, group: list[SiteInput], visit: Callable) -> None:
@@ -240,14 +238,13 @@ class Run:
             name = f"{self.name}.{index}"
             with on_device(self.stack.layers[index], self.device) as layer:
                 row = self.rows[name]
-                entry = self.store.finished(name, "backward") if self.store else None
+                entry = self.store.manifest["backward"].get(name)
                 if entry is None:
                     reached = [n for group in row["sites"] for n in group if n not in row["not_reached"]]
                     linears = {n: layer.get_submodule(n) for n in reached}
                     errors, tensors = solve_backward(linears, steps.collect(index, linears), solver, name)
                     entry = {"linears": errors}
-                    if self.store:
-                        self.store.save(name, tensors, entry, "backward")
+                    self.store.save(name, tensors, entry, "backward")
                 for n, errors in entry["linears"].items():
                     row["linears"][n] = {**row["linears"][n], **errors}
                 steps.propagate(index)

@@ -28,7 +28,7 @@ from ..quantization.sites import check_accuracy
 from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions
 from .passes import Run
-from .store import Store, check_layer, digest, install, load_layer, model_digest, read_manifest
+from .store import Store, digest, install, load_layer, model_digest, read_manifest
 from .structure import find_stack
 
 METHODS = ("gptq", "nearest")
@@ -72,8 +72,9 @@ class CalibrationOptions:
     report_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        for name, known in (("method", METHODS), ("backward", BACKWARDS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         check_accuracy(self.accuracy)
         for name, least in (("samples", 1), ("seq_len", 2), ("batch_size", 1), ("backward_batches", 1), ("report_tokens", 0)):
             if getattr(self, name) < least:
@@ -86,8 +87,6 @@ class CalibrationOptions:
             )
         if self.budget is not None and not 0 <= self.budget <= 1:
             raise ValueError(f"budget is a share of the FP4 work between 0 and 1, got {self.budget}")
-        if self.backward not in BACKWARDS:
-            raise ValueError(f"backward must be one of {', '.join(BACKWARDS)}, got {self.backward!r}")
         if self.backward == "gptq" and (self.weight_layouts != "cached" or self.gradients == "bf16"):
             raise ValueError(
                 "backward='gptq' makes a backward layout to keep: it needs weight_layouts='cached', gradients in NVFP4"
@@ -181,10 +180,8 @@ def calibrate(
     )
     _check_ids(model, data)
     settings = {**asdict(options), "layers": names, "skip_modules": list(skip_modules)}
-    store = None
-    if output_dir is not None:
-        marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)}
-        store = Store(output_dir, marks, settings)
+    marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)} if output_dir is not None else {}
+    store = Store(output_dir, marks, settings)
     report = Report(settings, str(device), tokens=count_tokens(data))
     for name in names:
         inside = [n for n in planned if n.startswith(f"{name}.")]
@@ -195,18 +192,16 @@ def calibrate(
             report.survey[name] = run.survey
     report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
     _mark_quantised(model)
-    if store is not None:
+    if store.folder is not None:
         report.save(store.folder)
     return report
 
 
 def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
     """On a GPU an index out of range ends the process's CUDA context, without saying what was wrong."""
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    text = [batch for batch in data if "pixel_values" not in batch]  # placeholders of images may lie outside
-    ids = [
-        batch["input_ids"] for batch in text if isinstance(batch.get("input_ids"), torch.Tensor) and batch["input_ids"].numel()
-    ]
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    ids = [batch.get("input_ids") for batch in data if "pixel_values" not in batch]  # placeholders of images may lie outside
+    ids = [t for t in ids if isinstance(t, torch.Tensor) and t.numel()]
     if not ids or not isinstance(embedding, nn.Embedding):
         return
     largest = max(int(t.max()) for t in ids)
@@ -236,16 +231,20 @@ def apply_calibration(model: nn.Module, folder: str | Path, *, weight_layouts: s
         ValueError: the folder holds no calibration, an unfinished one, or one of another model. Nothing has been changed then.
     """
     manifest = read_manifest(folder)
-    expected = [n for name in manifest["settings"]["layers"] for n in _layer_names(model, name, folder)]
-    parts = ("layers", "backward") if manifest["settings"]["backward"] == "gptq" else ("layers",)
+    settings = manifest["settings"]
+    try:
+        expected = [f"{name}.{i}" for name in settings["layers"] for i in range(len(model.get_submodule(name)))]
+    except AttributeError as error:
+        raise ValueError(f"the calibration in {folder} is of a model with other layers: {error}") from None
+    parts = ("layers", "backward") if settings["backward"] == "gptq" else ("layers",)
     missing = [n for part in parts for n in expected if n not in manifest[part]]
     if missing:
         raise ValueError(f"the calibration in {folder} is not finished ({missing[0]} is missing); run calibrate again to go on")
     if manifest["fingerprint"].get("model") != model_digest(model):
         raise ValueError(f"the calibration in {folder} was made for other weights than this model's")
     for name in expected:
-        check_layer(folder, manifest, name)
-    done, settings = [], manifest["settings"]
+        load_layer(folder, manifest, name)  # all are whole, before the first linear is replaced
+    done = []
     for name in expected:
         entry, tensors = manifest["layers"][name], load_layer(folder, manifest, name)
         layouts = weight_layouts or settings["weight_layouts"]
@@ -253,10 +252,3 @@ def apply_calibration(model: nn.Module, folder: str | Path, *, weight_layouts: s
         done += [f"{name}.{n}" for group in entry["sites"] for n in group]
     _mark_quantised(model)
     return done
-
-
-def _layer_names(model: nn.Module, name: str, folder: str | Path) -> list[str]:
-    try:
-        return [f"{name}.{i}" for i in range(len(model.get_submodule(name)))]
-    except AttributeError:
-        raise ValueError(f"the calibration in {folder} is of a model with layers {name}; this model has none") from None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -39,16 +39,18 @@ SAMPLED = 4096
 
 
 class Store:
-    """The folder of one calibration.
+    """The folder of one calibration; without a folder nothing is kept.
 
     Raises:
         ValueError: the folder holds a calibration of something else.
     """
 
-    def __init__(self, folder: str | Path, fingerprint: Mapping[str, str], settings: Mapping[str, Any]):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path | None, fingerprint: Mapping[str, str], settings: Mapping[str, Any]):
+        self.folder = None if folder is None else Path(folder)
         self.manifest = {"format_version": VERSION, "fingerprint": dict(fingerprint), "settings": dict(settings)}
         self.manifest.update({part: {} for part in PARTS})
+        if self.folder is None:
+            return
         if (self.folder / MANIFEST).is_file():
             stored = read_manifest(self.folder)
             differs = [key for key, value in fingerprint.items() if stored["fingerprint"].get(key) != value]
@@ -59,11 +61,10 @@ class Store:
             self.manifest = stored
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def finished(self, layer: str, part: str = "layers") -> dict | None:
-        """The manifest's entry of a layer that is complete."""
-        return self.manifest[part].get(layer)
-
     def save(self, layer: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any], part: str = "layers") -> None:
+        """Keep a layer that is complete; ``manifest[part][layer]`` is its entry from then on."""
+        if self.folder is None:
+            return
         path = self.folder / _file(part, len(self.manifest[part]))
         unfinished = path.with_suffix(".part")
         # copies: linears of a site share their offset, which a file cannot
@@ -73,7 +74,8 @@ class Store:
         self.write()
 
     def write(self) -> None:
-        write_manifest(self.folder, self.manifest)
+        if self.folder is not None:
+            write_manifest(self.folder, self.manifest)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -105,22 +107,20 @@ def _file(part: str, number: int) -> str:
     return f"{part}_{number:05d}.safetensors"
 
 
-def _files(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> list[tuple[Path, str]]:
-    """(path, SHA-256) of the files of a layer, of both parts."""
-    parts = [part for part in PARTS if layer in manifest[part]]
-    return [(Path(folder) / _file(p, list(manifest[p]).index(layer)), manifest[p][layer]["sha256"]) for p in parts]
-
-
-def check_layer(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> None:
-    """Raises ValueError, naming the file, if one of a layer is not what was written."""
-    for path, written in _files(folder, manifest, layer):
-        if not path.is_file() or _sha256(path.read_bytes()) != written:
-            raise ValueError(f"{path} is missing, truncated or damaged; calibrate again")
-
-
 def load_layer(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
-    """All tensors of a layer, of both parts."""
-    return {name: t for path, _ in _files(folder, manifest, layer) for name, t in load_file(path).items()}
+    """All tensors of a layer, of both parts.
+
+    Raises:
+        ValueError: a file, which is named, is missing or not what was written.
+    """
+    tensors = {}
+    for entries, part in ((manifest[part], part) for part in PARTS if layer in manifest[part]):
+        path = Path(folder) / _file(part, list(entries).index(layer))
+        content = path.read_bytes() if path.is_file() else b""
+        if _sha256(content) != entries[layer]["sha256"]:
+            raise ValueError(f"{path} is missing, truncated or damaged; calibrate again")
+        tensors |= load(content)
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------------- frozen linears

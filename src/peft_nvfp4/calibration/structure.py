@@ -171,27 +171,22 @@ def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch:
     that the run does not reach are left out."""
     layer = stack.layers[index]
     groups: list[tuple[Tensor, list[str]]] = []
+    seen: set[str] = set()
 
     def watch(name: str, linear: nn.Linear) -> Callable:
         inner = linear.forward
 
         def forward(x: Tensor, *args, **kwargs):
-            for tensor, group in groups:
-                if tensor is x:
-                    group.append(name)
-                    break
-            else:
-                groups.append((x, [name]))
+            if name not in seen:
+                seen.add(name)
+                group = next((names for tensor, names in groups if tensor is x), None)
+                if group is None:
+                    groups.append((x, group := []))
+                group.append(name)
             return inner(x, *args, **kwargs)
 
         return forward
 
     with standing_in({layer.get_submodule(n): watch(n, layer.get_submodule(n)) for n in names}), torch.no_grad():
         stack.run(index, batch, hidden)
-    distinct, seen = [], set()
-    for _, group in groups:
-        group = [n for n in dict.fromkeys(group) if n not in seen]
-        seen.update(group)
-        if group:
-            distinct.append(group)
-    return distinct
+    return [group for _, group in groups]

@@ -102,11 +102,6 @@ class Settings(Options):
         return self.batch * self.sequence
 
     @property
-    def logit_rows(self) -> int:
-        """Positions of one micro-batch whose logits are computed."""
-        return self.batch * (self.sequence if self.positions is None else self.positions)
-
-    @property
     def format(self) -> str:
         """Storage of the frozen linears."""
         return self.backend.partition("-")[0]

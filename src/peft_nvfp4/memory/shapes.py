@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
 SITES = ("attention", "o", "mlp", "down")
 """What feeds a linear: the norm before attention, attention itself, the norm before the MLP, the MLP's inner product."""
 MIXTURE_SITES = ("router", "experts", "expert")

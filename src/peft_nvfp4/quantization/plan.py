@@ -35,8 +35,9 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: 
     opaque = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer))
 
     def stays(name: str, module: nn.Module) -> bool:
-        frozen = isinstance(module, FrozenLinear) or not isinstance(module, nn.Linear)
-        return frozen or id(module) in keep or skipped(name, skip_modules)
+        if isinstance(module, FrozenLinear) or not isinstance(module, nn.Linear):
+            return True
+        return id(module) in keep or skipped(name, skip_modules)
 
     names = []
     for name, module, adapted in _walk(model, backend):
@@ -53,10 +54,11 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: 
     return names
 
 
-def _walk(model: nn.Module, backend: str) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(dotted name, module, whether it lies inside a tuner layer), after the check that nothing is frozen in another way."""
+def _walk(model: nn.Module, backend: str, twice: bool = True) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(dotted name, module, whether it lies inside a tuner layer), after the check that nothing is frozen in another way.
+    ``twice``: a module of two names under both."""
     inside_tuner: tuple[str, ...] = ()
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in model.named_modules(remove_duplicate=not twice):
         if isinstance(module, FrozenLinear | FrozenExperts) and module.backend != backend:
             raise ValueError(
                 f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}. Reload the base "
@@ -73,7 +75,7 @@ def plan_experts(model: nn.Module, backend: str, skip_modules: tuple[str, ...], 
     if backend == "bf16":
         return []
     names, stay = [], (*skip_modules, *_kept_in_fp32(model))
-    for name, module, adapted in _walk(model, backend):
+    for name, module, adapted in _walk(model, backend, twice=loaded):
         if adapted or skipped(name, stay) or not is_experts(module):
             continue
         for key, weight in module.named_parameters() if loaded else ():
