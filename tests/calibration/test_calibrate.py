@@ -1,6 +1,8 @@
 """Calibration of a model, layer by layer: what it leaves behind (better weights than rounding to nearest, the same bits from the
 same call), the number of terms under a budget, and backward layouts from GPTQ."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from _calibrations import FAST, IDS, Words, assert_same_model, bits
@@ -173,7 +175,13 @@ def test_few_tokens_warn():
 
 
 def test_option_refusals():
-    for wrong in (dict(method="best"), dict(accuracy="best"), dict(budget=2.0), dict(backward="best"), dict(gradients="best")):
+    for wrong in (
+        dict(method="best"),
+        dict(accuracy="best"),
+        dict(budget=2.0),
+        dict(backward="best"),
+        dict(weight_layouts="best"),
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CalibrationOptions(**wrong)
     with pytest.raises(ValueError, match="cached"):
@@ -239,7 +247,9 @@ def test_backward_layouts_from_gptq(tmp_path):
         return x.grad
 
     exact = tiny_llama()
-    calibrate(exact, IDS, options=CalibrationOptions(gradients="bf16"), **FAST)
+    calibrate(exact, IDS, **FAST)
+    for _, layer in frozen_layers(exact):
+        layer.options = replace(layer.options, gradients="bf16")
     true, ours, base = gradient(exact), gradient(model), gradient(plain)
     cosine = lambda a: torch.cosine_similarity(a.flatten(), true.flatten(), dim=0).item()
     assert cosine(ours) > cosine(base)

@@ -32,10 +32,9 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics import reference
 from ..numerics.formats import WEIGHT
 from ..numerics.matmul import exact_matmul
-from ..quantization.freeze import _carry_attributes
 from .gptq import GPTQOptions, gptq, gptq_backward, output_error
 from .moments import Moments
-from .store import replace_linear, share_offset
+from .store import replace_site
 
 
 @dataclass
@@ -146,13 +145,9 @@ def freeze_site(
     frozen: dict[str, NVFP4FrozenLinear] = {}
     for linear_name, linear, q in zip(site.names, site.linears, packed):
         new = NVFP4FrozenLinear(linear.in_features, linear.out_features, linear.bias, linear.weight.dtype, options, q)
-        new.train(linear.training)
-        _carry_attributes(linear, new)
-        if site.offset is not None:
-            new.set_offset(site.offset)
-        replace_linear(layer, linear_name, new, len(site.names) > 1)
+        new.set_offset(site.offset)
         frozen[linear_name] = new
-    share_offset(list(frozen.values()))
+    replace_site(layer, frozen)
     return frozen
 
 

@@ -115,7 +115,7 @@ class Run:
         with on_device(self.stack.layers[index], self.device) as layer:
             if finished:
                 tensors = load_layer(self.store.folder, self.store.manifest, name)
-                install(layer, name, finished, tensors, self.options.weight_layouts, self.options.gradients)
+                install(layer, name, finished, tensors, self.options.weight_layouts)
                 row = {key: value for key, value in finished.items() if key != "sha256"}
             else:
                 row, tensors = self._solve(layer, index, name)
@@ -162,7 +162,7 @@ class Run:
             self._collect(layer, index, group)
         solver = self.options.gptq if self.options.method == "gptq" else None
         for site in group:
-            options = FrozenOptions(self.options.weight_layouts, self.options.gradients, site.terms)
+            options = FrozenOptions(self.options.weight_layouts, terms=site.terms)
             frozen = freeze_site(layer, site, options, solver, name)
             row["linears"] |= {n: {"terms": site.terms} for n in frozen}
             if self.options.report_tokens:

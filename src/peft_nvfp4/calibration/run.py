@@ -51,7 +51,7 @@ class CalibrationOptions:
         backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
             the gradient from a few backward passes.
         backward_batches: how many.
-        weight_layouts, gradients: of the frozen linears.
+        weight_layouts: of the frozen linears, see :class:`~peft_nvfp4.nn.frozen_linear.FrozenOptions`.
         samples, seq_len, batch_size, seed: see :func:`peft_nvfp4.calibration.data.batches`.
         report_tokens: tokens (held out) on which errors are measured; 0 for no report.
     """
@@ -64,7 +64,6 @@ class CalibrationOptions:
     backward: str = "requantize"
     backward_batches: int = 16
     weight_layouts: str = "cached"
-    gradients: str = "nvfp4"
     samples: int = 128
     seq_len: int = 2048
     batch_size: int = 1
@@ -87,11 +86,9 @@ class CalibrationOptions:
             )
         if self.budget is not None and not 0 <= self.budget <= 1:
             raise ValueError(f"budget is a share of the FP4 work between 0 and 1, got {self.budget}")
-        if self.backward == "gptq" and (self.weight_layouts != "cached" or self.gradients == "bf16"):
-            raise ValueError(
-                "backward='gptq' makes a backward layout to keep: it needs weight_layouts='cached', gradients in NVFP4"
-            )
-        FrozenOptions(self.weight_layouts, self.gradients)  # validates
+        if self.backward == "gptq" and self.weight_layouts != "cached":
+            raise ValueError("backward='gptq' makes a backward layout to keep: it needs weight_layouts='cached'")
+        FrozenOptions(self.weight_layouts)  # validates
 
 
 @dataclass
@@ -247,8 +244,7 @@ def apply_calibration(model: nn.Module, folder: str | Path, *, weight_layouts: s
     done = []
     for name in expected:
         entry, tensors = manifest["layers"][name], load_layer(folder, manifest, name)
-        layouts = weight_layouts or settings["weight_layouts"]
-        install(model.get_submodule(name), name, entry, tensors, layouts, settings["gradients"])
+        install(model.get_submodule(name), name, entry, tensors, weight_layouts or settings["weight_layouts"])
         done += [f"{name}.{n}" for group in entry["sites"] for n in group]
     _mark_quantised(model)
     return done

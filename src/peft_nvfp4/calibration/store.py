@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten
 from ..nn.frozen_linear import FrozenOptions, frozen
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import QuantizedMatrix
+from ..quantization.freeze import _carry_attributes
 
 MANIFEST = "manifest.json"
 VERSION = 2
@@ -132,17 +133,16 @@ def stored_tensors(name: str, layer: NVFP4FrozenLinear) -> dict[str, Tensor]:
     return {f"{name}.{key}": t.detach() for key, t in tensors.items() if t is not None}
 
 
-def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, Tensor], layouts: str, gradients: str) -> None:
+def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, Tensor], layouts: str) -> None:
     """Replace the linears of a layer by the ones a finished layer's file describes."""
     for group in entry["sites"]:
-        built = []
+        built = {}
         for n in group:
             prefix = f"{name}.{n}."
             stored = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-            options = FrozenOptions(layouts, gradients, entry["linears"][n]["terms"])
-            built.append(_build(layer.get_submodule(n), stored, options))
-            replace_linear(layer, n, built[-1], len(group) > 1)
-        share_offset(built)
+            options = FrozenOptions(layouts, terms=entry["linears"][n]["terms"])
+            built[n] = _build(layer.get_submodule(n), stored, options)
+        replace_site(layer, built)
 
 
 def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOptions) -> NVFP4FrozenLinear:
@@ -157,14 +157,17 @@ def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOpti
         layer.backward_scales, layer.backward_gscale = frozen(tensors["backward_scales"]), frozen(tensors["backward_gscale"])
     if "input_offset" in tensors:
         layer.set_offset(tensors["input_offset"].view(torch.float32))
-    return layer.train(linear.training)
+    return layer
 
 
-def replace_linear(layer: nn.Module, name: str, new: NVFP4FrozenLinear, shares_input: bool) -> None:
-    """Put a calibrated linear in the place of the one of this name."""
-    new.shares_input, new.calibrated = shares_input, True
-    parent, _, child = name.rpartition(".")
-    setattr(layer.get_submodule(parent), child, new)
+def replace_site(layer: nn.Module, linears: Mapping[str, NVFP4FrozenLinear]) -> None:
+    """Put the calibrated linears of a site in the place of those of these names."""
+    for name, new in linears.items():
+        old = layer.get_submodule(name)
+        new.shares_input, new.calibrated = len(linears) > 1, True
+        _carry_attributes(old, new)
+        layer.set_submodule(name, new.train(old.training))
+    share_offset(list(linears.values()))
 
 
 def share_offset(linears: Sequence[NVFP4FrozenLinear]) -> None:
