@@ -143,14 +143,8 @@ def _shared_gscale(model: nn.Module, name: str, planned: set[str]) -> torch.Tens
 
 def _siblings(model: nn.Module, name: str, planned: set[str]) -> list[str]:
     """The linears, frozen or about to be, that read the same input as the named one (itself included)."""
-    return [s for s in fused_siblings(name) if s in planned or _is_frozen(model, s)]
-
-
-def _is_frozen(model: nn.Module, name: str) -> bool:
-    try:
-        return isinstance(model.get_submodule(name), FrozenLinear)
-    except AttributeError:
-        return False
+    children = model.get_submodule(name.rpartition(".")[0])._modules
+    return [s for s in fused_siblings(name) if s in planned or isinstance(children.get(s.rpartition(".")[2]), FrozenLinear)]
 
 
 def _reuse(frozen: FrozenLinear | None, linear: nn.Linear) -> FrozenLinear | None:
