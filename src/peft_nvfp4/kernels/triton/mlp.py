@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...numerics import fused_reference
 from ...numerics.formats import QuantizedMatrix
-from ...ops.fused import empty_terms
+from ...ops.linear import empty_terms
 from .blocks import amax_values, finite_part, less_offset, load_quantized, quantize_store, quantize_store_terms, terms_values
 from .codes import PAIR
 from .launch import EXACT, MAX_BLOCKS, launch, mode_for, options_for, row_blocks, rows_contiguous

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...numerics import fused_reference
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import padded_k as padded
-from ...ops.fused import empty_terms
+from ...ops.linear import empty_terms
 from .blocks import amax_values, finite_part, less_offset, load_quantized, quantize_store_terms
 from .codes import EXACT, PAIR
 from .launch import launch, mode_for, options_for, row_blocks, rows_contiguous

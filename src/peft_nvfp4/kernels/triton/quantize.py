@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import padded_k as padded
-from ...ops.fused import empty_terms
+from ...ops.linear import empty_terms
 from .blocks import (
     MAX6,
     RULES,
