@@ -84,4 +84,4 @@ def tune() -> None:
             err=True,
         )
         raise typer.Exit(1)
-    measure(torch.cuda.get_device_name(), cutlass.loaded(), usual_problems())
+    measure(torch.cuda.get_device_name(), cutlass.load(), usual_problems())

@@ -52,9 +52,6 @@ def full_precision_sums() -> Iterator[None]:
     """cuBLAS may split K and add the parts in BF16 (seen on an H200 at M=3, K=1000: rounded twice). Not within this context."""
     backend = torch.backends.cuda.matmul
     before = backend.allow_bf16_reduced_precision_reduction
-    if not before:
-        yield
-        return
     backend.allow_bf16_reduced_precision_reduction = False
     try:
         yield

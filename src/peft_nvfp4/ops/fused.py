@@ -55,7 +55,7 @@ def _check_rmsnorm_backward(
 ) -> None:
     op, m = "rmsnorm_backward", dy.shape[0]
     _check_norm(op, "dy", dy, gamma, offset)
-    check_matrices(op, *tensor_lists(parts), m, dy.shape[1], per_row=True)
+    check_matrices(op, parts, m, dy.shape[1], per_row=True)
     check(
         tuple(rstd.shape) == (m,) and rstd.dtype == torch.float32,
         lambda: f"{op}: rstd must be ({m},) float32, got {tuple(rstd.shape)} {rstd.dtype}",
@@ -82,7 +82,7 @@ def _check_act(op: str, act: str) -> None:
 
 def _check_gate_up(op: str, gate: QuantizedMatrix, up: QuantizedMatrix, rows: int, k: int) -> None:
     for name, q in (("gate", gate), ("up", up)):
-        check_matrices(f"{op} ({name})", *tensor_lists([q]), rows, k, per_row=True)
+        check_matrices(f"{op} ({name})", [q], rows, k, per_row=True)
 
 
 def _check_silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool) -> None:

@@ -18,6 +18,7 @@ from packaging.version import Version
 from ..._version import __version__
 from ...kernels import dispatch
 from ...kernels.fp4 import cutlass
+from ...kernels.fp4.native import Unavailable
 
 PACKAGES = {"torch": "2.10", "transformers": "5.12", "peft": "0.20", "triton": "", "bitsandbytes": "0.50", "accelerate": ""}
 """Reported packages, and the oldest version that is supported."""
@@ -69,9 +70,10 @@ def _query_driver() -> list[str]:
 
 def _extension() -> str:
     """One line about the compiled extension."""
-    library, reason = cutlass.load()
-    if library is None:
-        return reason
+    try:
+        library = cutlass.load()
+    except Unavailable as reason:
+        return str(reason)
     return f"{library.path}: " + ", ".join(f"{key} {value}" for key, value in library.info.items())
 
 

@@ -1,9 +1,9 @@
 """An implementation without a build: NVFP4 GEMMs of cuBLASLt through ``torch.nn.functional.scaled_mm``.
 
 PyTorch takes packed codes as ``float4_e2m1fn_x2`` (the low nibble is the even k, as here), x row-major and W transposed as a
-view, block scales as a flat, swizzled ``float8_e4m3fn`` tensor (:func:`peft_nvfp4.numerics.layout.swizzle_scales`), and one global
-scale per matrix. It asks for K to be a multiple of 32, which the storage has, and N of 16: rows of zero codes are added to W and
-their outputs cut off. M may be anything.
+view, block scales as a flat, swizzled ``float8_e4m3fn`` tensor (:func:`peft_nvfp4.numerics.layout.swizzle_scales`), and one
+global scale per matrix. It asks for K to be a multiple of 32, which the storage has, and N of 16: rows of zero codes are added to
+W and their outputs cut off. M may be anything.
 
 cuBLASLt knows no global scale per row. So the product comes out in FP32, with W's global scale, and one pass applies the rows'
 scales, adds what is to be added, and rounds once. Two terms under the same global scales are one product with K doubled.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ... import ops
 from ...numerics.formats import SWIZZLE_ROWS, QuantizedMatrix
+from .native import Gemms, Unavailable
 
 N_ALIGN = 16
 PRODUCT_BYTES = 256 << 20
@@ -27,13 +28,18 @@ PRODUCT_BYTES = 256 << 20
 _scaled_mm: Callable[..., Tensor] | None = getattr(F, "scaled_mm", None)
 
 
-def load() -> tuple[Callable | None, str]:
-    """``(gemms, "")``, or ``(None, why)`` where this PyTorch has not what it takes."""
+def load() -> Gemms:
+    """:func:`gemms`.
+
+    Raises:
+        Unavailable: this PyTorch has not what it takes.
+    """
     missing = [f"torch.nn.functional.{name}" for name in ("scaled_mm", "ScalingType", "SwizzleType") if not hasattr(F, name)]
     missing += [] if hasattr(torch, "float4_e2m1fn_x2") else ["torch.float4_e2m1fn_x2"]
     if missing:
-        return None, f"torch {torch.__version__} has no {', '.join(missing)}: FP4 products without the extension need torch 2.10"
-    return gemms, ""
+        names = ", ".join(missing)
+        raise Unavailable(f"torch {torch.__version__} has no {names}: FP4 products without the extension need torch 2.10")
+    return gemms
 
 
 def _operand(matrices: Sequence[QuantizedMatrix], align: int = 1) -> tuple[Tensor, Tensor]:

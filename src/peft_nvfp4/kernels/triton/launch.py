@@ -33,14 +33,14 @@ EXACT_MATH = {"enable_fp_fusion": False}
 """Every launch: contraction of a * b + c would change bits."""
 
 EXACT, PAIR = range(2)
-"""Rounding modes, explained in triton_codes."""
+"""Rounding modes, explained in :mod:`.codes`."""
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's CPU interpreter, which knows no inline PTX."""
 
 
 def mode_for(dtype: torch.dtype, k: int = 0, *rows: Tensor) -> int:
-    """Rounding mode for values of ``dtype``, and for their terms unless an offset was subtracted (then EXACT). PAIR needs BF16's 8
-    bits, and the ``rows`` of width ``k`` to be rows of pairs."""
+    """Rounding mode for values of ``dtype``, and for their terms unless an offset was subtracted (then EXACT). PAIR needs BF16's
+    8 bits, and the ``rows`` of width ``k`` to be rows of pairs."""
     if dtype != torch.bfloat16 or INTERPRETED:
         return EXACT
     pairs = k % 2 == 0 and all((x.shape[0] == 1 or x.stride(0) % 2 == 0) and x.data_ptr() % 4 == 0 for x in rows)
@@ -77,6 +77,25 @@ def options_for(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
 
 
 # ---------------------------------------------------------------------------------------------- launching
+
+
+def launch_rows(
+    kernel: triton.JITFunction,
+    name: str,
+    shape: tuple[int, int],
+    mode: int,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int | float],
+    constants: dict,
+) -> None:
+    """Launch a kernel whose program holds one of M rows of K values; ``shape`` is (M, K), ``name`` one of
+    :data:`BLOCKS_PER_THREAD`. The kernel's first constants are K, NB and MODE."""
+    m, k = shape
+    if m:
+        nb = row_blocks(k)
+        constants = {"K": k, "NB": nb, "MODE": mode, **constants}
+        launch(kernel, (m,), tensors, numbers, constants, **options_for(nb, name, mode))
+
 
 _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
 """What a launch is specialised on -> its kernel, which keeps the function alive whose ``id`` is in the key."""

@@ -7,7 +7,7 @@ FP32; the order of the sum depends on nothing but the shapes (no atomics).
 
 *Very few rows* (``matmul_vector_kernel``). Both operands are in NVFP4. Twice a grid value is an integer of at most 12, so the sum
 of a block's 16 products is an integer of at most 16 * 144: four DP4A instructions give it exactly, and one fused multiply-add by
-the product of the two block scales adds it to the FP32 sum (:mod:`triton_decode` has the bytes). All threads of a program work
+the product of the two block scales adds it to the FP32 sum (:mod:`.decode` has the bytes). All threads of a program work
 along K on the same ``BN`` rows of w: the codes of x are decoded once for BN rows, and one reduction at the end joins the threads.
 
 *More rows* (``matmul_tile_kernel``). A tile of w is decoded to BF16 in registers, also by byte permutation, and multiplied by
@@ -111,24 +111,28 @@ def _tile_launch(tensors: list, numbers: tuple, constants: dict, values: Tensor 
         launch(matmul_sum_kernel, (m, _cdiv(n, 512), 1), (target, out), (m, n), constants, num_warps=4, **EXACT_MATH)
 
 
-def few_rows(
+def matmul(
     terms: Sequence[QuantizedMatrix],
     w: QuantizedMatrix,
-    bias: Tensor | None,
+    constant: Tensor | None,
     dtype: torch.dtype,
     values: Tensor | None = None,
+    factor: float = 1.0,
     hidden: Tensor | None = None,
     up: Tensor | None = None,
     scaling: float = 1.0,
-    factor: float = 1.0,
 ) -> Tensor:
-    """``sum_t D(x_t) @ D(w).T + bias + hidden @ (scaling * up).T`` for up to :data:`ROWS` rows, rounded once to ``dtype``.
+    """``sum_t D(x_t) @ D(w).T + constant + hidden @ (scaling * up).T``, rounded once to ``dtype`` for up to :data:`ROWS` rows;
+    for more, the adapter is added to the rounded product.
 
     Args:
         values: D(x) (M, K) of a single term, if the caller has it.
-        hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
         factor: significand of w's global scale; see :func:`peft_nvfp4.numerics.reference.matmul`.
+        hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
     """
+    if not (0 < terms[0].codes.shape[0] <= ROWS and w.codes.numel()):
+        y = bf16_matmul.matmul(terms, w, constant, dtype, values, factor)
+        return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
     first, last = terms[0], terms[-1]
     m, n, nb = first.codes.shape[0], w.codes.shape[0], w.codes.shape[1] * 2 // BLOCK_SIZE
     out = torch.empty(m, n, dtype=dtype, device=w.codes.device)
@@ -139,11 +143,11 @@ def few_rows(
         *(_words(first.codes), first.scales.contiguous(), first.gscale),
         *(_words(last.codes), last.scales.contiguous(), last.gscale),
         *(_words(w.codes), w.scales.contiguous(), w.gscale),
-        *(out if bias is None else bias.contiguous(), hidden if rank else out, up if rank else out, out),
+        *(out if constant is None else constant.contiguous(), hidden if rank else out, up if rank else out, out),
     ]
     strides = (hidden.stride(0) if rank else 0, *(_stride(q.gscale) for q in (first, last, w)))
     numbers = (m, n, float(scaling), *strides)
-    constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": bias is not None}
+    constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": constant is not None}
     constants |= {"SPLIT": factor != 1.0, "PTX": not INTERPRETED}
     if m <= VECTOR_ROWS or m <= MORE_VECTOR_ROWS and len(terms) == 1 and n * w.k <= MORE_VECTOR_ROWS_UP_TO:
         _vector_launch(tensors, numbers, constants)
@@ -192,21 +196,3 @@ def linear(
     for a, b, scaling in others:
         y.addmm_(down(x, a), (b * scaling).to(y.dtype).T)
     return y
-
-
-def matmul(
-    terms: Sequence[QuantizedMatrix],
-    w: QuantizedMatrix,
-    constant: Tensor | None,
-    dtype: torch.dtype,
-    values: Tensor | None = None,
-    factor: float = 1.0,
-    hidden: Tensor | None = None,
-    up: Tensor | None = None,
-    scaling: float = 1.0,
-) -> Tensor:
-    """:func:`few_rows`, whatever the number of rows (an adapter is then added to the rounded product)."""
-    if 0 < terms[0].codes.shape[0] <= ROWS and w.codes.numel():
-        return few_rows(terms, w, constant, dtype, values, hidden, up, scaling, factor)
-    y = bf16_matmul.matmul(terms, w, constant, dtype, values, factor)
-    return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
