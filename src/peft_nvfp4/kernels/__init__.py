@@ -4,7 +4,6 @@
     implementations.py   the ways to compute the two products of a training step (fprop, dgrad), and which of them works here
     report.py            what :func:`status` returns
     emulated.py          the products by BF16 GEMMs of dequantised operands
-    bf16_matmul.py       one such GEMM
     triton/              Triton kernels
     fp4/                 the products on FP4 tensor cores
 

@@ -47,8 +47,6 @@ WHOLE_ROW = ("quantize_terms", "rmsnorm_quantize", "rmsnorm_backward", "silu_mul
 """Operators whose first argument is a matrix, a row of which must fit in one program."""
 PRODUCTS = ("fprop", "dgrad")
 """The products of a training step, which have several implementations."""
-PLAIN = {"swizzle_scales": "no kernel, one copy"}
-"""Operators that are plain PyTorch everywhere, and why."""
 
 _loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
 _forced = ""  # a name of implementations.NAMES
@@ -136,13 +134,8 @@ def few_rows_module(x: torch.Tensor) -> ModuleType | None:
         return None
     if _loaded != "" or _obstacle():
         return None
-    module = _matmul_module()
+    module = importlib.import_module(f"{__package__}.triton.matmul")
     return module if 0 < x.shape[0] <= module.ROWS else None
-
-
-@cache
-def _matmul_module() -> ModuleType:
-    return importlib.import_module(f"{__package__}.triton.matmul")
 
 
 def load() -> None:

@@ -54,7 +54,7 @@ def _cutlass() -> native.Gemms:
     return cutlass.gemms
 
 
-NATIVE: dict[str, Callable[[], native.Gemms]] = {"cutlass": _cutlass, "scaled_mm": scaled_mm.load}
+NATIVE: dict[str, Callable[[], native.Gemms]] = {"cutlass": _cutlass, "scaled_mm": lambda: scaled_mm.gemms}
 """FP4 implementation -> its products; raises :class:`Unavailable`."""
 ANYWHERE = ("scaled_mm",)
 """Implementations that are part of PyTorch, so there on GPUs of every kind: that they cannot run is nothing to warn about."""

@@ -58,5 +58,4 @@ def status() -> Status:
         limit = f"rows up to {dispatch.WIDEST_ROW}, wider ones: reference" if operator in dispatch.WHOLE_ROW else ""
         lines.append(OperatorStatus(operator, "reference" if reason else "triton", device, reason or limit))
     lines += [OperatorStatus(operator, name, device, note) for operator in dispatch.PRODUCTS]
-    lines += [OperatorStatus(operator, "reference", device, why) for operator, why in dispatch.PLAIN.items()]
     return Status(tuple(lines), skipped)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...numerics import layout, reference
-from ...numerics.formats import ACTIVATION, E4M3_NAN, WEIGHT, QuantizedMatrix, padded_k
+from ...numerics.formats import E4M3_NAN, WEIGHT, QuantizedMatrix, padded_k
 
 EXACT_BITS = 20
 MIN_BITS = 16
@@ -92,11 +92,8 @@ def gaussian(name: str, m: int, n: int, k: int, seed: int, terms: int = 1) -> Ca
     x = torch.randn(m, k, generator=_rng(seed), dtype=torch.float32, device="cpu") * row_scales(m, seed + 1)[:, None]
     if terms == 2:  # blocks of all sizes: so that the second term, under the first one's global scale, has subnormal scales, too
         x *= torch.randint(-12, 1, (1, k // 16), generator=_rng(seed + 3), device="cpu").float().exp2().repeat_interleave(16, 1)
-    parts = [reference.quantize(x, ACTIVATION)]
-    if terms == 2:
-        parts.append(reference.quantize(x - reference.dequantize(parts[0]), ACTIVATION, gscale=parts[0].gscale))
     w = reference.quantize(torch.randn(n, k, generator=_rng(seed + 2), dtype=torch.float32, device="cpu") * 0.02, WEIGHT)
-    return Case(name, tuple(parts), w, exact=False)
+    return Case(name, reference.quantize_terms(x, None, terms), w, exact=False)
 
 
 def _with_scale(q: QuantizedMatrix, row, block, byte: int) -> QuantizedMatrix:

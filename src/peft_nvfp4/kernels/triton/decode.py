@@ -58,19 +58,9 @@ def load_blocks(
 # ---------------------------------------------------------------------------------------------- signed bytes
 
 
-@triton.jit
-def _four_bytes(codes, SHIFT: tl.constexpr):
-    """Twice the values of the four codes from bit SHIFT, as the bytes of an int32."""
-    packed = tl.zeros(codes.shape, tl.int32)
-    for j in tl.static_range(4):
-        twice = (decode_e2m1(((codes >> (SHIFT + 4 * j)) & 15).to(tl.int32)) * 2.0).to(tl.int32)
-        packed |= (twice & 0xFF) << (8 * j)
-    return packed
-
-
 def _codes_asm(codes: str, lines: Callable[[int], list[str]]) -> tl.constexpr:
-    """PTX on the 16 codes of a 64-bit word, four at a time: ``lines(four)`` finds their magnitudes as nibbles of m and their signs
-    as bytes of k, all bits equal (from bit 7 of a byte: of h for odd codes, of h << 4 for even ones)."""
+    """PTX on the 16 codes of a 64-bit word, four at a time: ``lines(four)`` finds their magnitudes as nibbles of m and their
+    signs as byte masks k (from bit 7 of a byte: of h for odd codes, of h << 4 for even ones)."""
     asm = [f"mov.b64 {{h0, h1}}, {codes};"]
     for four in range(4):
         half, upper = divmod(four, 2)
@@ -92,22 +82,19 @@ BYTES_ASM: tl.constexpr = _codes_asm(
 
 @triton.jit
 def signed_bytes(codes, PTX: tl.constexpr):
-    """Twice the values of 16 codes (int64) as signed bytes: four int32."""
+    """Twice the values of 16 codes (int64) as signed bytes: four int32. Without PTX the codes, four times."""
     if PTX:
         return tl.inline_asm_elementwise(
             BYTES_ASM, "=&r,=&r,=&r,=&r,l", [codes], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
         )
     else:
-        return _four_bytes(codes, 0), _four_bytes(codes, 16), _four_bytes(codes, 32), _four_bytes(codes, 48)
+        return codes, codes, codes, codes
 
 
 @triton.jit
-def _four_products(a, b):
-    """Sum of the products of the signed bytes of two int32 tensors."""
-    total = ((a << 24) >> 24) * ((b << 24) >> 24)
-    for j in tl.static_range(1, 4):
-        total += ((a << (24 - 8 * j)) >> 24) * ((b << (24 - 8 * j)) >> 24)
-    return total
+def _value_product(x, w, J: tl.constexpr):
+    """Product of the values of the codes J of two blocks."""
+    return decode_e2m1(((x >> (4 * J)) & 15).to(tl.int32)) * decode_e2m1(((w >> (4 * J)) & 15).to(tl.int32))
 
 
 @triton.jit
@@ -130,8 +117,10 @@ def block_product(x, w, PTX: tl.constexpr):
             "=f,r,r,r,r,r,r,r,r", [x0, x1, x2, x3, w0, w1, w2, w3], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        total = _four_products(x0, w0) + _four_products(x1, w1) + _four_products(x2, w2) + _four_products(x3, w3)
-        return total.to(tl.float32)
+        total = _value_product(x0, w0, 0)
+        for j in tl.static_range(1, BLOCK):
+            total += _value_product(x0, w0, j)
+        return total * 4.0
 
 
 # ---------------------------------------------------------------------------------------------- BF16
@@ -148,7 +137,7 @@ PAIRS_ASM: tl.constexpr = _codes_asm(
         *(f"fma.rn.bf16x2 ${2 * four + i}, ${2 * four + i}, $9, z;" for i in range(2)),
     ],
 )
-"""p and n are the high and low bytes of the magnitudes. fma with -0 is a product: before SM90 there is no other on pairs."""
+"""p and n are the high and low bytes of the magnitudes. fma with -0 is a product: before SM90 the only one."""
 
 
 @triton.jit

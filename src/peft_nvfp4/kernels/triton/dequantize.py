@@ -14,7 +14,7 @@ from torch import Tensor
 from ...numerics.formats import padded_k
 from .blocks import decode_e4m3
 from .codes import decode_e2m1
-from .launch import EXACT_MATH, launch, word_program
+from .launch import launch_words
 from .rows import BLOCK
 
 
@@ -60,11 +60,9 @@ def dequantize_terms(
     if out.numel() == 0:
         return out
     terms = [(c.contiguous().view(torch.int32), s.contiguous(), g) for c, s, g in zip(codes, scales, gscale)]
-    nw, warps = word_program(kp)
     tensors = (*terms[0], *terms[-1], out if offset is None else offset, out)
     numbers = (k, kp, int(gscale[0].shape[0] > 1), int(gscale[-1].shape[0] > 1))
-    constants = {"NW": nw, "TERMS": len(terms), "HAS_OFFSET": offset is not None}
-    launch(dequantize_kernel, (rows, triton.cdiv(kp // 8, nw)), tensors, numbers, constants, num_warps=warps, **EXACT_MATH)
+    launch_words(dequantize_kernel, rows, k, tensors, numbers, {"TERMS": len(terms), "HAS_OFFSET": offset is not None})
     return out
 
 

@@ -57,22 +57,12 @@ def row_blocks(k: int) -> int:
     return triton.next_power_of_2(max(padded_k(k) // BLOCK, 2))
 
 
-def num_warps(nb: int, kernel: str) -> int:
-    """Warps of a program that holds ``nb`` blocks."""
-    return min(max(nb // (32 * BLOCKS_PER_THREAD[kernel]), 1), 32)
-
-
-def word_program(kp: int) -> tuple[int, int]:
-    """(words of codes, warps) of a program that decodes rows of ``kp`` values, 8 in a word."""
-    words = min(triton.next_power_of_2(kp // 8), DEQUANTIZE["words"])
-    return words, min(max(words // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
-
-
 def options_for(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
     """Launch options of a program that holds ``nb`` blocks."""
-    options = {"num_warps": num_warps(nb, kernel), **EXACT_MATH}
+    warps = min(max(nb // (32 * BLOCKS_PER_THREAD[kernel]), 1), 32)
+    options = {"num_warps": warps, **EXACT_MATH}
     if mode == PAIR and kernel in REGISTERS:
-        options["maxnreg"] = min(REGISTERS[kernel], 65536 // (32 * options["num_warps"]))  # all that a multiprocessor has
+        options["maxnreg"] = min(REGISTERS[kernel], 65536 // (32 * warps))  # all that a multiprocessor has
     return options
 
 
@@ -95,6 +85,17 @@ def launch_rows(
         nb = row_blocks(k)
         constants = {"K": k, "NB": nb, "MODE": mode, **constants}
         launch(kernel, (m,), tensors, numbers, constants, **options_for(nb, name, mode))
+
+
+def launch_words(
+    kernel: triton.JITFunction, rows: int, k: int, tensors: Sequence[Tensor], numbers: Sequence[int], constants: dict
+) -> None:
+    """Launch a kernel whose program decodes some 32-bit words of codes of a row of K values: NW, its first constant."""
+    words = padded_k(k) // 8
+    nw = min(triton.next_power_of_2(words), DEQUANTIZE["words"])
+    warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
+    grid = (rows, triton.cdiv(words, nw))
+    launch(kernel, grid, tensors, numbers, {"NW": nw, **constants}, num_warps=warps, **EXACT_MATH)
 
 
 _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}

@@ -1,6 +1,6 @@
 """The matrix product on GPUs without FP4 tensor cores: ``matmul``, y (M, N) = sum_t D(x_t) @ D(w).T + bias.
 
-With many rows, dequantising the weight once and calling the BF16 GEMM of PyTorch is best (:mod:`bf16_matmul`). With few, as in
+With many rows, dequantising the weight once and calling the BF16 GEMM of PyTorch is best (:func:`many_rows`). With few, as in
 generation, the product is a matter of reading the weight: 0.56 bytes a value as codes, but 0.56 + 2 + 2 through a BF16 copy. So
 up to ``ROWS`` rows the codes are decoded inside the product, by one of two kernels. Both use exact products and accumulate in
 FP32; the order of the sum depends on nothing but the shapes (no atomics).
@@ -31,9 +31,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ... import ops
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import QuantizedMatrix
-from .. import bf16_matmul
+from ...numerics.matmul import full_precision_sums
+from ...numerics.reference import without_scale_factor
 from .launch import EXACT_MATH, INTERPRETED, launch, rows_contiguous
 from .products import lora_down_kernel, matmul_sum_kernel, matmul_tile_kernel, matmul_vector_kernel
 
@@ -111,6 +113,32 @@ def _tile_launch(tensors: list, numbers: tuple, constants: dict, values: Tensor 
         launch(matmul_sum_kernel, (m, _cdiv(n, 512), 1), (target, out), (m, n), constants, num_warps=4, **EXACT_MATH)
 
 
+def many_rows(
+    terms: Sequence[QuantizedMatrix],
+    w: QuantizedMatrix,
+    constant: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """:func:`matmul` by PyTorch's BF16 GEMM on dequantised operands. BF16 holds every dequantised value exactly, but for a
+    factor: that multiplies the FP32 sum before the constant joins. FP32 results are computed so, too: FP32 operands would be
+    slower, and the TF32 switch would round them."""
+    wd = ops.dequantize(without_scale_factor(w, factor), torch.bfloat16).T
+    with full_precision_sums():
+        if len(terms) == 1:
+            x = ops.dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)
+            if constant is None and dtype == torch.bfloat16:
+                return x @ wd if factor == 1.0 else x.new_empty(len(x), wd.shape[1]).addmm_(x, wd, beta=0, alpha=factor)
+            y = torch.mm(x, wd, out_dtype=torch.float32)
+        else:
+            y = torch.mm(ops.dequantize(terms[0], torch.bfloat16), wd, out_dtype=torch.float32)
+            y += torch.mm(ops.dequantize(terms[1], torch.bfloat16), wd, out_dtype=torch.float32)
+    if factor != 1.0:
+        y *= factor
+    return (y if constant is None else y.add_(constant)).to(dtype)
+
+
 def matmul(
     terms: Sequence[QuantizedMatrix],
     w: QuantizedMatrix,
@@ -131,7 +159,7 @@ def matmul(
         hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
     """
     if not (0 < terms[0].codes.shape[0] <= ROWS and w.codes.numel()):
-        y = bf16_matmul.matmul(terms, w, constant, dtype, values, factor)
+        y = many_rows(terms, w, constant, dtype, values, factor)
         return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
     first, last = terms[0], terms[-1]
     m, n, nb = first.codes.shape[0], w.codes.shape[0], w.codes.shape[1] * 2 // BLOCK_SIZE

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...numerics.formats import QuantizedMatrix, padded_k
 from .blocks import store_terms
 from .dequantize import _term
-from .launch import EXACT_MATH, launch, launch_rows, mode_for, rows_contiguous, word_program
+from .launch import launch_rows, launch_words, mode_for, rows_contiguous
 from .rows import load_values
 
 
@@ -63,13 +63,12 @@ def write_operand(
 ) -> None:
     """D(q) (R, K) into the first columns of out (R, >= copies * K + width), ``copies`` times side by side; after them ``width``
     columns: zeros, but for extra (R, E) from the column ``first`` of them on."""
-    rows, kp = q.codes.shape[0], padded_k(q.k)
-    nw, warps = word_program(kp)
     source, columns = (out, 0) if extra is None else (extra, extra.shape[1])
     tensors = (q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale, source, out)
-    numbers = (q.k, kp, int(q.gscale.shape[0] > 1), columns, *source.stride(), out.stride(0), copies * q.k, first, width)
-    constants = {"NW": nw, "COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0}
-    launch(operand_kernel, (rows, triton.cdiv(kp // 8, nw)), tensors, numbers, constants, num_warps=warps, **EXACT_MATH)
+    numbers = (q.k, padded_k(q.k), int(q.gscale.shape[0] > 1), columns, *source.stride(), out.stride(0))
+    numbers += (copies * q.k, first, width)
+    constants = {"COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0}
+    launch_words(operand_kernel, q.codes.shape[0], q.k, tensors, numbers, constants)
 
 
 def write_rounded(out: Tensor, x: Tensor) -> None:

@@ -127,19 +127,17 @@ def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, p
     x = rows_contiguous(x)
     codes, scales, own = (t[0] for t in empty_terms(x, 1, m, k))
     if gscale is not None:
-        where, g_stride, out, given = (GIVEN, int(gscale.shape[0] > 1), gscale.clone(), gscale.contiguous())
+        where, out, given = GIVEN, gscale.clone(), gscale.contiguous()
+    elif per_row and nb <= MAX_BLOCKS:
+        where, out, given = OWN, own, own
     else:
-        fits = per_row and nb <= MAX_BLOCKS
-        where, g_stride = (OWN if fits else FROM_AMAX), int(per_row)
-        out = own if per_row else x.new_empty(1, dtype=torch.float32)
-        given = out if fits else x.new_zeros(out.shape[0], dtype=torch.int32)
+        where, out = FROM_AMAX, own if per_row else x.new_empty(1, dtype=torch.float32)
+        given = x.new_zeros(out.shape[0], dtype=torch.int32)
     if m == 0 or k == 0:
         return codes, scales, out if gscale is not None else out.fill_(1.0)
-    if where == OWN:
-        chunk, chunks = nb, 1
-    else:
-        chunk = min(nb, CHUNK_BLOCKS)
-        chunks = triton.cdiv(padded(k), BLOCK_SIZE * chunk)
+    g_stride = int(out.shape[0] > 1)
+    chunk = nb if where == OWN else min(nb, CHUNK_BLOCKS)
+    chunks = 1 if where == OWN else triton.cdiv(padded(k), BLOCK_SIZE * chunk)
     mode = mode_for(x.dtype, k, x)
     options = options_for(chunk, "quantize", mode)
     if where == FROM_AMAX:
