@@ -103,9 +103,15 @@ to ``dtype``."""
 
 
 def _check_fprop(p: Fprop) -> None:
+    check(len(p.terms) in (1, 2), lambda: f"fprop: an input has one or two terms, got {len(p.terms)}")
     check_float("fprop", p.dtype)
     m, k = p.terms[0].codes.shape[0], p.terms[0].k
-    check_matrices("fprop (input)", p.terms, m, k, per_row=False)
+    for term in p.terms:
+        check_packed("fprop (input)", *term)
+        check(
+            term.codes.shape[0] == m,
+            lambda: f"fprop: both terms of an input have the same rows, got {m} and {term.codes.shape[0]}",
+        )
     check(
         p.values is None or tuple(p.values.shape) == (m, k),
         lambda: f"fprop: values must be {(m, k)}, got {tuple(p.values.shape)}",
