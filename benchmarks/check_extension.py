@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from peft_nvfp4.kernels.fp4 import cutlass
+from peft_nvfp4.kernels.fp4.native import Unavailable
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import QuantizedMatrix, padded_k
 
@@ -213,8 +214,9 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--small", action="store_true", help="only shapes that a memory checker gets through")
     args = parser.parse_args()
-    library, reason = cutlass.load()
-    if library is None:
+    try:
+        library = cutlass.load()
+    except Unavailable as reason:
         print(reason)
         return 1
     shapes = [shape for shape in SHAPES if shape[0] * sum(shape[1]) * shape[2] < 1 << 25] if args.small else SHAPES

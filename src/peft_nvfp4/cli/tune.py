@@ -69,4 +69,4 @@ def tune() -> Outcome:
             f"Nothing to tune: {reason}. Tiles belong to the FP4 extension for RTX 50xx; training works without it, and what "
             "runs instead is shown by: peft-nvfp4 doctor"
         ) from reason
-    return Outcome(measure(torch.cuda.get_device_name(), cutlass.loaded(), usual_problems()))
+    return Outcome(measure(torch.cuda.get_device_name(), cutlass.load(), usual_problems()))

@@ -19,6 +19,7 @@ from packaging.version import Version
 from ..._version import __version__
 from ...kernels import dispatch
 from ...kernels.fp4 import cutlass
+from ...kernels.fp4.native import Unavailable
 from .results import FAILED, WARNING, Result
 
 PACKAGES = ("torch", "transformers", "peft", "triton", "bitsandbytes", "accelerate")
@@ -50,6 +51,15 @@ def _query_driver() -> list[str]:
         return []
 
 
+def _extension() -> str:
+    """One line about the compiled extension."""
+    try:
+        library = cutlass.load()
+    except Unavailable as reason:
+        return str(reason)
+    return f"{library.path}: " + ", ".join(f"{key} {value}" for key, value in library.info.items())
+
+
 def is_wsl() -> bool:
     return "microsoft" in platform.release().lower()
 
@@ -75,10 +85,7 @@ def describe() -> dict[str, str]:
         found["GPU"] = "; ".join(driver) + " (torch cannot use it)"
     else:
         found["GPU"] = "none"
-    library, reason = cutlass.load()
-    if library is not None:
-        reason = f"{library.path}: " + ", ".join(f"{key} {value}" for key, value in library.info.items())
-    found["extension"] = reason
+    found["extension"] = _extension()
     found |= {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     return found
 
