@@ -19,6 +19,7 @@ from transformers import (
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.fusion import rope
 from peft_nvfp4.memory import Settings
+from peft_nvfp4.ops import linear as linear_ops
 
 WEIGHTS = ("frozen linears, forward layout", "frozen linears, backward layout")
 COMMON = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=64)
@@ -63,8 +64,12 @@ def adapted(base, **fields):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Rotary embeddings in one Function, as a kernel computes them: without, a CPU keeps what they multiply with as well."""
+    """Rotary embeddings in one Function, as a kernel computes them: without, a CPU keeps what they multiply with as well. And both
+    terms of an input in the same tensors, as a kernel writes them."""
     monkeypatch.setattr(rope, "_on_a_kernel", lambda x: True)
+    split = linear_ops.quantize_input.reference
+    together = lambda x, *args: linear_ops.matrices(*linear_ops.stacked(split(x, *args)), x.shape[1])
+    monkeypatch.setattr(linear_ops.quantize_input, "reference", together)
 
 
 def storages(model, tokens: int) -> list[int]:

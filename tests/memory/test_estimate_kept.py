@@ -139,7 +139,7 @@ HELD = [(make, fields) for make in (llama, mixtral, qwen3_moe) for fields in FIE
 HELD += [(make, fields) for make in (mixtral, qwen3_moe) for fields in ({"skip_modules": ["experts"]}, ONLY_DOWN)]
 
 
-@pytest.mark.parametrize("make, fields", HELD, ids=str)
+@pytest.mark.parametrize("make, fields", HELD, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_static_bytes_are_those_of_a_real_model(make, fields):
     base = make(tie_word_embeddings=False)
     shape = model_shape(base.config)

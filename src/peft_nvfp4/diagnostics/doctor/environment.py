@@ -104,7 +104,12 @@ note = partial(Result, "set-up", "note", WARNING)
 
 def _versions() -> Iterator[Result]:
     """Against what this package requires, bitsandbytes included."""
-    for requirement in map(Requirement, requires("peft_nvfp4") or ()):
+    try:
+        required = requires("peft_nvfp4") or ()
+    except PackageNotFoundError:
+        yield note("peft_nvfp4 runs from its sources, not installed: versions of other packages are not checked")
+        return
+    for requirement in map(Requirement, required):
         wanted, have = requirement.specifier, installed(requirement.name)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": "nf4"}):
             continue
