@@ -117,7 +117,10 @@ def test_matmul_of_random_values(n, k, m, dtype, terms, device):
 @by_device
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 def test_matmul_shows_what_is_not_finite(bad, device):
-    x = torch.ones(3, 64, device=device)
+    """All outputs of that row are NaN; those of the others are what they are without it."""
+    x, w = torch.ones(3, 64, device=device), to(gaussian(8, 64, WEIGHT), device)
+    clean = multiplied([ops.quantize(x, ACTIVATION)], w, None, torch.bfloat16)
     x[1, 5] = bad
-    y = multiplied([ops.quantize(x, ACTIVATION)], to(gaussian(8, 64, WEIGHT), device), None, torch.bfloat16)
-    assert y.isnan().any(1).tolist() == [False, True, False] and y[1].isnan().all()
+    y = multiplied([ops.quantize(x, ACTIVATION)], w, None, torch.bfloat16)
+    assert y[1].isnan().all()
+    assert_same_bits(y[::2], clean[::2], "the other rows")
