@@ -18,7 +18,7 @@ from peft_nvfp4 import ops
 from peft_nvfp4.kernels.fp4 import cutlass, tiles
 from peft_nvfp4.kernels.fp4.tiles import Problem, Tile
 from peft_nvfp4.numerics import reference
-from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, QuantizedMatrix
+from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -63,11 +63,6 @@ def shared_object(tmp_path, source):
 # ---------------------------------------------------------------------------------------------- loading
 
 
-def test_missing_library_says_how_to_get_one(load_from, tmp_path):
-    library, reason = load_from(tmp_path / "nothing.so")
-    assert library is None and reason.startswith("not built") and "nothing.so" in reason and cutlass.VARIABLE in reason
-
-
 def test_missing_library_of_an_installation(monkeypatch, tmp_path):
     monkeypatch.delenv(cutlass.VARIABLE, raising=False)
     monkeypatch.setattr(cutlass, "__file__", str(tmp_path / "kernels" / "fp4" / "cutlass.py"))
@@ -75,21 +70,24 @@ def test_missing_library_of_an_installation(monkeypatch, tmp_path):
     assert library is None and reason.startswith("not built") and "make build-ext" in reason
 
 
-def test_garbage_file(load_from, tmp_path):
-    file = tmp_path / "garbage.so"
-    file.write_bytes(b"\x7fELF" + bytes(200))
+NO_LIBRARY = {  # C code, bytes or nothing: words of the reason
+    "missing": (None, ["not built", "library", cutlass.VARIABLE]),
+    "garbage": (b"\x7fELF" + bytes(200), ["cannot be loaded"]),
+    "without our symbols": ("int something(void) { return 0; }", ["not the extension", "peft_nvfp4_abi"]),
+    "another version": ("int peft_nvfp4_abi(void) { return 99; }", ["version 99", f"version {cutlass.ABI}"]),
+}
+
+
+@pytest.mark.parametrize("content, words", NO_LIBRARY.values(), ids=NO_LIBRARY)
+def test_a_file_that_is_no_library_says_why(load_from, tmp_path, content, words):
+    file = tmp_path / "library"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        file = shared_object(tmp_path, content)
     library, reason = load_from(file)
-    assert library is None and "cannot be loaded" in reason and not reason.startswith("not built")
-
-
-def test_library_without_our_symbols(load_from, tmp_path):
-    library, reason = load_from(shared_object(tmp_path, "int something(void) { return 0; }"))
-    assert library is None and "not the extension" in reason and "peft_nvfp4_abi" in reason
-
-
-def test_library_of_another_version(load_from, tmp_path):
-    library, reason = load_from(shared_object(tmp_path, "int peft_nvfp4_abi(void) { return 99; }"))
-    assert library is None and "version 99" in reason and f"version {cutlass.ABI}" in reason
+    assert library is None and all(word in reason for word in words), reason
+    assert reason.startswith("not built") == (content is None)
 
 
 @pytest.mark.parametrize("capability, fits", [((12, 0), True), ((12, 1), True), ((9, 0), False), ((12, 2), False)])
@@ -137,33 +135,24 @@ def test_without_library_a_product_says_why(load_from, tmp_path):
         cutlass.gemms(xs, [w])
 
 
-@pytest.mark.parametrize(
-    "change, match",
-    [
-        (dict(dtype=torch.float16), "dtype is bfloat16 or float32"),
-        (dict(constants=[torch.zeros(7)]), r"constant 0: contiguous \(8,\)"),
-        (dict(adds=[torch.zeros(3, 8)]), r"add 0: must be \(3, 8\) torch.bfloat16"),
-        (dict(outs=[torch.zeros(2, 8, dtype=torch.bfloat16)]), r"out 0: must be \(3, 8\)"),
-    ],
-)
-def test_wrong_arguments(change, match):
-    xs, w = operands()
+XS, W = operands()
+WRONG = {  # operands, other arguments, message
+    "dtype": (XS, [W], dict(dtype=torch.float16), "dtype is bfloat16 or float32"),
+    "constant": (XS, [W], dict(constants=[torch.zeros(7)]), r"constant 0: contiguous \(8,\)"),
+    "constants": (XS, [W, W], dict(constants=[None]), "as many constants"),
+    "add": (XS, [W], dict(adds=[torch.zeros(3, 8)]), r"add 0: must be \(3, 8\) torch.bfloat16"),
+    "out": (XS, [W], dict(outs=[torch.zeros(2, 8, dtype=torch.bfloat16)]), r"out 0: must be \(3, 8\)"),
+    "terms": (XS * 3, [W], {}, "one or two terms, got 3"),
+    "codes": (XS, [operands(k=128)[1]], {}, "weight 0: codes must be"),
+    "row scales": (XS, [W._replace(gscale=torch.ones(8))], {}, "weight 0: at least one row and one global scale"),
+    "strided": (XS, [W._replace(codes=W.codes.t().contiguous().t())], {}, "contiguous"),
+}
+
+
+@pytest.mark.parametrize("xs, weights, change, match", WRONG.values(), ids=WRONG)
+def test_wrong_arguments(xs, weights, change, match):
     with pytest.raises(ValueError, match=match):
-        cutlass.gemms(xs, [w], **change)
-
-
-def test_wrong_operands():
-    xs, w = operands()
-    with pytest.raises(ValueError, match="one or two terms, got 3"):
-        cutlass.gemms(xs * 3, [w])
-    with pytest.raises(ValueError, match="weight 0: codes must be"):
-        cutlass.gemms(xs, [operands(k=128)[1]])
-    with pytest.raises(ValueError, match="weight 0: at least one row and one global scale"):
-        cutlass.gemms(xs, [QuantizedMatrix(w.codes, w.scales, torch.ones(8), w.k)])
-    with pytest.raises(ValueError, match="contiguous"):
-        cutlass.gemms(xs, [w._replace(codes=w.codes.t().contiguous().t())])
-    with pytest.raises(ValueError, match="as many constants"):
-        cutlass.gemms(xs, [w, w], constants=[None])
+        cutlass.gemms(xs, weights, **change)
 
 
 # ---------------------------------------------------------------------------------------------- tiles

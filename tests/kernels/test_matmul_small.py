@@ -11,9 +11,9 @@ import json
 
 import pytest
 import torch
-from _assertions import gaussian, generator, to, unit
+from _assertions import gaussian, generator, to
+from _exact import exact_matrix, float64_product, off_bound, whole_bias
 from _interpreter import run_interpreted
-from test_ops_matmul import exact_matrix, float64_product, whole_bias
 from triton_cases import BF16, FP16, FP32, ON_GPU, cases, run_case
 
 from peft_nvfp4 import ops
@@ -37,21 +37,12 @@ def product(xs: list[QuantizedMatrix], w: QuantizedMatrix, bias, dtype: torch.dt
 
 
 def outside_bound(m: int, n: int, k: int, terms: int, dtype, bias, device: str) -> int:
-    """Elements further from the exact product than gamma(terms K) S plus the rounding: the bound derived in test_ops_matmul. (The
-    sum of a block may be exact, which only makes it smaller.)"""
+    """Of :func:`off_bound`. (The sum of a block may be exact, which only makes the error smaller.)"""
     xs, w = [gaussian(m, k, ACTIVATION, seed) for seed in range(terms)], gaussian(n, k, WEIGHT)
     b = torch.zeros(n) if bias is None else torch.randn(n, generator=generator(n)).to(bias)
-    exact = float64_product(xs, w) + b.double()
-    absolute = (
-        sum(reference.dequantize(x).double().abs() for x in xs) @ reference.dequantize(w).double().abs().T + b.abs().double()
-    )
-    nu = terms * k * 2.0**-24
-    bound = nu / (1 - nu) * absolute
-    if dtype != FP32:
-        bound = bound + unit(dtype) * (exact.abs() + bound) + 2.0**-25
     got = product([to(x, device) for x in xs], to(w, device), None if bias is None else b.to(device), dtype)
     assert got.dtype == dtype and got.shape == (m, n)
-    return int((~((got.cpu().double() - exact).abs() <= bound)).sum())
+    return off_bound(got, xs, w, b)
 
 
 def every_scale(rows: torch.Tensor) -> QuantizedMatrix:
@@ -93,7 +84,7 @@ def rows_with_nan(m: int, n: int, device: str) -> list[int]:
 
 
 def wrong_with_adapters(m: int, n: int, k: int, rank: int, device: str) -> int:
-    """Elements of a linear with two adapters that are not what exact sums give. The product is exact (see test_ops_matmul), the
+    """Elements of a linear with two adapters that are not what exact sums give. The product is exact (see _exact.py), the
     adapters hold small whole numbers (A times 1 + 2**-12, which rounding it to BF16 removes), so h and all that is added stay
     below 2**24 / 16: left are the roundings of h, of y, and of the second adapter's sum."""
     from peft_nvfp4.kernels.triton.matmul import linear
@@ -212,9 +203,7 @@ def test_launches_pass_what_the_kernels_declare(monkeypatch):
     monkeypatch.setattr(matmul, "launch", launch)
     for m, n, k in ((1, 5, 96), (20, 70, 1040)):
         adapter = [(torch.ones(3, k), torch.ones(n, 3), 2.0)]
-        matmul.linear(
-            [gaussian(m, k, ACTIVATION)], gaussian(n, k, WEIGHT), None, adapter, torch.ones(m, k, dtype=BF16), None
-        )
+        matmul.linear([gaussian(m, k, ACTIVATION)], gaussian(n, k, WEIGHT), None, adapter, torch.ones(m, k, dtype=BF16), None)
     assert seen == {"lora_down_kernel": 2, "matmul_vector_kernel": 1, "matmul_tile_kernel": 1, "matmul_sum_kernel": 1}
 
 

@@ -155,6 +155,16 @@ ERRORS = {  # what is wrong: the call, and words that the message must have: ope
     ),
     "fprop-bias": (lambda: _matmul(blank(3, 40), bias=f32(5)), r"fprop: a constant must be \(6,\), got \(5,\)"),
     "fprop-values": (lambda: _matmul(blank(3, 40), values=f32(3, 64)), r"fprop: values must be \(3, 40\), got \(3, 64\)"),
+    "fprop-hidden": (
+        lambda: linear.fprop(
+            Fprop(
+                [blank(3, 40)],
+                [ForwardLinear(blank(6, 40, gscale=f32(1)), None, 1.0, [LowRank(f32(2, 4), f32(6, 4))])],
+                f32(1).dtype,
+            )
+        ),
+        r"fprop: h must be \(3, 4\), got \(2, 4\)",
+    ),
     "fprop-dtype": (lambda: _matmul(blank(3, 40), dtype=torch.float64), "fprop: dtype must be .*got torch.float64"),
     "swizzle-dtype": (lambda: ops.swizzle_scales(f32(4, 4)), "swizzle_scales: scales must be uint8.*float32"),
     "swizzle-ndim": (lambda: ops.swizzle_scales(f32(512).byte()), r"swizzle_scales: scales must have 2.*\(512,\)"),
