@@ -16,47 +16,6 @@ from peft_nvfp4.autograd.lora import lora_branch
 # ---------------------------------------------------------------------------------------------- ways of calling
 
 
-def test_layer_used_twice_before_backward():
-    """Gradients of two uses add up; a sum of two FP32 numbers has the same bits in either order."""
-    shape = (64, 64)
-    layer, (branch,) = make_layer(shape, 2), make_branches(shape, 1, 0.3)
-    xs, dys = [make_input(64), make_input(64)], [torch.randn(M, 64), torch.randn(M, 64)]
-    separate = []
-    for seed, x, dy in zip((1, 2), xs, dys):
-        x.grad = branch.a.grad = branch.b.grad = layer.bias.grad = None
-        forward(layer, x, [branch], seed).backward(dy)
-        separate.append([x.grad, branch.a.grad, branch.b.grad, layer.bias.grad])
-        x.grad = None
-    branch.a.grad = branch.b.grad = layer.bias.grad = None
-    first, second = forward(layer, xs[0], [branch], 1), forward(layer, xs[1], [branch], 2)
-    torch.autograd.backward([first, second], dys)
-    assert_same_bits(xs[0].grad, separate[0][0], "dx of the first use")
-    assert_same_bits(xs[1].grad, separate[1][0], "dx of the second use")
-    for i, (name, parameter) in enumerate({"dA": branch.a, "dB": branch.b, "dbias": layer.bias}.items(), 1):
-        assert_same_bits(parameter.grad, separate[0][i] + separate[1][i], name)
-
-
-def test_layer_applied_to_its_own_output():
-    """dx of a chain is the chain of the two input gradients."""
-    layer, (branch,) = make_layer((64, 64)), make_branches((64, 64), 1)
-    x, dy = make_input(64), torch.randn(M, 64)
-    middle = layer.lora_forward(x, [branch])
-    layer.lora_forward(middle, [branch]).backward(dy)
-    leaf = middle.detach().requires_grad_()
-    layer.lora_forward(leaf, [branch]).backward(dy)
-    again = x.detach().requires_grad_()
-    layer.lora_forward(again, [branch]).backward(leaf.grad)
-    assert_same_bits(x.grad, again.grad, "dx")
-
-
-def test_forward_without_gradient():
-    layer, x, branches = make_layer((64, 64), 2), make_input(64), make_branches((64, 64), 1, 0.3)
-    with torch.no_grad():
-        y = forward(layer, x, branches)
-    assert not y.requires_grad
-    assert_same_bits(y, forward(layer, x, branches).detach(), "y")
-
-
 @by_gradients
 def test_eval_mode_changes_no_gradient(gradients):
     """Gradients in eval mode (from_pretrained's; a loop may train in it to switch dropout off) are those of training."""
@@ -109,15 +68,7 @@ def test_one_factor_frozen(which):
     assert other.grad.abs().sum() > 0
 
 
-def test_layer_and_bias_frozen_without_adapter_has_only_an_input_gradient():
-    layer, x = make_layer((64, 64)), make_input(64)
-    layer.bias.requires_grad_(False)
-    layer(x).sum().backward()
-    assert x.grad.abs().sum() > 0
-    assert all(p.grad is None for p in layer.parameters())
-
-
-@pytest.mark.parametrize("leading", ((M,), (2, 3), (1, 2, 3)), ids=("2d", "3d", "4d"))
+@pytest.mark.parametrize("leading", ((2, 3), (1, 2, 3)), ids=("3d", "4d"))
 def test_leading_dimensions_are_flattened(leading):
     layer, branches = make_layer((64, 7), 2), make_branches((64, 7), 1, 0.3)
     flat, dy = make_input(64), torch.randn(M, 7)
@@ -128,18 +79,6 @@ def test_leading_dimensions_are_flattened(leading):
     y.backward(dy.view(*leading, 7))
     assert_same_bits(x.grad.view(M, 64), flat.grad, "dx")
     assert_same_bits(y.detach().view(M, 7), forward(layer, flat, branches).detach(), "y")
-
-
-def test_single_vector():
-    layer, (branch,) = make_layer((64, 7)), make_branches((64, 7), 1)
-    x = torch.randn(64, requires_grad=True)
-    y = layer.lora_forward(x, [branch])
-    y.backward(torch.ones(7))
-    row = x.detach().view(1, 64).requires_grad_()
-    as_row = layer.lora_forward(row, [branch])
-    as_row.backward(torch.ones(1, 7))
-    assert_same_bits(y.detach(), as_row.detach()[0], "y")
-    assert_same_bits(x.grad, row.grad[0], "dx")
 
 
 @pytest.mark.parametrize("adapters", (0, 1), ids=("plain", "adapter"))

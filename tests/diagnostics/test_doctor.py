@@ -1,13 +1,12 @@
 """``peft-nvfp4 doctor`` without a GPU: its checks pass on what is right, and each fails on what it is there for."""
 
 import json
-import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from _gemms import CPU, MUTANTS, fake_scaled_mm, gemm, narrow, one_by_one
+from _gemms import CPU, fake_scaled_mm, gemm, narrow, one_by_one
 from scalar_nvfp4 import quantize_exact, swizzled_position
 
 from peft_nvfp4.diagnostics.doctor import conformance, conformance_gemm, environment, oracle
@@ -144,12 +143,6 @@ def test_kernels_are_compared_in_every_bit(monkeypatch):
 
 def test_a_right_gemm_passes_everything():
     assert set(outcomes(of_gemm(gemm)).values()) == {PASSED}
-
-
-@pytest.mark.parametrize("name", ["nibbles of x", "K tail", "row scale", "scaled constant", "second term"])
-def test_a_mistake_has_its_name_in_the_report(name):
-    mutant, message = MUTANTS[name]
-    assert any(re.search(message, detail) for detail in failed(of_gemm(mutant)).values())
 
 
 def unstable():

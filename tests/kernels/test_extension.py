@@ -179,11 +179,6 @@ def test_weights_of_one_input_fill_the_last_wave():
     assert alone - together == pytest.approx(loop + 2 * (tiles.ESTIMATED.start + tiles.ESTIMATED.fill))
 
 
-def test_two_terms_double_the_loop():
-    one, two = (tiles.modelled_us(Problem(1024, (1024,), 2048, terms), SMALL, 84) for terms in (1, 2))
-    assert two - one == pytest.approx(16 * (tiles.ESTIMATED.block + tiles.ESTIMATED.step))
-
-
 def test_measured_tiles_win_and_survive(tmp_path, monkeypatch):
     monkeypatch.setenv("PEFT_NVFP4_CACHE", str(tmp_path))
     file = tiles.cache_file("NVIDIA GeForce RTX 5080", "abc")

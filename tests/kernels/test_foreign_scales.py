@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 from _assertions import assert_same_bits, assert_same_matrix, by_device, by_dtype, gaussian, generator, to, unit
-from _interpreter import run_interpreted
+from _interpreter import interpreted_results
 from _products import multiplied
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -443,10 +443,7 @@ def interpret() -> None:
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """What :func:`interpret` prints, from a process of its own."""
-    run = run_interpreted(__file__)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    return interpreted_results(__file__)
 
 
 @pytest.mark.parametrize("kind", ["transposes", "products", "sites"])

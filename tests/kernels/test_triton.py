@@ -8,12 +8,11 @@ CUDA with real shapes, marked ``gpu``.
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 from _assertions import SEED
-from _interpreter import run_interpreted
+from _interpreter import interpreted_results
 from triton_cases import BF16, GROUPS, ON_GPU, awkward, cases, difference, normal, run_case
 
 from peft_nvfp4 import kernels
@@ -37,27 +36,22 @@ INTERPRETED = {  # group -> rows, widths, weights
 }
 
 
-def interpret(groups: list[str]) -> int:
-    """Run the interpreted cases of the groups in this process; prints one JSON line per group and returns the mismatches."""
+def interpret() -> None:
+    """Print the number of cases and the mismatches of every group as JSON."""
     import triton_interpreter
 
     triton_interpreter.install()
     torch.set_num_threads(1)
-    total = 0
-    for group in groups:
-        found = [text for case in cases(group, *INTERPRETED[group]) for text in run_case(case, "cpu")]
-        print(json.dumps({"group": group, "cases": len(cases(group, *INTERPRETED[group])), "mismatches": found}), flush=True)
-        total += len(found)
-    return total
+    results = {}
+    for group in GROUPS:
+        found = cases(group, *INTERPRETED[group])
+        results[group] = {"cases": len(found), "mismatches": [text for case in found for text in run_case(case, "cpu")]}
+    print(json.dumps(results))
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """group -> result of :func:`interpret`, from one process that runs them all."""
-    run = run_interpreted(__file__)
-    results = {result["group"]: result for result in map(json.loads, run.stdout.splitlines())}
-    assert results.keys() == set(GROUPS), run.stderr[-3000:]
-    return results
+    return interpreted_results(__file__)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -176,4 +170,4 @@ def test_the_reference_can_be_forced(monkeypatch):
 
 
 if __name__ == "__main__":
-    sys.exit(min(interpret(sys.argv[1:] or list(GROUPS)), 1))
+    interpret()

@@ -15,11 +15,12 @@ Writes ``results.json``; a module's rows replace its earlier ones. What is known
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import random
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -48,38 +49,28 @@ MEMORY = 12 << 30  # of one process: a constant in the wrong place may ask for a
 
 
 def forked(work: Callable[[], object], limit: float) -> object:
-    """Result of ``work()`` (JSON) in a fork that says nothing; None where it died or took longer than ``limit`` seconds."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    """Result of ``work()`` in a fork that says nothing; None where it died or took longer than ``limit`` seconds."""
+
+    def run() -> None:
         os.setpgid(0, 0)
-        code = 1
-        try:
-            os.close(reader)
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1)
-            os.dup2(silent, 2)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            with os.fdopen(writer, "w") as out:
-                json.dump(work(), out)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writer)
-    end, text = time.monotonic() + limit, b""
-    with os.fdopen(reader, "rb", buffering=0) as source:
-        while time.monotonic() < end:
-            if select.select([source], [], [], 1)[0]:
-                part = source.read(1 << 16)
-                if not part:
-                    break
-                text += part
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        writer.send(work())
+
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    writer.close()
     try:
-        os.killpg(pid, signal.SIGKILL)  # with whatever it started
-    except ProcessLookupError:
-        pass
-    os.waitpid(pid, 0)
-    return json.loads(text) if text else None
+        result = reader.recv() if reader.poll(limit) else None
+    except EOFError:
+        result = None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with whatever it started
+    process.join()
+    return result
 
 
 def pytest_with(plugin: object, files: list[str]) -> None:

@@ -65,19 +65,6 @@ def test_unknown_option_names_the_known_ones(option, known):
 
 
 @by_dtype
-def test_forward_is_close_to_the_dense_layer(backend, dtype):
-    linear, x = dense(dtype), torch.randn(TOKENS, IN).to(dtype)
-    layer = freeze(backend, linear)
-    assert isinstance(layer, nn.Linear)
-    want = linear(x).detach()
-    y = layer(x)
-    assert y.dtype == dtype and y.shape == want.shape
-    assert sqnr(y, want) >= SQNR_FLOOR[backend]
-    if backend != "bf16":
-        assert (y != want).any()
-
-
-@by_dtype
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no_bias"))
 @pytest.mark.parametrize("shape", ((IN, OUT), (10, 7)), ids=("K128-N64", "K10-N7"))
 def test_forward_is_the_function_of_the_dequantised_weight(backend, dtype, bias, shape):
@@ -132,25 +119,17 @@ def test_leading_dimensions(backend):
 
 
 def test_forward_under_autocast(backend):
-    """An FP32 layer under BF16 autocast gives what it gives of a BF16 input."""
+    """An FP32 layer under BF16 autocast gives what it gives of a BF16 input. Neither its dtype nor its bias follows that input:
+    a merge later would put BF16 layers into an FP32 model."""
     layer, x = freeze(backend, dense()), torch.randn(TOKENS, IN)
+    bias = layer.bias.detach().clone()
     twin = copy.deepcopy(layer).bfloat16() if backend == "bf16" else copy.deepcopy(layer)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert_same_bits(y, twin(x.bfloat16()), "y")
     assert y.dtype == torch.bfloat16
-
-
-def test_a_forward_in_another_dtype_leaves_the_layer_alone(backend):
-    """Neither dtype nor bias may follow the first input the layer happens to see: a merge later would put BF16 layers into an
-    FP32 model."""
-    layer = freeze(backend, dense())
-    bias = layer.bias.detach().clone()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(torch.randn(TOKENS, IN))
     assert_same_bits(layer.bias.detach(), bias, "bias")
-    assert layer.compute_dtype == torch.float32
-    assert layer.to_linear().weight.dtype == torch.float32
+    assert layer.compute_dtype == layer.to_linear().weight.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------------------------- storage
@@ -371,14 +350,6 @@ def test_dense_weight_context(backend):
     direct = freeze(backend, dense())
     direct.requantize_(value + 1)
     assert_same_packed(layer, packed(direct), "after a change")
-
-
-def test_dense_weight_refuses_what_is_not_finite(backend):
-    layer = freeze(backend, dense())
-    before = packed(layer)
-    with pytest.raises(ValueError, match="NaN or Inf"), layer.dense_weight() as weight:
-        weight.data[0, 0] = float("nan")
-    assert_same_packed(layer, before)
 
 
 @by_dtype

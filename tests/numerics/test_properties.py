@@ -18,17 +18,17 @@ pytest.importorskip("hypothesis")
 
 import scalar_nvfp4 as scalar
 from _hypothesis import json_values, tried
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, PactConfig, ops
+from peft_nvfp4 import PactConfig, ops
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.autograd.activation_cache import QuantizedInput
-from peft_nvfp4.lora.config import SIDE_CAR, SIDE_CAR_VERSION
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import NVFP4Format, QuantizedMatrix
-from peft_nvfp4.quantization.options import NAMES
+from peft_nvfp4.quantization.groups import ACCURACY
+from peft_nvfp4.quantization.options import MEMORY
 
 
 def from_bits(bits):
@@ -163,83 +163,6 @@ TestSideTable.settings = settings(tried(60), stateful_step_count=25)
 
 # ---------------------------------------------------------------------------------------------- settings
 
-words = {
-    "backend": sorted(BACKENDS),
-    "accuracy": ["paper", "balanced", "high"],
-    "memory": ["fast", "small", "smallest"],
-}
-own_settings = st.fixed_dictionaries(
-    {name: st.sampled_from(known) for name, known in words.items()}
-    | {"skip_modules": st.none() | st.lists(st.from_regex(r"[a-z_.]{1,12}", fullmatch=True), max_size=3)}
-)
-plain_settings = st.fixed_dictionaries(
-    {
-        "r": st.integers(1, 64),
-        "lora_alpha": st.integers(1, 128),
-        "lora_dropout": st.sampled_from([0.0, 0.1]),
-        "bias": st.sampled_from(["none", "all", "lora_only"]),
-        "use_rslora": st.booleans(),
-    }
-)
-
-
-@tried(25)
-@given(own_settings, plain_settings)
-def test_settings_survive_a_folder(tmp_path_factory, own, plain):
-    folder = tmp_path_factory.mktemp("adapter")
-    config = NVFP4LoraConfig(**own, **plain)
-    config.save_pretrained(str(folder))
-    read = NVFP4LoraConfig.from_pretrained(str(folder))
-    assert read.options == config.options
-    assert {name: getattr(read, name) for name in plain} == plain
-    assert not set(NAMES) & json.loads((folder / "adapter_config.json").read_text()).keys()
-
-
-@tried(120)
-@given(st.sampled_from(sorted(words)), st.text(max_size=12))
-def test_unknown_words_are_refused_by_name(field, word):
-    assume(word not in words[field])
-    with pytest.raises(ValueError) as error:
-        NVFP4LoraConfig(**{field: word})
-    assert repr(word) in str(error.value)
-
-
-@pytest.fixture(scope="module")
-def adapter_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapter")
-    NVFP4LoraConfig().save_pretrained(str(folder))
-    return folder
-
-
-@tried(120)
-@given(
-    st.one_of(
-        json_values,
-        st.builds(
-            lambda own, name, value: {"format_version": SIDE_CAR_VERSION, **own, name: value},
-            own_settings,
-            st.sampled_from([*NAMES, "format_version", "loftq_iter", "x"]),
-            json_values,
-        ),
-    ),
-    st.integers(0, 2**16),
-)
-def test_side_cars_are_read_or_refused(adapter_folder, content, damage):
-    """Any JSON, and JSON with a byte changed: a configuration comes out of it, or a ValueError that names the file."""
-    data = bytearray(json.dumps(content).encode())
-    if damage % 3 == 0:
-        data[damage % len(data)] = damage // 7 % 256
-    (adapter_folder / SIDE_CAR).write_bytes(data)
-    try:
-        config = NVFP4LoraConfig.from_pretrained(str(adapter_folder))
-    except ValueError as error:
-        assert SIDE_CAR in str(error)
-    else:
-        for name, known in words.items():
-            assert getattr(config, name) in known
-        assert isinstance(config.merge_aware, bool)
-        assert isinstance(config.skip_modules, list) and all(isinstance(module, str) for module in config.skip_modules)
-
 
 @tried(120)
 @given(st.dictionaries(st.sampled_from([*PactConfig.__dataclass_fields__, "x"]), json_values, max_size=4))
@@ -248,6 +171,6 @@ def test_quantization_configs_are_read_or_refused(content):
         config = PactConfig.from_dict(content)
     except (ValueError, TypeError):
         return
-    assert config.accuracy in words["accuracy"] and config.memory in words["memory"]
+    assert config.accuracy in ACCURACY and config.memory in MEMORY
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
     assert PactConfig.from_dict(config.to_dict()) == config
