@@ -4,8 +4,8 @@
     python benchmarks/bench_experts.py --shape tiny --device cpu           # does it run?
 
 Random weights, every token to its own random experts. Frozen experts are computed one after the other
-(:mod:`peft_nvfp4.nn.experts.frozen_experts`), so with many of them a step is bound by Python and by launches: the table says how far. Before it
-is timed, the first experts are compared, bit for bit, with single frozen linears. ``peak``: over weights and inputs.
+(:mod:`peft_nvfp4.nn.experts.frozen_experts`), so with many of them a step is bound by Python and by launches: the table says how
+far. ``peak``: over weights and inputs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from peft_nvfp4.autograd.frozen_linear import Branch
-from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, linear_of
+from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
-from peft_nvfp4.nn.registry import BACKENDS
 
-RANK, COMPARED = 16, 2
+RANK = 16
 
 
 class Shape(NamedTuple):
@@ -66,15 +65,6 @@ def adapters(shape: Shape, device: torch.device) -> dict[str, list[list[Branch]]
     return {name: [[one(*size)] for _ in range(shape.experts)] for name, size in sizes.items()}
 
 
-def same_as_linears(frozen: FrozenExperts, weights: dict[str, Tensor]) -> bool:
-    """Whether the first experts have the values of linears frozen by themselves."""
-    return all(
-        torch.equal(BACKENDS["nvfp4"].quantize(linear_of(w), OPTIONS[name]).dequantize(), layer.dequantize())
-        for name, several in weights.items()
-        for w, layer in zip(several, frozen.layers(name))
-    )
-
-
 def run(args: argparse.Namespace) -> list[dict]:
     device, shape, rows = args.device, SHAPES[args.shape], []
     torch.manual_seed(0)
@@ -95,13 +85,12 @@ def run(args: argparse.Namespace) -> list[dict]:
         print(common.table(rows[-1:], COLUMNS), flush=True)
 
     experts = dense_experts(shape, device)
-    weights = {name: p.detach()[:COMPARED].clone() for name, p in experts.named_parameters()}
     held = sum(p.nbytes for p in experts.parameters())
     measure("dense, grouped_mm", lambda: experts(x, index, weight), weight_bytes=held)
     frozen = FrozenExperts.quantize(experts, "nvfp4", OPTIONS)
-    held, equal = sum(p.nbytes for p in frozen.parameters()), same_as_linears(frozen, weights)
+    held = sum(p.nbytes for p in frozen.parameters())
     own = adapters(shape, device)
-    measure("frozen", lambda: frozen(x, index, weight), weight_bytes=held, equal_to_linears=equal)
+    measure("frozen", lambda: frozen(x, index, weight), weight_bytes=held)
     measure(f"frozen, rank {RANK}", lambda: frozen(x, index, weight, own), weight_bytes=held)
     frozen.fuse()
     measure(f"frozen, rank {RANK}, fused product", lambda: frozen(x, index, weight, own), weight_bytes=held)
@@ -113,7 +102,6 @@ COLUMNS = {
     "step ms": lambda row: row["step_ms"],
     "weights GB": lambda row: row["weight_bytes"] / common.GB,
     "peak GB": lambda row: row["peak_allocated"] / common.GB,
-    "equal to linears": lambda row: row["equal_to_linears"],
 }
 
 

@@ -1,4 +1,4 @@
-"""Models larger than the card: ``NVFP4LoraConfig(offload="cpu")`` under a cap on the GPU's memory.
+"""Models larger than the card: ``peft_nvfp4.enable_offload`` under a cap on the GPU's memory.
 
     python benchmarks/bench_offload.py                               # on an H200: about two minutes, 30 GB of the host's memory
     python benchmarks/bench_offload.py --parts tiny --device cpu     # does it run?
@@ -8,7 +8,6 @@ Parts:
     equal   some layers of 8B, with and without offload: losses and adapters after two steps, bit for bit
     8b      Llama-8B's shape under 6 GiB
     30b     60 layers, hidden 6656, intermediate 17920, 52 heads, vocabulary 32000, under 16 GiB
-    70b     Llama-3-70B's shape under 16 GiB without offload: the estimator's figure, and an attempt to allocate its weights
 
 A model is made layer by layer on the GPU, before the cap: random weights, frozen, moved to the host; no copy of the whole in BF16
 exists anywhere. The cap holds PyTorch's allocator to so many bytes less what CUDA takes (``peft_nvfp4.memory.settings.CONTEXT``).
@@ -27,31 +26,27 @@ from functools import partial
 
 import common
 import torch
-from llama_cases import LABELS, R, fill, last_positions, llama_config
+from llama_cases import R, fill, last_positions, llama_config
 from peft import get_peft_model
-from peft_nvfp4.memory.settings import CONTEXT
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from peft_nvfp4 import NVFP4LoraConfig, freeze_model
-from peft_nvfp4.memory import Settings, estimate, usable
-from peft_nvfp4.numerics.formats import packed_bytes
+from peft_nvfp4 import NVFP4LoraConfig, enable_offload, freeze_model
+from peft_nvfp4.memory.settings import CONTEXT
 from peft_nvfp4.training.offload.enable import _owner, offload_status
 from peft_nvfp4.training.offload.layers import Offload
 
-ACCURACY = "balanced"
-
-
-CAPS = {"tiny": 1, "8b": 6, "30b": 16, "70b": 16}
+ACCURACY, LAYOUTS = "balanced", "transient"
+CAPS = {"tiny": 1, "8b": 6, "30b": 16}
 """Shape of ``llama_cases.py`` -> GiB of the card."""
-PARTS = ("equal", "8b", "30b", "70b")
+PARTS = ("equal", "8b", "30b")
 
 
 # ---------------------------------------------------------------------------------------------- models
 
 
-def made_by_layers(config: LlamaConfig, backend: str, layouts: str, device: torch.device, home: str) -> nn.Module:
+def made_by_layers(config: LlamaConfig, backend: str, device: torch.device, home: str) -> nn.Module:
     """A model with random weights whose decoder layers are frozen one at a time, and wait in ``home``."""
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -59,7 +54,7 @@ def made_by_layers(config: LlamaConfig, backend: str, layouts: str, device: torc
         fill(layer, device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            freeze_model(layer, backend, accuracy=ACCURACY, weight_layouts=layouts, progress=False)
+            freeze_model(layer, backend, accuracy=ACCURACY, weight_layouts=LAYOUTS, progress=False)
         layer.to(home)
     for part in (model.model.embed_tokens, model.model.norm, model.lm_head):
         fill(part, device)
@@ -69,10 +64,13 @@ def made_by_layers(config: LlamaConfig, backend: str, layouts: str, device: torc
     return model
 
 
-def tuned(base: nn.Module, backend: str, layouts: str, offload: str | None, device: torch.device) -> nn.Module:
+def tuned(base: nn.Module, backend: str, offload: bool, device: torch.device) -> nn.Module:
     torch.manual_seed(1)
-    settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend, "weight_layouts": layouts}
-    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY, offload=offload)).to(device).train()
+    settings = {"r": R, "lora_alpha": 2 * R, "target_modules": "all-linear", "backend": backend}
+    model = get_peft_model(base, NVFP4LoraConfig(**settings, accuracy=ACCURACY))  # of the layouts that the base has
+    if offload:
+        enable_offload(model)
+    model.to(device).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     return model
@@ -102,11 +100,11 @@ class Run:
 def equal(args: argparse.Namespace, device: torch.device) -> dict:
     """The same bits with and without."""
     config, found = llama_config(args.equal_shape, args.equal_layers), []
-    for offload in (None, "cpu"):
+    for offload in (False, True):
         torch.manual_seed(0)
         home = "cpu" if offload else str(device)
-        base = made_by_layers(config, args.backend, args.layouts, device, home)
-        run = Run(tuned(base, args.backend, args.layouts, offload, device), args.seq, device)
+        base = made_by_layers(config, args.backend, device, home)
+        run = Run(tuned(base, args.backend, offload, device), args.seq, device)
         losses = [run.step().item() for _ in range(2)]
         found.append((losses, [p.detach().cpu() for p in run.model.parameters() if p.requires_grad]))
         del base, run
@@ -120,12 +118,12 @@ def under_cap(name: str, args: argparse.Namespace, device: torch.device) -> dict
     """A step under the shape's cap."""
     config, start = llama_config(name), time.perf_counter()
     torch.manual_seed(0)
-    base = made_by_layers(config, args.backend, args.layouts, device, "cpu")
+    base = made_by_layers(config, args.backend, device, "cpu")
     common.release(device)
     row = {"cap": f"{CAPS[name]}GiB", "layers": config.num_hidden_layers, "made_s": time.perf_counter() - start}
     with common.capped(CAPS[name], device, CONTEXT):
         start = time.perf_counter()
-        run = Run(tuned(base, args.backend, args.layouts, "cpu", device), args.seq, device)
+        run = Run(tuned(base, args.backend, True, device), args.seq, device)
         row["loss"] = [run.step().item()]  # kernels are compiled, pages are locked, the optimizer's state is made
         row["first_step_s"] = time.perf_counter() - start
         before, times = offload_status(run.model), []
@@ -181,30 +179,6 @@ def compute_alone(owner: Offload, run: Run, count: int, device: torch.device) ->
         del owner._load
 
 
-def too_large(name: str, args: argparse.Namespace, device: torch.device) -> dict:
-    """What the estimator says of a model without offload, and where allocating its packed weights ends."""
-    config = llama_config(name)
-    small = {"weight_layouts": "transient", "checkpointing": True}
-    found = estimate(config, Settings(accuracy=ACCURACY, batch=1, sequence=args.seq, positions=LABELS, **small))
-    memory = usable(CAPS[name] << 30)
-    row = {"cap": f"{CAPS[name]}GiB", "estimated": found.peak, "usable": memory, "fits": found.peak <= memory}
-    row["weights"] = sum(n for kind, n in found.static.items() if kind.startswith("frozen"))
-    if device.type != "cuda":
-        return row
-    h, f, kv = config.hidden_size, config.intermediate_size, config.head_dim * config.num_key_value_heads
-    layer = sum(packed_bytes(n, k) for n, k in ((h, h), (kv, h), (kv, h), (h, h), (f, h), (f, h), (h, f)))
-    held: list[Tensor] = []
-    with common.capped(CAPS[name], device, CONTEXT):
-        try:
-            held.append(torch.empty(2 * config.vocab_size * h, dtype=torch.bfloat16, device=device))
-            for _ in range(config.num_hidden_layers):
-                held.append(torch.empty(layer, dtype=torch.uint8, device=device))
-        except torch.OutOfMemoryError as error:
-            row["allocation"] = " ".join(str(error).split())[:160]
-    row["layers_allocated"] = f"{len(held) - 1} of {config.num_hidden_layers}"
-    return row
-
-
 # ---------------------------------------------------------------------------------------------- main
 
 
@@ -223,9 +197,6 @@ COLUMNS = {
     "reserved GiB": lambda row: row["peak_reserved"] / 2**30,
     "made s": lambda row: row["made_s"],
     "first step s": lambda row: row["first_step_s"],
-    "estimated GiB": lambda row: row["estimated"] / 2**30,
-    "fits": lambda row: row["fits"],
-    "allocated": lambda row: row["layers_allocated"],
     "error": lambda row: row["error"],
 }
 
@@ -234,15 +205,14 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--parts", default=" ".join(PARTS), help=f"of {', '.join((*PARTS, 'tiny'))} (all but tiny)")
     parser.add_argument("--backend", default="nvfp4", choices=["nvfp4", "nf4", "bf16"])
-    parser.add_argument("--layouts", default="transient", choices=["cached", "transient"])
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3, help="timed ones")
     parser.add_argument("--equal-shape", default="8b", choices=CAPS)
     parser.add_argument("--equal-layers", type=int, default=4)
     args, rows = parser.parse_args(), []
     for part in args.parts.split():
-        row: dict = {"part": part, "backend": args.backend, "layouts": args.layouts, "seq": args.seq}
-        run = {"equal": equal, "70b": partial(too_large, "70b")}.get(part, partial(under_cap, part))
+        row: dict = {"part": part, "backend": args.backend, "seq": args.seq}
+        run = equal if part == "equal" else partial(under_cap, part)
         common.guarded(row, lambda: row.update(run(args, args.device)))  # noqa: B023  (runs at once)
         rows.append(row)
         common.write(args, f"offload_{args.device.type}", rows)

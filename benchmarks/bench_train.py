@@ -10,15 +10,12 @@ Cases: ``llama_cases.py``. Protocol: PROTOCOL.md.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import warnings
 
 import common
-import torch
 from llama_cases import GROUPS, SHAPES, Case, Trainer, largest_batch
 from torch._dynamo.utils import counters
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peft_nvfp4 import graph_status
 from peft_nvfp4.cli._run import profiling
@@ -45,38 +42,8 @@ def measure(trainer: Trainer, args: argparse.Namespace, before: dict[str, int]) 
         row["graph_breaks"] = counters["graph_break"].total() - breaks
     elif "graphs" in trainer.case:
         row["graphs"] = str(graph_status(trainer.model))
-    else:  # another sequence length would compile or record a second time
-
-        def forward_at(seq: int):
-            trainer.set_batch(args.batch, seq)
-            return trainer.loss
-
-        seqs = (args.seq // 2, args.seq)
-        row["saved_counted"] = common.saved_bytes(trainer.model, trainer.layers, forward_at, seqs, args.batch, args.device)
-        trainer.set_batch(args.batch, args.seq)
     common.release(args.device)
     return row
-
-
-def check_checkpointing(trainer: Trainer, args: argparse.Namespace) -> dict:
-    """Are the gradients the same bits with checkpointing? And simply again? (Deterministic algorithms on.)"""
-    trainer.prepare(args.batch, args.seq, 2)  # makes B nonzero
-    torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward keeps its atomic additions
-    backend = [SDPBackend.FLASH_ATTENTION] if args.device.type == "cuda" else [SDPBackend.MATH]  # cuDNN's backward varies
-
-    def gradients() -> list[torch.Tensor]:
-        trainer.optimizer.zero_grad(set_to_none=True)
-        with trainer.context(), sdpa_kernel(backend):
-            trainer.loss().backward()
-        return [p.grad for p in trainer.parameters]
-
-    try:
-        first, again = gradients(), gradients()
-        trainer.model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        other = gradients()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return {"equal_again": all(map(torch.equal, first, again)), "equal_checkpointed": all(map(torch.equal, first, other))}
 
 
 def run_case(case: Case, shape: str, args: argparse.Namespace, row: dict, residents: dict[str, Trainer]) -> None:
@@ -88,8 +55,6 @@ def run_case(case: Case, shape: str, args: argparse.Namespace, row: dict, reside
     row["build_s"] = time.perf_counter() - start
     if args.largest_batch:
         row |= largest_batch(trainer, args.seq, args.cap_gib, args.max_batch)
-    elif args.check_checkpointing:
-        row |= check_checkpointing(trainer, args)
     else:
         row |= measure(trainer, args, before)
         if common.allocated(args.device) <= common.total_memory(args.device) // 2:
@@ -126,10 +91,7 @@ COLUMNS = {
     "launches": lambda r: r["launches"],
     "peak GB": lambda r: r["peak_allocated"] / common.GB,
     "reserved": lambda r: r["peak_reserved"] / common.GB,
-    "saved B": lambda r: r["saved_counted"],
     "batch": lambda r: r["largest_batch"],
-    "=again": lambda r: r["equal_again"],
-    "=ckpt": lambda r: r["equal_checkpointed"],
     "breaks": lambda r: r["graph_breaks"],
 }
 BREAKDOWN = {"case": COLUMNS["case"]} | {c: (lambda r, c=c: r["device_ms"][c]) for c in profiling.CATEGORIES}
@@ -148,7 +110,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--largest-batch", action="store_true", help="search it under --cap-gib instead of measuring --batch")
     parser.add_argument("--cap-gib", type=float, default=16.0)
     parser.add_argument("--max-batch", type=int, default=128)
-    parser.add_argument("--check-checkpointing", action="store_true", help="compare gradients instead of measuring")
     parser.add_argument("--label", help="name of the files written (default: train-SHAPES)")
     args = parser.parse_args()
     args.label = args.label or f"train-{args.shapes.replace(',', '-')}" + "-largest" * args.largest_batch
@@ -163,8 +124,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    if args.check_checkpointing:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
     warnings.filterwarnings("ignore", category=FutureWarning)
     rows: list[dict] = []
     for shape in args.shapes:

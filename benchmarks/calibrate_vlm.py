@@ -11,8 +11,8 @@ model's input; of the hidden states behind the whole tower; and the divergence o
 
     python benchmarks/calibrate_vlm.py --images FOLDER --device cpu        (12 prompts; 20 minutes)
 
-Needs Pillow and two or more JPEGs, for example llamafactory's three demo images (:mod:`texts` says where that archive comes from;
-the folder is ``data/mllm_demo_data``).
+Needs Pillow and two or more JPEGs, for example llamafactory's three demo images (``data/mllm_demo_data`` of the archive
+that ``reproduce/sources.yaml`` names).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import Any
 import common
 import texts
 import torch
-from peft_nvfp4.data import load_smollm2
+from common import smollm2_reviews as data
+from reproduce import tables
 from torch import Tensor, nn
 from transformers import (
     Idefics3Config,
@@ -99,24 +100,6 @@ def text_batches(texts_: list[str], tokenizer: Any, lengths: list[int], seed: in
     return [{"input_ids": part[None]} for part in ids.split(lengths)]
 
 
-class Errors:
-    """Running means of relative errors, image tokens and text tokens apart."""
-
-    def __init__(self) -> None:
-        self.sums: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
-
-    def add(self, key: str, error: Tensor, image: Tensor) -> None:
-        """error (T,), image (T,) bool."""
-        for kind, mask in (("image", image), ("text", ~image)):
-            self.sums[key, kind] += torch.tensor([error[mask].double().sum().item(), float(mask.sum())], dtype=torch.float64)
-
-    def means(self) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
-        for (key, kind), (total, count) in self.sums.items():
-            found.setdefault(key, {})[kind] = (total / count.clamp(min=1)).item()
-        return found
-
-
 def relative(a: Tensor, b: Tensor) -> Tensor:
     """Per token, in per cent."""
     return 100 * (a - b).float().norm(dim=-1) / b.float().norm(dim=-1).clamp(min=1e-30)
@@ -125,19 +108,24 @@ def relative(a: Tensor, b: Tensor) -> Tensor:
 @torch.no_grad()
 def measure(dense: nn.Module, models: dict[str, nn.Module], tests: list[Batch], device: Any) -> dict[str, dict]:
     """Calibration -> error -> kind of token -> mean."""
-    errors = {name: Errors() for name in models}
+    errors: dict = {name: defaultdict(lambda: {"image": [], "text": []}) for name in models}
     image_id = dense.config.image_token_id
     for batch in tests:
         batch = {key: t.to(device) for key, t in batch.items()}
-        image = (batch["input_ids"][0] == image_id).cpu()
+        image = batch["input_ids"][0] == image_id
         handles = []
+
+        def add(label: str, key: str, error: Tensor, image: Tensor = image) -> None:
+            for kind, chosen in (("image", image), ("text", ~image)):
+                errors[label][key][kind].append(error[chosen].double().cpu())
+
         for name, linear in dense.model.text_model.named_modules():
             if isinstance(linear, nn.Linear):
 
                 def compare(module, args, y, name=name):
                     for label, model in models.items():
                         ours = model.model.text_model.get_submodule(name)(args[0])
-                        errors[label].add("linears' output, %", relative(ours, y)[0].cpu(), image)
+                        add(label, "linears' output, %", relative(ours, y)[0])
 
                 handles.append(linear.register_forward_hook(compare))
         try:
@@ -147,31 +135,28 @@ def measure(dense: nn.Module, models: dict[str, nn.Module], tests: list[Batch], 
                 handle.remove()
         for label, model in models.items():
             got = model(**batch, output_hidden_states=True, use_cache=False)
-            errors[label].add("last hidden state, %", relative(got.hidden_states[-1], expected.hidden_states[-1])[0].cpu(), image)
+            add(label, "last hidden state, %", relative(got.hidden_states[-1], expected.hidden_states[-1])[0])
             log_p, log_q = (out.logits[0].float().log_softmax(-1) for out in (expected, got))
-            errors[label].add("next token's distribution, nats", (log_p.exp() * (log_p - log_q)).sum(-1).cpu(), image)
-    return {label: its.means() for label, its in errors.items()}
+            add(label, "next token's distribution, nats", (log_p.exp() * (log_p - log_q)).sum(-1))
+    mean = lambda parts: {kind: torch.cat(several).mean().item() for kind, several in parts.items()}
+    return {label: {key: mean(parts) for key, parts in of_label.items()} for label, of_label in errors.items()}
 
 
 def markdown(args: argparse.Namespace, tokens: dict[str, int], found: dict[str, dict]) -> str:
     keys = list(next(iter(found.values())))
-    lines = [
+    title = (
         f"Idefics3 with SmolLM2-135M as text tower (real, {'all' if args.layers is None else f'the first {args.layers}'} layers) "
         f"and a random vision tower; accuracy={args.accuracy!r}, "
         f"{args.prompts} prompts of calibration ({tokens['calibration']} tokens, {tokens['image']} of an image), "
-        f"{args.tests} held out; {args.device.type}. Mean error at image tokens / text tokens.",
-        "",
-        "| calibration | " + " | ".join(keys) + " |",
-        "|---" * (len(keys) + 1) + "|",
-    ]
-    for label, row in found.items():
-        lines.append(f"| {label} | " + " | ".join(f"{row[k]['image']:.3f} / {row[k]['text']:.3f}" for k in keys) + " |")
-    return "\n".join(lines) + "\n"
+        f"{args.tests} held out; {args.device.type}. Mean error at image tokens / text tokens.\n\n"
+    )
+    rows = [[label, *(f"{row[k]['image']:.3f} / {row[k]['text']:.3f}" for k in keys)] for label, row in found.items()]
+    return title + tables.markdown(["calibration", *keys], rows, right=False)
 
 
 def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    lm, tokenizer = load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
+    lm, tokenizer = data.load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
     dense = build(lm, tokenizer).to(args.device)
     del lm
     images = Idefics3ImageProcessorPil(size={"longest_edge": args.edge}, max_image_size={"longest_edge": TILE})
@@ -195,9 +180,7 @@ def run(args: argparse.Namespace) -> None:
     found = measure(dense, models, tests, args.device)
     path = args.out / f"calibrate_vlm_{args.accuracy}{'_centred' if args.offset else ''}_{args.device.type}"
     content = common.head(args) | {"tokens": tokens, "calibration_s": seconds, "errors": found}
-    common.write_json(path.with_suffix(".json"), content | {"seconds": time.perf_counter() - start})
-    path.with_suffix(".md").write_text(markdown(args, tokens, found))
-    print(markdown(args, tokens, found))
+    common.write_report(path, content | {"seconds": time.perf_counter() - start}, markdown(args, tokens, found))
 
 
 def main() -> None:

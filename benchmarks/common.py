@@ -279,19 +279,6 @@ class LayerWatch:
         return dict(self.kept), after - before
 
 
-def saved_bytes(model, layers, forward_at: Callable[[int], Callable], seqs: tuple[int, int], batch: int, device) -> float:
-    """Bytes per token and layer that a forward keeps, as the difference of two sequence lengths (whatever does not grow with
-    the tokens drops out). Median over the inner layers, because the first also keeps the embedding's output."""
-    runs = []
-    for seq in seqs:
-        forward = forward_at(seq)
-        forward()  # buffers that a new shape needs once
-        release(device)
-        runs.append(LayerWatch(model, layers, device).run(forward)[0])
-    tokens = batch * (seqs[1] - seqs[0])
-    return statistics.median((runs[1].get(i, 0) - runs[0].get(i, 0)) / tokens for i in range(1, len(layers) - 1))
-
-
 # ---------------------------------------------------------------------------------------------- output
 
 
@@ -324,6 +311,13 @@ def head(args: argparse.Namespace) -> dict[str, dict]:
 def write_json(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_report(path: Path, content: dict, text: str) -> None:
+    """``path.json``, and the Markdown ``text`` in ``path.md`` and on the terminal."""
+    write_json(path.with_suffix(".json"), content)
+    path.with_suffix(".md").write_text(text + "\n")
+    print(text)
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

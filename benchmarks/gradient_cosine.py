@@ -9,7 +9,7 @@ cosine is to the gradients of the BF16 model, which contain the forward pass's e
     python benchmarks/gradient_cosine.py --device cuda                         (90 seconds on an H200 is a guess)
     python benchmarks/gradient_cosine.py --device cpu --calib 6 --batches 3    (10 minutes)
 
-Norms and MLPs are the model's own (``fused=False``), so that only the linears' backward layouts differ. B is not zero, as after
+Norms and MLPs are the model's own (``detach``), so that only the linears' backward layouts differ. B is not zero, as after
 some training: gradients reach A as well.
 """
 
@@ -28,14 +28,16 @@ from unittest import mock
 import common
 import texts
 import torch
-from peft import get_peft_model
-from peft_nvfp4.calibration.backward import BACKWARD
-from peft_nvfp4.data import load_smollm2
+from common import smollm2_reviews as data
+from input_specs import layer_of
+from low_level import adapted_model
+from reproduce import tables
 from torch import Tensor, nn
 
-from peft_nvfp4 import NVFP4LoraConfig, ops
+from peft_nvfp4 import ops
 from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.frozen_linear import rounded_input
+from peft_nvfp4.calibration.layer import BACKWARD
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
 from peft_nvfp4.nn.frozen_linear import frozen
 from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD
@@ -53,20 +55,14 @@ VARIANTS = (EXACT, ROUNDED, DENSE, DEFAULT, SEARCHED, SOLVED)
 def with_adapters(model: nn.Module, backend: str, accuracy: str) -> nn.Module:
     """Adapters of rank 16 on all linears, the same numbers whatever the backend."""
     torch.manual_seed(0)
-    config = NVFP4LoraConfig(
-        r=16, lora_alpha=32, target_modules="all-frozen_linear", task_type="CAUSAL_LM", backend=backend, accuracy=accuracy, fused=False
-    )  # fmt: skip
+    lora = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     home = next(model.parameters()).device
-    peft = get_peft_model(model.cpu(), config).to(home)
+    peft = adapted_model(model.cpu(), **lora, backend=backend, accuracy=accuracy, fused=False).to(home)
     g = torch.Generator().manual_seed(1)
     for name, p in peft.named_parameters():
         if "lora_" in name:
             p.data = (torch.randn(p.shape, generator=g) * (0.01 if "lora_B" in name else p.shape[1] ** -0.5)).to(p)
     return peft.eval()
-
-
-def layer_of(name: str) -> int:
-    return next(int(part) for part in name.split(".") if part.isdigit())
 
 
 def gradients(model: nn.Module, ids: Tensor) -> Iterator[dict[int, Tensor]]:
@@ -90,10 +86,6 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return torch.cosine_similarity(a.double(), b.double(), dim=0).item()
 
 
-def put(layer: nn.Module, q: Any) -> None:
-    layer._put("backward_weight", "backward_scales", "backward_gscale", q)
-
-
 @contextmanager
 def backward_of(variant: str, model: nn.Module, dense: dict[str, Tensor], solved: dict[str, dict]) -> Iterator[None]:
     """Within the context the model's backward pass is the variant's. ``dense``: BF16 weights, ``solved``: W_b of GPTQ."""
@@ -102,10 +94,10 @@ def backward_of(variant: str, model: nn.Module, dense: dict[str, Tensor], solved
         key = name.replace("base_model.model.", "").replace(".base_layer", "")
         layer.options = replace(layer.options, gradients="bf16" if variant in (EXACT, ROUNDED) else "nvfp4")
         if variant == DENSE:
-            put(layer, ops.quantize_weight(dense[key].T.contiguous(), WEIGHT_BACKWARD))
+            layer._put(*BACKWARD, ops.quantize_weight(dense[key].T.contiguous(), WEIGHT_BACKWARD))
         elif variant in (DEFAULT, SEARCHED):
             rule = WEIGHT_BACKWARD if variant == DEFAULT else WEIGHT
-            put(layer, ops.quantize_weight(layer.dequantize(torch.float32).T.contiguous(), rule))
+            layer._put(*BACKWARD, ops.quantize_weight(layer.dequantize(torch.float32).T.contiguous(), rule))
         elif variant == SOLVED:
             for part, t in solved[key].items():
                 setattr(layer, part, frozen(t))
@@ -132,25 +124,24 @@ def compare(found: list[dict[int, Tensor]], exact: list[dict[int, Tensor]], bf16
 
 
 def markdown(args: argparse.Namespace, rows: dict[str, dict]) -> str:
-    lines = [
+    title = (
         f"SmolLM2-135M-Instruct, accuracy={args.accuracy!r}, GPTQ with {args.calib} x {args.length} tokens; adapters of rank 16 "
         f"on all linears; {args.batches} sequences of {args.length // 2} held-out tokens; {args.dtype} on {args.device.type}. "
-        "Cosine of the gradient of all adapters to that of the exact backward pass (± standard deviation over sequences).",
-        "",
-        "| backward | cosine | scale | of the mean | worst layer | first / middle / last layer | to the BF16 model |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        "Cosine of the gradient of all adapters to that of the exact backward pass (± standard deviation over sequences).\n\n"
+    )
+    head = ["backward", "cosine", "scale", "of the mean", "worst layer", "first / middle / last layer", "to the BF16 model"]
+    lines = []
     for name, r in rows.items():
         layers = list(r["layers"].values())
         some = " / ".join(f"{layers[i]:.3f}" for i in (0, len(layers) // 2, -1))
         cells = [name, f"{r['cosine']:.4f} ± {r['cosine_sd']:.4f}", f"{r['scale']:.3f}", f"{r['cosine_of_mean']:.4f}"]
-        lines.append(f"| {' | '.join([*cells, f'{min(layers):.3f}', some, format(r['cosine_to_bf16'], '.4f')])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([*cells, f"{min(layers):.3f}", some, f"{r['cosine_to_bf16']:.4f}"])
+    return title + tables.markdown(head, lines, right=False)
 
 
 def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    base, tokenizer = load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
+    base, tokenizer = data.load_smollm2(common.DTYPES[args.dtype], layers=args.layers)
     base.requires_grad_(False).to(args.device)
     calibration, held_out = texts.split(args.text or texts.default_paths())
     ids = texts.token_ids(calibration, tokenizer, args.calib, args.length, 0)
@@ -173,9 +164,8 @@ def run(args: argparse.Namespace) -> None:
         rows[name] = compare(found, exact, bf16)
         print(f"{name}: cosine {rows[name]['cosine']:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
     path = args.out / f"gradient_cosine_{args.accuracy}_{args.device.type}"
-    common.write_json(path.with_suffix(".json"), common.head(args) | {"seconds": time.perf_counter() - start, "rows": rows})
-    path.with_suffix(".md").write_text(markdown(args, rows))
-    print(markdown(args, rows))
+    content = common.head(args) | {"seconds": time.perf_counter() - start, "rows": rows}
+    common.write_report(path, content, markdown(args, rows))
 
 
 def main() -> None:

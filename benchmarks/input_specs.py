@@ -38,16 +38,19 @@ class Inputs:
         return 1 + (site in self.two and (not self.last or layer + 1 == layers))
 
 
+def layer_of(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
 def site_of(name: str) -> tuple[int, str]:
     """(layer, site) of a linear's dotted name."""
-    layer = next(int(part) for part in name.split(".") if part.isdigit())
-    return layer, next(site for site, members in SITES.items() if name.rpartition(".")[2] in members)
+    return layer_of(name), next(site for site, members in SITES.items() if name.rpartition(".")[2] in members)
 
 
 def set_inputs(model: nn.Module, inputs: Inputs, offsets: dict[str, Tensor] | None = None) -> None:
     """Give the frozen linears of ``model`` other terms and offsets, the latter from ``offsets`` (name -> mean input)."""
     layers = frozen_layers(model)
-    count = 1 + max(site_of(name)[0] for name, _ in layers)
+    count = 1 + max(layer_of(name) for name, _ in layers)
     groups: dict[tuple[int, str], list[NVFP4FrozenLinear]] = {}
     for name, linear in layers:
         index, site = site_of(name)
@@ -87,7 +90,7 @@ def exact_inputs(model: nn.Module) -> Iterator[None]:
 def rounded_inputs(model: nn.Module, inputs: Inputs, offsets: dict[str, Tensor] | None = None) -> Iterator[None]:
     """Within the context the dense linears of the decoder read D(x~): W16A4."""
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
-    count = 1 + max(site_of(name)[0] for name in linears)
+    count = 1 + max(layer_of(name) for name in linears)
 
     def forward_of(name: str, m: nn.Linear) -> Callable:
         index, site = site_of(name)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import common
 import torch
+from low_level import adapted_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,8 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from peft_nvfp4 import NVFP4LoraConfig, disable_cuda_graphs, enable_cuda_graphs
+from peft_nvfp4 import disable_cuda_graphs, enable_cuda_graphs
 from peft_nvfp4.memory import Settings
+from peft_nvfp4.nn.frozen_linear import FrozenOptions
 
 #         hidden, inter, layers, heads, kv heads, head_dim, vocab, tied, RoPE factor
 SHAPES = {
@@ -47,9 +49,9 @@ STOCK = {
 }
 OWN = {
     **dict.fromkeys(("paper", "balanced", "high"), "accuracy preset"),
-    "transient": "weight_layouts='transient'",
+    "transient": "weight_layouts='transient': one layout of a weight; with recompute it is memory='small'",
     "recompute": "recompute_mlp=True: the MLP's inner activation recomputed in backward",
-    "once": "recompute_attention=True: attention's output kept once",
+    "once": "attention's output is kept once: always so by now, the word stays in the names of older results",
 }
 OPTIONS = {"bf16": SHARED | STOCK, "qlora": SHARED | STOCK, "nvfp4": SHARED | OWN}
 GROUPS = {
@@ -58,6 +60,18 @@ GROUPS = {
     "graphs": "bf16-graphs nvfp4-paper-graphs nvfp4-paper-transient-recompute-once-graphs nvfp4-graphs nvfp4-high-graphs",
 }
 GROUPS["all"] = " ".join(GROUPS.values())
+
+
+class OneLayout(Settings):
+    """For the estimator: ``memory="small"`` of NVFP4 weights, with nothing recomputed."""
+
+    recompute_mlp = False
+
+
+class Recomputed(Settings):
+    """For the estimator: ``memory="small"`` of NVFP4 weights, with both layouts kept."""
+
+    frozen = FrozenOptions()
 
 
 class Case:
@@ -85,27 +99,27 @@ class Case:
     def backend(self) -> str:
         return {"bf16": "bf16", "qlora": "nf4", "nvfp4": "nvfp4"}[self.method]
 
-    def config(self) -> LoraConfig:
+    def adapted(self, model: nn.Module) -> nn.Module:
+        """A dense model (or bitsandbytes') with the adapters of the case."""
         shared = {"r": R, "lora_alpha": ALPHA, "target_modules": TARGETS}
         if self.stock:
-            return LoraConfig(**shared)
-        if self.method != "nvfp4":
-            return NVFP4LoraConfig(**shared, backend=self.backend, activations="nvfp4" if "codes" in self else "bf16")
-        layouts = "transient" if "transient" in self else "cached"
-        recompute = {"recompute_mlp": "recompute" in self, "recompute_attention": "once" in self}
-        return NVFP4LoraConfig(**shared, accuracy=self.accuracy, weight_layouts=layouts, **recompute)
+            return get_peft_model(model, LoraConfig(**shared))
+        if self.method == "nvfp4":
+            shared |= {"accuracy": self.accuracy, "recompute_mlp": "recompute" in self}
+        layer = {"codes": {"activations": "nvfp4"}, "transient": {"weight_layouts": "transient"}}
+        chosen = next((words for option, words in layer.items() if option in self), {})
+        return adapted_model(model, **shared, backend=self.backend, **chosen)
 
     def settings(self) -> Settings:
         """The same for the estimator."""
-        return Settings(
+        savings = {"transient": OneLayout, "recompute": Recomputed}.items()
+        kinds = [kind for option, kind in savings if option in self]
+        return (kinds[0] if len(kinds) == 1 else Settings)(
             backend=self.backend + "-liger" * ("liger" in self),
             adapter_bytes=2 if self.stock else 4,
             loss="liger" if "liger" in self else "supervised",
             accuracy=self.accuracy,
-            weight_layouts="transient" if "transient" in self else "cached",
-            recompute_mlp="recompute" in self,
-            recompute_attention="once" in self,
-            activations="nvfp4" if "codes" in self else "bf16",
+            memory="small" if kinds or "codes" in self else "fast",
             cuda_graphs="graphs" in self,
             checkpointing="ckpt" in self,
         )
@@ -185,7 +199,7 @@ def build(case: Case, shape: str, device: torch.device):
         modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP = plain
     if case.stock and case.method == "qlora":
         to_bnb(model)
-    model = get_peft_model(model, case.config())
+    model = case.adapted(model)
     if case.stock:  # BF16 adapters: faster and smaller than PEFT's default
         for p in model.parameters():
             p.data = p.data.to(torch.bfloat16) if p.requires_grad else p.data

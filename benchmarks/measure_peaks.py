@@ -20,8 +20,7 @@ from llama_cases import LABELS, SHAPES, Case, R, Trainer
 
 from peft_nvfp4.memory import Settings, estimate, model_shape
 
-DEFAULT = "bf16-ours,qlora-ours,bf16-liger,nvfp4,nvfp4-ckpt,nvfp4-transient"
-GRID = "1x512,4x1024,8x2048"
+CASES = "bf16-ours,qlora-ours,bf16-liger,nvfp4,nvfp4-ckpt,nvfp4-transient"
 STEPS = 2
 
 
@@ -84,22 +83,11 @@ def run_case(name: str, shape: str, args: argparse.Namespace, rows: list[dict]) 
         print(f"  {shape} {name} {batch}x{seq}: {rows[-1].get('ratio', rows[-1].get('skipped', 'ran'))}", flush=True)
 
 
-COLUMNS = {
-    "case": lambda r: f"{r['shape']} {r['case']}",
-    "batch": lambda r: f"{r['batch']}x{r['seq']}",
-    "measured GB": lambda r: r["peak_allocated"] / common.GB,
-    "estimate GB": lambda r: r["estimate"] / common.GB,
-    "ratio": lambda r: f"{r['ratio']:.3f}",
-    "at": lambda r: r["estimate_at"],
-    "skipped": lambda r: r["skipped"],
-}
-
-
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--shapes", default="1b,3b,8b", help=f"comma-separated: {', '.join(SHAPES)}")
-    parser.add_argument("--cases", default=DEFAULT, help="comma-separated cases of llama_cases.py")
-    parser.add_argument("--grid", default=GRID, help="comma-separated batch x sequence length")
+    parser.add_argument("--cases", default=CASES, help="comma-separated cases of llama_cases.py")
+    parser.add_argument("--grid", default="1x512,4x1024,8x2048", help="comma-separated batch x sequence length")
     parser.add_argument("--label", default="peaks")
     args = parser.parse_args()
     args.grid = [tuple(int(n) for n in pair.split("x")) for pair in args.grid.split(",")]
@@ -108,13 +96,11 @@ def main() -> None:
     rows: list[dict] = []
     for shape in args.shapes.split(","):
         for name in args.cases.split(","):
-            failure: dict = {}
-            common.guarded(failure, lambda: run_case(name, shape, args, rows))  # noqa: B023  (runs at once)
-            if failure:
-                rows.append({"shape": shape, "case": name, "skipped": failure["error"]})
+            failed = {"shape": shape, "case": name}
+            common.guarded(failed, lambda: run_case(name, shape, args, rows))  # noqa: B023  (runs at once)
+            rows += [failed] if "error" in failed else []
             common.release(args.device)
             common.write(args, args.label, rows)
-    print(common.table(rows, COLUMNS))
 
 
 if __name__ == "__main__":

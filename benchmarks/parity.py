@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterable, Iterator
 
 import common
 import torch
+from common import smollm2_reviews as data
 from peft import get_peft_model
-from peft_nvfp4.data import load_smollm2, movie_reviews
+from torch import Tensor
 
 from peft_nvfp4 import NVFP4LoraConfig, ops
 from peft_nvfp4.nn import nvfp4
@@ -23,53 +25,46 @@ from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTI
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 
-def count_mismatches(a, b) -> tuple[int, int]:
-    """(values compared, values that differ) over matching tensors."""
+def compare(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, int]:
+    """Bytes compared, and bytes that differ."""
     compared = differing = 0
-    for x, y in zip(a, b):
+    for x, y in pairs:
         compared += x.numel()
         differing += int((x.cpu().view(torch.uint8) != y.cpu().view(torch.uint8)).sum())
-    return compared, differing
-
-
-def compare_weights(device: torch.device) -> dict[str, int]:
-    """Freeze the same weights on the CPU and on the device."""
-    nvfp4.PACK_ON_GPU = sys.maxsize  # what is on the CPU is packed there
-    model, _ = load_smollm2(dtype=torch.bfloat16)
-    config = NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced")
-    on_cpu = get_peft_model(copy.deepcopy(model), config)
-    on_gpu = get_peft_model(model.to(device), copy.deepcopy(config))
-    compared = differing = 0
-    for (_, a), (_, b) in zip(frozen_layers(on_cpu), frozen_layers(on_gpu)):
-        c, d = count_mismatches(a.packed_tensors().values(), b.packed_tensors().values())
-        compared, differing = compared + c, differing + d
     return {"compared": compared, "differing": differing}
 
 
-def record_step(rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def frozen_weights(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Packed tensors of the same weights, frozen on the CPU and on the device."""
+    nvfp4.PACK_ON_GPU = sys.maxsize  # what is on the CPU is packed there
+    model, _ = data.load_smollm2(dtype=torch.bfloat16)
+    config = NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced")
+    on_cpu = get_peft_model(copy.deepcopy(model), config)
+    on_gpu = get_peft_model(model.to(device), copy.deepcopy(config))
+    for (_, a), (_, b) in zip(frozen_layers(on_cpu), frozen_layers(on_gpu)):
+        yield from zip(a.packed_tensors().values(), b.packed_tensors().values())
+
+
+def record_step(rows: int) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs and output gradients of every frozen linear in one CPU training step."""
-    model, tokenizer = load_smollm2(dtype=torch.float32)
+    model, tokenizer = data.load_smollm2(dtype=torch.float32)
     model = get_peft_model(model, NVFP4LoraConfig(target_modules="all-linear", accuracy="balanced", init_lora_weights=False))
     inputs, gradients = [], []
     for module in model.modules():
         if isinstance(getattr(module, "base_layer", None), FrozenLinear):
             module.register_forward_hook(lambda m, args, out: inputs.append(args[0].detach().flatten(0, -2).clone()))
             module.register_full_backward_hook(lambda m, gin, gout: gradients.append(gout[0].detach().flatten(0, -2).clone()))
-    train, _ = movie_reviews()
+    train, _ = data.movie_reviews()
     batch = tokenizer([e.text for e in train[:rows]], return_tensors="pt", padding=True)
     model(**batch, labels=batch["input_ids"]).loss.backward()
     return inputs, gradients
 
 
-def compare_tensors(tensors: list[torch.Tensor], fmt, device: torch.device, seed: torch.Tensor | None = None) -> dict[str, int]:
-    """Quantise recorded tensors on both devices."""
-    compared = differing = 0
+def quantized(tensors: list[Tensor], fmt, device: torch.device, seed: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Codes and scales of recorded tensors, quantised on the CPU and on the device."""
     for t in tensors:
-        a = ops.quantize(t, fmt, seed=seed)
-        b = ops.quantize(t.to(device), fmt, seed=None if seed is None else seed.to(device))
-        c, d = count_mismatches(a[:3], b[:3])
-        compared, differing = compared + c, differing + d
-    return {"compared": compared, "differing": differing}
+        there = ops.quantize(t.to(device), fmt, seed=None if seed is None else seed.to(device))
+        yield from zip(ops.quantize(t, fmt, seed=seed)[:3], there[:3])
 
 
 def main() -> None:
@@ -79,10 +74,10 @@ def main() -> None:
     inputs, gradients = record_step(args.rows)
     result = {
         "what": "bytes of codes, block scales and global scales on the CPU and on the device, SmolLM2-135M",
-        "weights_both_layouts": compare_weights(args.device),
-        "layer_inputs": compare_tensors(inputs, ACTIVATION, args.device),
-        "output_gradients": compare_tensors(gradients, GRADIENT, args.device),
-        "output_gradients_stochastic": compare_tensors(gradients, GRADIENT_STOCHASTIC, args.device, torch.tensor(1234)),
+        "weights_both_layouts": compare(frozen_weights(args.device)),
+        "layer_inputs": compare(quantized(inputs, ACTIVATION, args.device)),
+        "output_gradients": compare(quantized(gradients, GRADIENT, args.device)),
+        "output_gradients_stochastic": compare(quantized(gradients, GRADIENT_STOCHASTIC, args.device, torch.tensor(1234))),
     }
     common.write_json(args.out / f"parity_{args.device.type}.json", common.head(args) | result)
     print(result)

@@ -14,7 +14,7 @@ weights that were calibrated for them.
     python benchmarks/perplexity.py --device cuda --out OUT --rotate 0                       off the shipped 4-bit grid
 
 ``--rotate`` applies a rotation of the residual stream that leaves the function as it is (:mod:`rotation`), because the packaged
-weights are 4-bit already. The model and the texts come from :func:`peft_nvfp4.data.data_dir` (:mod:`texts` says how).
+weights are 4-bit already. The model and the texts come from `smollm2_reviews.data_dir` (:mod:`texts` says how).
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ import rotation
 import texts
 import torch
 import torch.nn.functional as F
+from common import smollm2_reviews as data
 from input_specs import ALL, NORMS, SITES, Inputs, added_work, exact_inputs, offsets_of, rounded_inputs, set_inputs
-from peft_nvfp4.data import load_smollm2
+from reproduce import tables
 from torch import Tensor, nn
 
 from peft_nvfp4 import freeze_model
@@ -74,7 +75,7 @@ class Run:
         self.rows: list[dict] = []
         self.offsets: dict[str, Tensor] = {}
         self.works: dict[str, float] = {}
-        self.base, tokenizer = load_smollm2(torch.float32, layers=args.layers)
+        self.base, tokenizer = data.load_smollm2(torch.float32, layers=args.layers)
         self.base.eval().requires_grad_(False)
         calibration, held_out = texts.split(args.text or texts.default_paths())
         self.calibration = texts.token_ids(calibration, tokenizer, args.calib, args.length, args.seed)
@@ -206,22 +207,21 @@ class Run:
         content = common.head(args) | {"rotated": self.rotated, "findings": self.findings()}
         content |= {"seconds": time.perf_counter() - self.start, "rows": self.rows}
         common.write_json(path.with_suffix(".json"), content)
-        path.with_suffix(".md").write_text("\n".join(self.markdown(kind)) + "\n")
+        path.with_suffix(".md").write_text(self.markdown(kind) + "\n")
 
-    def markdown(self, kind: str) -> list[str]:
+    def markdown(self, kind: str) -> str:
         args = self.args
-        lines = [
+        title = (
             f"SmolLM2-135M-Instruct, {kind} weights; {args.calib} x {args.length} tokens of calibration, {args.eval} x "
             f"{args.length} held out; {args.dtype} on {args.device.type}. "
-            "Nats per token above BF16 ± standard error over sequences.",
-            "",
-            "| weights | inputs | nats above BF16 | perplexity | FP4 work added, forward |",
-            "|---|---|---|---|---|",
-        ]
+            "Nats per token above BF16 ± standard error over sequences.\n\n"
+        )
+        head, lines = ["weights", "inputs", "nats above BF16", "perplexity", "FP4 work added, forward"], []
         for r in self.rows:
-            loss = f"{r['dnll']:.3f} ± {r['se']:.3f}"
-            lines.append(f"| {r['weights']} | {r['inputs']} | {loss} | {r['perplexity']:.2f} | {100 * r['added_work']:.0f} % |")
-        return [*lines, "", *(f"- {name}: {value:.3f}" for name, value in self.findings().items())]
+            loss, work = f"{r['dnll']:.3f} ± {r['se']:.3f}", f"{100 * r['added_work']:.0f} %"
+            lines.append([r["weights"], r["inputs"], loss, f"{r['perplexity']:.2f}", work])
+        findings = "".join(f"\n- {name}: {value:.3f}" for name, value in self.findings().items())
+        return f"{title}{tables.markdown(head, lines, right=False)}\n{findings}"
 
 
 def main() -> None:

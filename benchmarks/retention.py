@@ -24,14 +24,15 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 
 import common
 import torch
+from common import smollm2_reviews as data
 from peft import PeftModel, get_peft_model
-from peft_nvfp4.data import collate, encode, evaluate, fine_tune, load_smollm2, movie_reviews
 from torch import nn
 
 from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model, inspect_adapter, merge
@@ -59,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(args: argparse.Namespace) -> tuple[nn.Module, object]:
-    model, tokenizer = load_smollm2(common.DTYPES[args.dtype], args.layers)
+    model, tokenizer = data.load_smollm2(common.DTYPES[args.dtype], args.layers)
     return model.to(args.device), tokenizer
 
 
@@ -69,17 +70,17 @@ def train(args: argparse.Namespace, seed: int, rows: list, backend: str, **setti
     lora = {"r": args.rank, "lora_alpha": 2 * args.rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     model = get_peft_model(model, NVFP4LoraConfig(**lora, backend=backend, accuracy=args.accuracy, **settings))
     warmup, lr = max(args.steps // 10, 1), (settings.get("merge_aware") and args.aware_lr) or args.lr
-    fine_tune(model, tokenizer, rows, steps=args.steps, batch_size=args.batch_size, lr=lr, warmup=warmup, seed=seed)
+    data.fine_tune(model, tokenizer, rows, steps=args.steps, batch_size=args.batch_size, lr=lr, warmup=warmup, seed=seed)
     return model.eval(), tokenizer
 
 
 def score(model: nn.Module, tokenizer, test: list) -> dict[str, float]:
-    found = evaluate(model, tokenizer, test)
+    found = data.evaluate(model, tokenizer, test)
     return {"accuracy": found.accuracy, "nll": found.nll}
 
 
 def probe_batch(tokenizer, test: list, device: str) -> dict[str, torch.Tensor]:
-    ids, last, _ = collate(encode(tokenizer, test[:PROBE_ROWS]), tokenizer.pad_token_id, device)
+    ids, last, _ = data.collate(data.encode(tokenizer, test[:PROBE_ROWS]), tokenizer.pad_token_id, device)
     mask = torch.arange(ids.shape[1], device=device)[None] <= last[:, None]
     return {"input_ids": ids, "attention_mask": mask.long()}
 
@@ -94,7 +95,8 @@ def merged_and_scored(model: PeftModel, tokenizer, test: list, to: str, probe: d
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report has them
         merged, report = merge(copy.deepcopy(model), to, probe=probe)
-    told = report.as_dict()
+    told = asdict(report)
+    told["total"] = {key: told[key] for key in ("retained", "error")}
     worst = min(told["layers"], key=lambda layer: layer["retained"])
     kept = {key: told[key] for key in ("total", "probe", "unequal_scales", "warnings")}
     return {**score(merged, tokenizer, test), **kept, "worst_layer": worst}
@@ -162,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     args = parse(argv)
     runs = []
     for seed in args.seeds:
-        rows, test = movie_reviews(seed, args.rows)
+        rows, test = data.movie_reviews(seed, args.rows)
         with tempfile.TemporaryDirectory() as scratch:
             folders = {backend: Path(scratch, backend) for backend in args.trained_on}
             table = retention(args, seed, rows, test, folders.get("nvfp4", Path(scratch, "unused")))

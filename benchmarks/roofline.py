@@ -22,6 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from reproduce.tables import PAPER, markdown
+
+from peft_nvfp4.memory import ModelShape, model_shape
+from peft_nvfp4.quantization.groups import ACCURACY
+
 COPY, KERNELS = 0.85, 0.85
 NVFP4 = 0.5625  # bytes a value: 4 bits and an eighth of a byte of block scale per 16
 
@@ -42,32 +47,7 @@ CARDS = (
 )
 
 
-@dataclass(frozen=True)
-class Shape:
-    name: str
-    d: int
-    f: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Name -> (inputs, outputs)."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = {"q": (self.d, q), "k": (self.d, kv), "v": (self.d, kv), "o": (q, self.d)}
-        return attention | {"gate": (self.d, self.f), "up": (self.d, self.f), "down": (self.f, self.d)}
-
-
-SHAPES = (
-    Shape("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128256),
-    Shape("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128, 128256),
-    Shape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256),
-)
-TERMS = {"paper": (1, 1), "balanced": (2, 1), "high": (2, 2)}
-"""NVFP4 terms of the inputs of (q, k, v, gate, up) and of (o, down)."""
+SHAPES = {f"Llama-{v}-{b}B": model_shape(f"llama-{b}b") for v, b in (("3.2", 1), ("3.2", 3), ("3.1", 8))}
 
 
 @dataclass(frozen=True)
@@ -85,29 +65,30 @@ class Step:
         return self.batch * self.seq
 
 
-def project(card: Card, shape: Shape, step: Step) -> dict[str, float]:
+def project(card: Card, shape: ModelShape, step: Step) -> dict[str, float]:
     """Milliseconds by the categories of the paper's Table 11."""
-    m, r, (norm_terms, inner_terms) = step.tokens, step.r, TERMS[step.accuracy]
+    m, r, (norm_terms, inner_terms) = step.tokens, step.r, ACCURACY[step.accuracy].values()
     moved = card.bandwidth * 1e6 * COPY * KERNELS  # bytes a millisecond
 
     def gemm(rate: float, flops: float, moving: float = 0.0) -> float:
         return max(flops / (rate * 1e9), moving / (card.bandwidth * 1e6 * COPY))
 
     fp4 = lora = 0.0
-    for name, (k, n) in shape.linears.items():
-        terms = inner_terms if name in ("o", "down") else norm_terms
+    for p in shape.projections:
+        k, n, readers = p.inputs, p.outputs, len(shape.reads(p.site))
+        terms = inner_terms if p.site in ("o", "down") else norm_terms
         fp4 += gemm(card.fp4, 2 * m * k * n * terms) + gemm(card.fp4, 2 * m * k * n)
         low, high = 2 * m * r * k, 2 * m * r * n
         passes: Iterable[tuple[float, float]] = (
-            (low, 2 * m * k / (3 if name in "qkv" else 2 if name in ("gate", "up") else 1)),  # h = x A', stacked
+            (low, 2 * m * k / readers),  # h = x A', stacked
             (high, 4 * m * n),  # h B' written, and read by the product's epilogue
             (high, 2 * m * n),  # g = dy B
             (high, 2 * m * n),  # dB = dy' h
             (low, 2 * m * k),  # dA = g' x
-            (low, 4 * m * k / (3 if name in "qkv" else 2 if name in ("gate", "up") else 1)),  # g A, and its addition
+            (low, 4 * m * k / readers),  # g A, and its addition
         )
         lora += sum(gemm(card.bf16, flops, moving) for flops, moving in passes)
-    d, f, q, kv = shape.d, shape.f, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    d, f, q, kv = shape.hidden, shape.intermediate, shape.q, shape.kv
     quantise = (
         2 * (2 * d + 2 * d + NVFP4 * d * norm_terms)  # RMSNorm: x; D(y), codes
         + (2 * q + NVFP4 * q * inner_terms)  # input of o
@@ -119,9 +100,9 @@ def project(card: Card, shape: Shape, step: Step) -> dict[str, float]:
         + 2 * (2 * d + q + f) / 16 * (norm_terms + 1)  # block scales put in the order that the GEMM reads
     )
     elementwise = 2 * (6 * d) + 2 * (6 * d) + 2 * 2 * (2 * (q + kv)) * 2  # residual sums and their gradients, RoPE both ways
-    rows, weight = step.labels, 2 * shape.vocab * d
-    head = gemm(card.bf16, 2 * rows * shape.vocab * d, weight) * 2 + 6 * 2 * rows * shape.vocab / moved
-    adapters = sum(r * (k + n) for k, n in shape.linears.values()) * shape.layers
+    rows, weight = step.labels, 2 * shape.vocabulary * d
+    head = gemm(card.bf16, 2 * rows * shape.vocabulary * d, weight) * 2 + 6 * 2 * rows * shape.vocabulary / moved
+    adapters = sum(r * (p.inputs + p.outputs) for p in shape.projections) * shape.layers
     scale = shape.layers * shape.heads * shape.head_dim * step.tokens * step.seq / (16 * 32 * 64 * 4096 * 1024)
     return {
         "NVFP4 GEMMs": fp4 * shape.layers,
@@ -133,38 +114,29 @@ def project(card: Card, shape: Shape, step: Step) -> dict[str, float]:
     }
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *rows])
-
-
 def projection(card: Card) -> str:
     """Steps of all shapes and presets on a card."""
     rows = []
-    for shape in SHAPES:
-        for accuracy in TERMS:
+    for title, shape in SHAPES.items():
+        for accuracy in ACCURACY:
             times = project(card, shape, Step(accuracy=accuracy))
             total = sum(times.values())
             cells = [*(f"{t:.1f}" for t in times.values()), f"**{total:.0f}**", f"{4096 / total:.1f}k"]
-            rows.append([f"{shape.name}, {accuracy}", *cells])
-    return table(["", *times, "step", "tokens/s"], rows)
+            rows.append([f"{title}, {accuracy}", *cells])
+    return markdown(["", *times, "step", "tokens/s"], rows)
 
 
 def against_the_paper() -> str:
     """Llama-1B on the RTX 5080 with logits at all positions, beside the paper's Table 11."""
-    found = project(CARDS[0], SHAPES[0], Step(labels=4096))
+    found = project(CARDS[0], SHAPES["Llama-3.2-1B"], Step(labels=4096))
     found["BF16 GEMMs"] = found["BF16 GEMMs: LoRA"] + found["BF16 GEMMs: head"]
     found["elementwise"] = found["elementwise / optimizer"]
-    paper = {
-        "NVFP4 GEMMs": 25.6,
-        "BF16 GEMMs": 48.9,
-        "quantisation / fused kernels": 17.1,
-        "attention": 12.7,
-        "elementwise": 21.8,
-    }
+    names = ("BF16 GEMMs", "NVFP4 GEMMs", "quantisation / fused kernels", "attention", "elementwise")
+    paper = {name: pact for name, (_, pact, _) in zip(names, PAPER["breakdown"].values())}
     rows = [[name, f"{found[name]:.1f}", f"{paper[name]:.1f}"] for name in paper]
     total = f"{sum(paper.values()):.1f} (the paper's own sum: 130.1)"
     rows.append(["sum", f"{sum(found[name] for name in paper):.1f}", total])
-    return table(["ms", "model", "paper"], rows)
+    return markdown(["ms", "model", "paper"], rows)
 
 
 def main() -> None:

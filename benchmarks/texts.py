@@ -1,11 +1,7 @@
 """Real texts for calibration and for held-out measurements.
 
-Any ``.txt`` file (a text on every line) or ``.jsonl`` file (``text`` or ``document`` of every line). By default
-two files of the source archive of ``llamafactory==0.9.5`` (Apache-2.0; 1.8 MB), looked for in `smollm2_reviews.data_dir`:
-``c4_demo.jsonl``, 300 web pages, and ``wiki_demo.txt``, encyclopedia articles:
-
-    pip download --no-deps --no-binary :all: llamafactory==0.9.5
-    tar xzf llamafactory-0.9.5.tar.gz --strip-components 2 -C $PEFT_NVFP4_DATA --wildcards '*/c4_demo.jsonl' '*/wiki_demo.txt'
+Any ``.txt`` file (a text on every line) or ``.jsonl`` file (``text`` or ``document`` of every line). By default two files that
+``reproduce/sources.py`` fetches: ``c4_demo.jsonl``, 300 web pages, and ``wiki_demo.txt``, encyclopedia articles.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import smollm2_reviews
+from reproduce import sources
 from torch import Tensor
 
 from peft_nvfp4.calibration.data import batches
@@ -74,8 +70,4 @@ def default_paths() -> list[Path]:
     Raises:
         FileNotFoundError: they are not there.
     """
-    paths = [smollm2_reviews.data_dir() / name for name in DEFAULT]
-    missing = [path for path in paths if not path.is_file()]
-    if missing:
-        raise FileNotFoundError(f"no texts at {missing[0]}; benchmarks/texts.py says where they come from, or give --text FILE")
-    return paths
+    return [sources.path_of(name) for name in DEFAULT]

@@ -19,17 +19,14 @@ class WireCount:
     """What one process asked for.
 
     Attributes:
-        calls: collective -> number of calls.
         payload: collective -> bytes of the full tensor: what is gathered, or what is reduced.
         world: number of processes.
     """
 
     world: int = 1
-    calls: Counter = field(default_factory=Counter)
     payload: Counter = field(default_factory=Counter)
 
     def add(self, kind: str, bytes_: int) -> None:
-        self.calls[kind] += 1
         self.payload[kind] += bytes_
 
     def sent(self, kind: str) -> float:

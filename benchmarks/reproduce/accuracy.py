@@ -6,7 +6,7 @@
 
 A method's learning rate on a task is the one of 3e-4, 7e-4, 1.5e-3 (3e-3 as well if that was best) with the least validation loss
 in a run whose seed is not among those that count. Then five seeds at that rate: all of them are in the table. Data and model:
-``python benchmarks/reproduce/sources.py FOLDER`` and ``python -m peft_nvfp4.data fetch``.
+``python benchmarks/reproduce/sources.py FOLDER`` and ``python examples/smollm2_reviews.py fetch``.
 """
 
 from __future__ import annotations

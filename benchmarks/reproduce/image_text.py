@@ -29,7 +29,7 @@ if __name__ == "__main__":
 import calibrate_vlm
 import torch
 import torch.nn.functional as F
-from peft_nvfp4.data import load_smollm2
+from common import smollm2_reviews as data
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, Idefics3ImageProcessorPil, Idefics3Processor
 
@@ -69,7 +69,7 @@ def stand_in(folder: Path) -> Path:
         FileNotFoundError: the packaged model was not fetched.
     """
     if not (folder / "processor_config.json").is_file():  # what is written last
-        language, tokenizer = load_smollm2()
+        language, tokenizer = data.load_smollm2()
         calibrate_vlm.build(language, tokenizer).save_pretrained(folder)
         size = {"longest_edge": calibrate_vlm.TILE}
         images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)

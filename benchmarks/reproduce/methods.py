@@ -1,7 +1,7 @@
 """The methods that are compared: a frozen base, and how it computes.
 
 Everything but the base is the same for all: LoRA of one rank on all linears, no dropout, the same rows in the same order, the
-same loss. ``weights`` are the packaged ones (``shipped``; they were 4-bit before, see :mod:`peft_nvfp4.data`) or the same
+same loss. ``weights`` are the packaged ones (``shipped``; they were 4-bit before, see `examples/smollm2_reviews.py`) or the same
 function with a rotated residual stream (``rotated``, :mod:`rotation`), which takes them off that grid.
 
 The paper's TE row, direct quantisation without calibration, has no counterpart here; NVFP4 rounded to nearest (with this
@@ -19,17 +19,15 @@ from typing import Any
 import rotation
 import texts
 import torch
-from peft import get_peft_model
-from peft_nvfp4.data import model_folder
+from common import smollm2_reviews as data
+from low_level import adapted_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from peft_nvfp4 import NVFP4LoraConfig, freeze_model
+from peft_nvfp4 import freeze_model
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.quantization.freeze import dequantize_model
-
-from . import sources
 
 SHIPPED, ROTATED = "shipped", "rotated"
 WEIGHTS = (SHIPPED, ROTATED)
@@ -42,7 +40,7 @@ LAST = "layers.-1"
 class Method:
     """Attributes:
     label: in the tables.
-    config: fields of NVFP4LoraConfig.
+    config: what :func:`low_level.adapted_model` takes.
     calibration: name of a set of GPTQ weights, a key of :data:`CALIBRATIONS`; None: rounded to nearest.
     weights_only: NVFP4 weights, dequantised, with exact activations and gradients.
     """
@@ -98,7 +96,7 @@ CALIBRATIONS: dict[str, dict[str, Any]] = {  # of CalibrationOptions
 
 def general_texts() -> list[str]:
     """What text models are calibrated with."""
-    return texts.split([sources.path_of(name) for name in texts.DEFAULT])[0]
+    return texts.split(texts.default_paths())[0]
 
 
 @dataclass
@@ -108,7 +106,7 @@ class Models:
     Attributes:
         layers: keep only the first so many (to try things).
         samples, length: of a calibration.
-        shipped: folder of the model, if not :func:`peft_nvfp4.data.model_folder`.
+        shipped: folder of the model, if not `smollm2_reviews.model_folder`.
     """
 
     folder: Path
@@ -120,7 +118,7 @@ class Models:
 
     def load(self, weights: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
         """Dense model on the device, and tokenizer. The rotated weights are made when they are first asked for."""
-        folder = (self.shipped or model_folder()) if weights == SHIPPED else self.folder / "weights" / weights
+        folder = (self.shipped or data.model_folder()) if weights == SHIPPED else self.folder / "weights" / weights
         if weights == ROTATED and not (folder / "config.json").is_file():
             self._rotate(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -174,4 +172,4 @@ def adapt(model: nn.Module, method: Method, calibration: Path | None, **fields: 
         last = f"layers.{model.config.num_hidden_layers - 1}"
         config["skip_modules"] = [last if name == LAST else name for name in skipped]
     shared = dict(r=method.rank, lora_alpha=2 * method.rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
-    return get_peft_model(model, NVFP4LoraConfig(**shared | config | fields))
+    return adapted_model(model, **shared | config | fields)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics.functional.text import rouge_score, squad
 
-from .metrics import exact_match, rouge_l, word_f1
 from .prompts import Item
 from .tasks import GENERATED, Task
 from .training import encode, prompt_ids, target_ids, token_losses
@@ -29,7 +30,20 @@ def last_number(answer: str, reference: str) -> float:
     return float(bool(found[0]) and bool(found[1]) and float(found[0][-1]) == float(found[1][-1]))
 
 
-METRICS = {"exact_match": exact_match, "f1": word_f1, "rouge_l": rouge_l, "last_number": last_number}
+def squad_score(name: str, answer: str, reference: str) -> float:
+    """SQuAD's ``exact_match`` or ``f1``."""
+    found = squad([{"prediction_text": answer, "id": ""}], [{"answers": {"text": [reference], "answer_start": [0]}, "id": ""}])
+    return found[name].item() / 100
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    return rouge_score(answer, reference, rouge_keys="rougeL")["rougeL_fmeasure"].item()
+
+
+METRICS = {
+    **{name: partial(squad_score, name) for name in ("exact_match", "f1")},
+    **{"rouge_l": rouge_l, "last_number": last_number},
+}
 
 
 @torch.no_grad()

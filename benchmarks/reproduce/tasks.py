@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from peft_nvfp4.data import _read_reviews
+from common import smollm2_reviews
 
 from . import prompts, sources
 from .prompts import Item, item
@@ -89,7 +89,7 @@ def _some(items: Sequence[Item], count: int, salt: str) -> list[Item]:
 
 
 def _movies() -> Rows:
-    rows = _read_reviews(sources.path_of("movies.txt"))
+    rows = smollm2_reviews._read_reviews(sources.path_of("movies.txt"))
     return [item("sentiment", {"text": row.text, "label": row.label}) for row in rows], []
 
 

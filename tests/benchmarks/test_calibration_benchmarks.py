@@ -143,7 +143,7 @@ def arguments(files, tmp_path, **k):
 
 
 def test_perplexity_to_the_end(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(perplexity, "load_smollm2", lambda dtype, layers: (with_gains(), Letters()))
+    monkeypatch.setattr(perplexity.data, "load_smollm2", lambda dtype, layers: (with_gains(), Letters()))
     some = ["paper, centred", "paper", "balanced"]
     run = perplexity.Run(arguments(files, tmp_path, rotate=0, recipes=some))
     run.run()
@@ -160,7 +160,7 @@ def test_perplexity_to_the_end(files, tmp_path, monkeypatch):
 
 
 def test_gradient_cosine_to_the_end(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(gradient_cosine, "load_smollm2", lambda dtype, layers: (with_gains(), Letters()))
+    monkeypatch.setattr(gradient_cosine.data, "load_smollm2", lambda dtype, layers: (with_gains(), Letters()))
     gradient_cosine.run(arguments(files, tmp_path, accuracy="balanced", batches=2))
     rows = json.loads((tmp_path / "gradient_cosine_balanced_cpu.json").read_text())["rows"]
     cosines = {name: row["cosine"] for name, row in rows.items()}

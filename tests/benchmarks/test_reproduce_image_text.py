@@ -311,7 +311,7 @@ def test_what_is_missing_is_said(home, name, tmp_path, monkeypatch):
         image_text.main([*small, "--model", name])
     monkeypatch.setenv("PEFT_NVFP4_DATA", str(home))
     monkeypatch.delenv("PEFT_NVFP4_MODEL")
-    with pytest.raises(FileNotFoundError, match="peft_nvfp4.data fetch"):
+    with pytest.raises(FileNotFoundError, match="smollm2_reviews.py fetch"):
         image_text.main([*small, "--stand-in"])
 
 

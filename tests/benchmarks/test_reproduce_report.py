@@ -125,7 +125,7 @@ def test_settings_of_the_default_are_the_estimators_defaults():
     assert Case("nvfp4-high").settings() == Settings()
     assert Case("nvfp4").settings() == Settings(accuracy="balanced")
     assert Case("nvfp4-paper-recompute-once-transient-graphs").settings() == Settings(
-        accuracy="paper", recompute_mlp=True, recompute_attention=True, weight_layouts="transient", cuda_graphs=True
+        accuracy="paper", memory="small", cuda_graphs=True
     )
 
 

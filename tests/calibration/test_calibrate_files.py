@@ -15,8 +15,8 @@ from conftest import tiny_llama
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.calibration.passes import summary
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
+from peft_nvfp4.calibration.store import read_manifest, write_manifest
 from peft_nvfp4.quantization.freeze import frozen_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
@@ -93,7 +93,7 @@ def test_a_folder_of_another_calibration_is_refused(tmp_path):
 
 
 def bits_of_folder(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "report.png"}
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def test_applied_to_another_copy(tmp_path):
@@ -116,9 +116,9 @@ def test_applied_to_another_copy(tmp_path):
     assert not frozen_layers(wrong)
     with pytest.raises(ValueError, match="manifest.json is missing"):
         apply_calibration(tiny_llama(), tmp_path / "nothing")
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest = read_manifest(tmp_path)
     del manifest["layers"]["model.layers.1"]
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path, manifest)
     with pytest.raises(ValueError, match="not finished.*model.layers.1"):
         apply_calibration(tiny_llama(), tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
@@ -131,10 +131,8 @@ def test_report(tmp_path):
     saved = json.loads((tmp_path / "report.json").read_text())
     assert saved["means"] == pytest.approx(report.means()) and saved["layers"].keys() == report.layers.keys()
     row = saved["layers"]["model.layers.0"]
-    assert row["seconds"] > 0 and row["peak_gib"] > 0 and len(row["linears"]) == 7
-    assert "W4A4 error" in summary(row) and "2 layers" in str(report)
-    pytest.importorskip("matplotlib")
-    assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert row["seconds"] > 0 and "peak_gib" in row and len(row["linears"]) == 7
+    assert "W4A4 error" in str(report) and "2 layers" in str(report)
 
 
 # ---------------------------------------------------------------------------------------------- with the rest of the package

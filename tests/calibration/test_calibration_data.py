@@ -148,7 +148,7 @@ def test_refusals_of_calibrate():
     with pytest.raises(TypeError, match="options=..."):
         calibrate(tiny_llama(), IDS, CalibrationOptions(), **FAST)
     numbers = (dict(samples=0), dict(seq_len=1), dict(batch_size=0), dict(backward_batches=0), dict(report_tokens=-1))
-    words = (dict(method="best"), dict(accuracy="best"), dict(budget=2.0), dict(backward="best"), dict(gradients="best"))
+    words = (dict(method="best"), dict(accuracy="best"), dict(budget=2.0), dict(backward="best"), dict(weight_layouts="best"))
     for wrong in (*numbers, *words):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CalibrationOptions(**wrong)
@@ -194,7 +194,7 @@ def test_a_linear_that_only_a_later_batch_reaches():
     dense.model.layers[0].mlp.spare.register_forward_pre_hook(lambda m, args: moments.add(rounded_input(args[0], 2)))
     with torch.no_grad():
         dense(IDS[3:6, :20])
-    expected = gptq([dense.model.layers[0].mlp.spare.weight], moments)[0].q
+    expected = gptq([dense.model.layers[0].mlp.spare.weight], moments)[0]
     assert torch.equal(got.model.layers[0].mlp.spare.weight, expected.codes)
 
 

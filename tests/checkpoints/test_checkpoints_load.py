@@ -1,8 +1,6 @@
 """From the headers of a published checkpoint to frozen layers, step by step: what the headers say of each linear, what of the
 loaded tensors is checked, and what a packed linear becomes. Whole checkpoints: test_layouts and test_layouts_hostile."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -42,13 +40,13 @@ def named(stem, tensors):
     return {f"{stem}.{leaf}": t for leaf, t in tensors.items()}
 
 
-def published(layout, *ignore):
-    return Published(layout, ignore, "config.json")
+def published(layout):
+    return Published(layout, "config.json")
 
 
 def refused(layout, stored, match, planned=(), of=None):
     with pytest.raises(ValueError, match=match):
-        packed_linears(of or model(), published(layout, "b"), stored, dict.fromkeys(planned))
+        packed_linears(of or model(), published(layout), stored, planned)
 
 
 DENSE = {"b.weight": torch.zeros(N, K, dtype=torch.bfloat16)}
@@ -63,9 +61,7 @@ def test_the_packed_linears_are_found_with_all_their_tensors(layout):
     own = values(layout)
     others = {**DENSE, "a.bias": torch.zeros(N), "table.weight": torch.zeros(N, K), "b.mask": torch.zeros(4, dtype=torch.uint8)}
     stored = headers({**named("a", own), **others})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = packed_linears(model(), published(layout, "b"), stored, {"a": (), "b": ()})
+    found = packed_linears(model(), published(layout), stored, ["a", "b"])
     assert found == {"a": {leaf: stored[f"a.{leaf}"] for leaf in own}}
 
 
@@ -116,8 +112,9 @@ def loaded(layout, bias=False, **settings):
     return packed
 
 
-def place(name):
-    return f"{name} in x.safetensors"
+def check(**layers):
+    parameters = {f"{name}.{leaf}": p for name, layer in layers.items() for leaf, p in layer.named_parameters()}
+    check_loaded(parameters, lambda name: f"{name} in x.safetensors")
 
 
 @LAYOUTS
@@ -127,16 +124,16 @@ def test_what_was_not_loaded_is_named(layout, missing):
     leaf = getattr(layout, missing, missing)
     for empty in (lambda p: p.to("meta"), torch.empty_like):
         packed = loaded(layout, bias=True)
-        check_loaded({"a": packed}, place)
+        check(a=packed)
         setattr(packed, leaf, nn.Parameter(empty(getattr(packed, leaf).detach()), requires_grad=False))
         with pytest.raises(ValueError, match=f"^a.{leaf} in x.safetensors was not loaded"):
-            check_loaded({"a": packed}, place)
+            check(a=packed)
     packed = loaded(layout, bias=True)
     marked_only = nn.Parameter(getattr(packed, leaf).detach().to("meta"), requires_grad=False)
     marked_only._is_hf_initialized = True
     setattr(packed, leaf, marked_only)
     with pytest.raises(ValueError, match=f"^a.{leaf} in x.safetensors was not loaded"):
-        check_loaded({"a": packed}, place)
+        check(a=packed)
 
 
 @LAYOUTS
@@ -159,10 +156,10 @@ def test_biases_of_packed_linears_come_from_the_files(tmp_path, layout):
 def test_the_range_of_global_scales_includes_its_ends(layout):
     low, high = (2.0**e for e in GSCALE_EXPONENTS)
     for g in (low, high):
-        check_loaded({"a": loaded(layout, g=g)}, place)
+        check(a=loaded(layout, g=g))
     for g in (low / 2, high * 2):
         with pytest.raises(ValueError, match=f"^a.{layout.gscale} in x.safetensors is corrupt: it holds a global scale"):
-            check_loaded({"sound": loaded(layout), "a": loaded(layout, g=g)}, place)
+            check(sound=loaded(layout), a=loaded(layout, g=g))
 
 
 @LAYOUTS
@@ -171,10 +168,10 @@ def test_the_largest_block_scale_is_sound_and_the_next_byte_is_not(layout):
     for byte, sound in ((0x7E, True), (0x7F, False)):
         packed.weight_scale.data.view(torch.uint8)[1, 2] = byte
         if sound:
-            check_loaded({"a": packed}, place)
+            check(a=packed)
         else:
             with pytest.raises(ValueError, match="^a.weight_scale in x.safetensors is corrupt: it holds NaN or negative scales"):
-                check_loaded({"a": packed}, place)
+                check(a=packed)
 
 
 # ---------------------------------------------------------------------------------------------- what it becomes
@@ -186,10 +183,8 @@ def test_the_largest_block_scale_is_sound_and_the_next_byte_is_not(layout):
 def test_a_packed_linear_becomes_frozen_or_dense(layout, bias, training):
     """Either way with the bias, the mode and the values that it had."""
     packed = loaded(layout, bias=bias).train(training)
-    completed = []
-    layer = frozen_layer(packed, FrozenOptions(), completed.append)
-    linear = dense_linear(packed)
-    assert completed == [layer] and type(linear) is nn.Linear
+    layer, linear = frozen_layer(packed, FrozenOptions()), dense_linear(packed)
+    assert layer.backward_layout is not None and type(linear) is nn.Linear
     assert layer.training == linear.training == training
     assert_same_bits(linear.weight.detach(), layer.dequantize(torch.float32), "values")
     for got in (layer, linear):
@@ -215,8 +210,8 @@ def test_an_input_scale_is_kept_where_it_is_one(layout, stored, kept):
     else:
         value = torch.tensor([stored])
         setattr(packed, layout.input_scale, nn.Parameter(1 / value if layout.reciprocal else value, requires_grad=False))
-    check = frozen_layer(packed, FrozenOptions(), lambda layer: None)
-    assert check.published_input_scale == (kept if kept is None else pytest.approx(kept, rel=2.0**-23))
+    layer = frozen_layer(packed, FrozenOptions())
+    assert layer.published_input_scale == (kept if kept is None else pytest.approx(kept, rel=2.0**-23))
 
 
 @LAYOUTS

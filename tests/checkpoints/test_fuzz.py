@@ -49,26 +49,23 @@ def test_settings_of_published_checkpoints(name, damage):
     content = damage[1](SETTINGS[name])
     if isinstance(content, dict):  # as its callers have made sure
         with done_or_refused("origin.json"):
-            read_settings(content, "origin.json").ignores("model.layers.0.mlp.up_proj")
+            read_settings(content, "origin.json")
 
 
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
-        ("compressed-tensors", "ignore", 5),
-        ("compressed-tensors", "ignore", ["re:["]),
         ("compressed-tensors", "sparsity_config", "dense"),
         ("compressed-tensors", "format", ["x"]),
         ("compressed-tensors", "quant_method", ["x"]),
         ("modelopt", "quant_algo", ["NVFP4"]),
         ("modelopt", "quantized_layers", ["x"]),
         ("modelopt", "quantized_layers", {"a": "NVFP4"}),
-        ("modelopt", "ignore", {"a": 1}),
     ],
 )
 def test_settings_of_a_wrong_type(name, key, value):
     with pytest.raises(ValueError, match="origin.json"):
-        read_settings({**SETTINGS[name], key: value}, "origin.json").ignores("model.layers.0.mlp.up_proj")
+        read_settings({**SETTINGS[name], key: value}, "origin.json")
 
 
 # ---------------------------------------------------------------------------------------------- safetensors, indices
@@ -91,7 +88,7 @@ def test_headers(small, damage):
     file.write_bytes(spoil(damage, data))
     with done_or_refused(file):
         check_files([str(file)], packed=True)
-        for stored in stored_in(str(file)):
+        for stored in stored_in([str(file)]):
             assert isinstance(stored.dtype, str) and all(n >= 0 for n in stored.shape)
 
 
@@ -277,16 +274,3 @@ def test_damaged_calibrated_layers(calibrated, damage):
     folder, model = calibrated
     with spoiled(folder / "layers_00001.safetensors", damage):
         freeze_calibrated(folder, model, folder)
-
-
-def test_a_manifest_that_leads_out_of_its_folder(calibrated, tmp_path):
-    folder, model = calibrated
-    shutil.copytree(folder, tmp_path / "copy")
-    shutil.copy(folder / "layers_00001.safetensors", tmp_path / "elsewhere.safetensors")
-    path = tmp_path / "copy" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    name = next(name for name, entry in manifest["layers"].items() if entry["file"] == "layers_00001.safetensors")
-    for file in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors")):
-        manifest["layers"][name]["file"] = file
-        path.write_text(json.dumps(manifest))
-        assert not freeze_calibrated(tmp_path / "copy", model, path)

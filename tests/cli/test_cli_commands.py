@@ -283,7 +283,7 @@ def test_calibrate_and_train_on_it(app, world, tmp_path):
 
 def test_merge_keeps_the_adapter(app, world, tmp_path):
     found = json_of(app, "merge", world / "adapter", "-o", tmp_path / "m", "--to", "fp32", "--probe", world / "data.jsonl")
-    assert found["report"]["total"]["retained"] > 0.999 and found["packed"] == 0
+    assert found["report"]["retained"] > 0.999 and found["packed"] == 0
     adapter = json_of(app, "eval", world / "data.jsonl", "--adapter", world / "adapter")["adapter"]["scores"]["nll"]
     merged = json_of(app, "eval", world / "data.jsonl", "-m", tmp_path / "m")["model"]["scores"]["nll"]
     assert merged == pytest.approx(adapter, abs=0.05)  # activations are not rounded to NVFP4 any more
@@ -308,7 +308,7 @@ def test_profile(app, world, tmp_path):
     assert set(found["times_ms"]) == set(profiling.CATEGORIES)
     assert found["times_ms"]["quantise/fused"] > 0 and found["times_ms"]["NVFP4 GEMMs"] > 0 and found["times_ms"]["attention"] > 0
     assert found["total_ms"] == pytest.approx(sum(found["times_ms"].values()))
-    assert len(found["timeline"]) > 10 and "traceEvents" in json.loads((tmp_path / "t.json").read_text())
+    assert found["kernels"] and "traceEvents" in json.loads((tmp_path / "t.json").read_text())
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -129,7 +129,7 @@ def test_what_is_trained_and_what_is_scored_are_the_same(tmp_path, row, template
     given = options.TrainOptions(model=str(tmp_path / "model"), dataset=name, output=str(tmp_path / "out"), rank=2)
     trainer, _ = training._trainer(given, lambda text: None)
     assert [learned(tokenizer, row) for row in trainer.train_dataset] == expected
-    scored = evaluation.encode(texts.read(name), trainer.processing_class, 64)
+    scored = evaluation.encode(texts.read(name), trainer.processing_class, 64).values()
     assert sum((learned(tokenizer, row) for row in scored), []) == sum(expected, [])
     if template != MARKED:
         assert [row["input_ids"] for row in scored] == list(trainer.train_dataset["input_ids"])
@@ -145,9 +145,10 @@ def test_long_rows_lose_their_end(tmp_path):
     """One whose prompt alone is too long has nothing to score."""
     tokenizer = tiny_tokenizer()
     rows = texts.read(write(tmp_path / "d.jsonl", [{"prompt": p, "completion": "blue"} for p in ("red " * 50, "red " * 8)]))
-    assert evaluation.encode(rows, tokenizer, 8) == [None, None]
-    first, second = evaluation.encode(rows, tokenizer, 9)
-    assert first is None and len(second["input_ids"]) == 9 and learned(tokenizer, second) == ["blue"]
+    with pytest.raises(ValueError, match="within 8 tokens: raise --max-length"):
+        evaluation.encode(rows, tokenizer, 8)
+    ((number, row),) = evaluation.encode(rows, tokenizer, 9).items()
+    assert number == 1 and len(row["input_ids"]) == 9 and learned(tokenizer, row) == ["blue"]
 
 
 def test_packed_rows_do_not_see_each_other(tmp_path):

@@ -22,10 +22,10 @@ from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.frozen_linear import Branch
 from peft_nvfp4.autograd.lora import lora_branch
 from peft_nvfp4.fusion.attach import attached
-from peft_nvfp4.kernels import bf16_matmul
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
+from peft_nvfp4.numerics.matmul import full_precision_sums
 from peft_nvfp4.ops import linear
 from peft_nvfp4.quantization.freeze import dequantize_model, frozen_layers
 
@@ -287,7 +287,7 @@ def test_large_fp16_input_with_an_adapter():
 def test_full_precision_sums_puts_the_flag_back(monkeypatch, flag):
     settings = SimpleNamespace(allow_bf16_reduced_precision_reduction=flag)
     monkeypatch.setattr(torch.backends.cuda, "matmul", settings)
-    with pytest.raises(KeyError), bf16_matmul.full_precision_sums():
+    with pytest.raises(KeyError), full_precision_sums():
         assert settings.allow_bf16_reduced_precision_reduction in (False, (False, False))
         raise KeyError
     assert settings.allow_bf16_reduced_precision_reduction == flag

@@ -16,6 +16,7 @@ import torch
 
 from peft_nvfp4 import ops
 from peft_nvfp4.kernels.fp4 import cutlass, tiles
+from peft_nvfp4.kernels.fp4.native import Unavailable
 from peft_nvfp4.kernels.fp4.tiles import Problem, Tile
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT
@@ -28,16 +29,16 @@ PINGPONG = Tile(128, 128, 128, "pingpong")
 
 
 @pytest.fixture
-def load_from(monkeypatch):
-    """load() of a given file."""
+def refused(monkeypatch):
+    """Why load() does not take a given file: the exception."""
 
     def load(path):
         monkeypatch.setenv(cutlass.VARIABLE, str(path))
-        cutlass._open.cache_clear()
-        return cutlass.load()
+        with pytest.raises(Unavailable) as error:
+            cutlass.load()
+        return error.value
 
-    yield load
-    cutlass._open.cache_clear()
+    return load
 
 
 @pytest.fixture(scope="module")
@@ -63,31 +64,36 @@ def shared_object(tmp_path, source):
 # ---------------------------------------------------------------------------------------------- loading
 
 
+def test_missing_library_says_how_to_get_one(refused, tmp_path):
+    error = refused(tmp_path / "nothing.so")
+    assert re.match(f"not built: .*nothing.so.*{cutlass.VARIABLE}", str(error)) and not error.broken
+    x, w = ops.quantize(torch.randn(3, 64), ACTIVATION), ops.quantize_weight(torch.randn(8, 64), WEIGHT)
+    with pytest.raises(Unavailable, match="not built"):
+        cutlass.gemms([x], [w])
+
+
 def test_missing_library_of_an_installation(monkeypatch, tmp_path):
     monkeypatch.delenv(cutlass.VARIABLE, raising=False)
     monkeypatch.setattr(cutlass, "__file__", str(tmp_path / "kernels" / "fp4" / "cutlass.py"))
-    library, reason = cutlass.load()
-    assert library is None and reason.startswith("not built") and "make build-ext" in reason
+    with pytest.raises(Unavailable, match="not built: .*make build-ext"):
+        cutlass.load()
 
 
-NO_LIBRARY = {  # C code, bytes or nothing: words of the reason
-    "missing": (None, ["not built", "library", cutlass.VARIABLE]),
-    "garbage": (b"\x7fELF" + bytes(200), ["cannot be loaded"]),
-    "without our symbols": ("int something(void) { return 0; }", ["not the extension", "peft_nvfp4_abi"]),
-    "another version": ("int peft_nvfp4_abi(void) { return 99; }", ["version 99", f"version {cutlass.ABI}"]),
+BROKEN = {  # C code or bytes: words of the reason
+    "garbage": (b"\x7fELF" + bytes(200), "cannot be loaded"),
+    "without our symbols": ("int something(void) { return 0; }", "not the extension.*peft_nvfp4_abi"),
+    "another version": ("int peft_nvfp4_abi(void) { return 99; }", f"version 99, this package speaks version {cutlass.ABI}"),
 }
 
 
-@pytest.mark.parametrize("content, words", NO_LIBRARY.values(), ids=NO_LIBRARY)
-def test_a_file_that_is_no_library_says_why(load_from, tmp_path, content, words):
-    file = tmp_path / "library"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    elif content is not None:
+@pytest.mark.parametrize("content, words", BROKEN.values(), ids=BROKEN)
+def test_a_file_that_is_no_library_is_broken(refused, tmp_path, content, words):
+    if isinstance(content, str):
         file = shared_object(tmp_path, content)
-    library, reason = load_from(file)
-    assert library is None and all(word in reason for word in words), reason
-    assert reason.startswith("not built") == (content is None)
+    else:
+        (file := tmp_path / "garbage.so").write_bytes(content)
+    error = refused(file)
+    assert re.search(words, str(error)) and error.broken
 
 
 @pytest.mark.parametrize("capability, fits", [((12, 0), True), ((12, 1), True), ((9, 0), False), ((12, 2), False)])
@@ -95,14 +101,16 @@ def test_library_for_another_gpu(monkeypatch, tmp_path, capability, fits):
     class Loaded:
         path, archs = tmp_path, ["12.0a", "12.1a"]
 
-    monkeypatch.setattr(cutlass, "_open", lambda path: (Loaded, ""))
+    monkeypatch.setattr(cutlass, "_open", lambda path: Loaded)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "Some GPU")
-    library, reason = cutlass.load()
-    assert (library is Loaded) == fits
-    assert fits or (reason.startswith("not built for") and "Some GPU" in reason and "12.0a" in reason)
+    if fits:
+        assert cutlass.load() is Loaded
+    else:
+        with pytest.raises(Unavailable, match="not built for .* 12.0a, 12.1a, which Some GPU cannot run"):
+            cutlass.load()
 
 
 def test_structures_match_the_header(tmp_path):
@@ -117,42 +125,6 @@ def test_structures_match_the_header(tmp_path):
     for name, structure in fields.items():
         ours = [getattr(structure, field).offset for field, _ in structure._fields_] + [ctypes.sizeof(structure)]
         assert list((ctypes.c_size_t * len(ours)).in_dll(library, f"{name}_at")) == ours
-
-
-# ---------------------------------------------------------------------------------------------- arguments
-
-
-def operands(m=3, n=8, k=64, terms=1):
-    x, w = torch.randn(m, k), torch.randn(n, k)
-    q = ops.quantize(x, ACTIVATION)
-    return [q] * terms, ops.quantize_weight(w, WEIGHT)
-
-
-def test_without_library_a_product_says_why(load_from, tmp_path):
-    load_from(tmp_path / "nothing.so")
-    xs, w = operands()
-    with pytest.raises(RuntimeError, match="not there: not built"):
-        cutlass.gemms(xs, [w])
-
-
-XS, W = operands()
-WRONG = {  # operands, other arguments, message
-    "dtype": (XS, [W], dict(dtype=torch.float16), "dtype is bfloat16 or float32"),
-    "constant": (XS, [W], dict(constants=[torch.zeros(7)]), r"constant 0: contiguous \(8,\)"),
-    "constants": (XS, [W, W], dict(constants=[None]), "as many constants"),
-    "add": (XS, [W], dict(adds=[torch.zeros(3, 8)]), r"add 0: must be \(3, 8\) torch.bfloat16"),
-    "out": (XS, [W], dict(outs=[torch.zeros(2, 8, dtype=torch.bfloat16)]), r"out 0: must be \(3, 8\)"),
-    "terms": (XS * 3, [W], {}, "one or two terms, got 3"),
-    "codes": (XS, [operands(k=128)[1]], {}, "weight 0: codes must be"),
-    "row scales": (XS, [W._replace(gscale=torch.ones(8))], {}, "weight 0: at least one row and one global scale"),
-    "strided": (XS, [W._replace(codes=W.codes.t().contiguous().t())], {}, "contiguous"),
-}
-
-
-@pytest.mark.parametrize("xs, weights, change, match", WRONG.values(), ids=WRONG)
-def test_wrong_arguments(xs, weights, change, match):
-    with pytest.raises(ValueError, match=match):
-        cutlass.gemms(xs, weights, **change)
 
 
 # ---------------------------------------------------------------------------------------------- tiles
@@ -338,8 +310,9 @@ def test_library_checks_its_arguments(library):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_match_the_reference(dtype):
     """Needs a library for this GPU: on SM120 the extension, elsewhere PEFT_NVFP4_EXTENSION=an emulated one."""
-    library, reason = cutlass.load()
-    if library is None:
+    try:
+        cutlass.load()
+    except Unavailable as reason:
         pytest.skip(f"not run: {reason}")
     x = torch.randn(200, 160, device="cuda")
     first = ops.quantize(x, ACTIVATION)

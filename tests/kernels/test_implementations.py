@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from _gemms import BF16, CPU, MUTANTS, changed, fake_scaled_mm, gemm, narrow, one_by_one, raising
 from _product_groups import GROUPS, close, exact_dgrad, exact_fprop, group, with_seeds, without_hidden
 
@@ -149,15 +148,6 @@ def test_scaled_mm_by_groups_of_rows(scaled, monkeypatch):
     assert torch.equal(native.single(scaled_mm.gemms)([x], w, add=add), whole)
     assert calls == [128, 128, 44]
     assert torch.equal(whole, gemm([x], w, add=add))
-
-
-def test_a_torch_without_scaled_mm_says_what_is_missing(monkeypatch):
-    assert scaled_mm.load() == (scaled_mm.gemms, "")
-    monkeypatch.delattr(F, "scaled_mm")
-    gemms, reason = scaled_mm.load()
-    assert gemms is None and f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: " in reason
-    with pytest.raises(implementations.Unavailable, match="need torch 2.10"):
-        implementations.working_gemms("scaled_mm", CPU)
 
 
 # ---------------------------------------------------------------------------------------------- the choice

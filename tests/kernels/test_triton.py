@@ -155,7 +155,7 @@ def flattened(value) -> list[torch.Tensor]:
 def test_status_names_every_operator_and_a_reason():
     status = kernels.status()
     names = {o.operator for o in status.operators}
-    assert names == set(dispatch.KERNELS) | set(dispatch.PRODUCTS) | set(dispatch.PLAIN)
+    assert names == set(dispatch.KERNELS) | set(dispatch.PRODUCTS)
     assert all(o.note for o in status.operators if o.implementation == "reference")
     assert str(status).splitlines()[0].split() == ["operator", "implementation", "device", "note"]
 

@@ -78,7 +78,7 @@ def test_skipped_experts_stay_dense_through_files(tmp_path):
         (lambda s, n: s.update({f"{n}.down_proj": s[f"{n}.down_proj"][:, :-1]}), "has the shape"),
         (lambda s, n: s[f"{n}.gate_up_proj_scales"].view(-1)[5:6].fill_(0x7F), "gate_up_proj_scales.*NaN or negative"),
         (lambda s, n: s[f"{n}.gate_up_proj_gscale"].fill_(0xFF), "gate_up_proj_gscale.*not finite and positive"),
-        (lambda s, n: s.update({f"{n}.down_proj": s[f"{n}.down_proj"].to(torch.int32)}), "expected packed bytes"),
+        (lambda s, n: s.update({f"{n}.down_proj": s[f"{n}.down_proj"].to(torch.int32)}), "expected U8"),
     ),
 )
 def test_corrupt_files_are_refused(spoil, message, tmp_path):

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import warnings
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_binds_to_its_own_base(tmp_path, backend):
     assert report.changed_choice == pytest.approx((adapter.argmax(-1) != base.argmax(-1)).float().mean().item())
     assert report.trained_on["fingerprint"] == report.base["fingerprint"]
     assert report.trained_on["source"] == base_record(tiny_llama())["source"]
-    assert "binds (14 layers" in str(report) and json.loads(json.dumps(report.as_dict()))["binds"]
+    assert "binds (14 layers" in str(report) and json.loads(json.dumps(asdict(report)))["binds"]
 
 
 @pytest.mark.parametrize("init", (False, "pissa"))
@@ -194,12 +195,8 @@ def test_another_format_is_warned_of(tmp_path):
 
 def test_another_base_of_the_same_format_is_warned_of(tmp_path):
     saved(tmp_path)
-    for base in (frozen(seed=1), frozen(skip_modules=["o_proj"])):
+    for base in (frozen(seed=1), frozen(skip_modules=["o_proj"]), frozen(accuracy="paper")):
         assert "trained on another nvfp4 base" in inspect_adapter(base, tmp_path, probe=False).warnings[0]
-    report = inspect_adapter(frozen(accuracy="paper"), tmp_path, probe=False)
-    assert report.warnings == [
-        "the weights are those it was trained on, but inputs are quantised otherwise (accuracy preset, offsets)"
-    ]
     assert inspect_adapter(frozen(weight_layouts="transient"), tmp_path, probe=False).warnings == []
 
 
@@ -230,7 +227,7 @@ def test_record_is_written_for_plain_lora_on_a_frozen_base(tmp_path):
     model = get_peft_model(frozen(), LoraConfig(r=2, target_modules=["q_proj"]))
     model.save_pretrained(tmp_path)
     record = json.loads((tmp_path / BASE_FILE).read_text())
-    assert record["format"] == "nvfp4" and record["linears"] == 14 and record["source"] is None
+    assert record["format"] == "nvfp4" and record["source"] is None
     assert record["fingerprint"] == base_record(frozen())["fingerprint"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -264,7 +261,7 @@ def test_fingerprint_sees_single_changes():
 def test_damaged_record_raises(tmp_path, content):
     saved(tmp_path)
     (tmp_path / BASE_FILE).write_text(content)
-    with pytest.raises(ValueError, match="is no valid record of a base"):
+    with pytest.raises(ValueError, match="is damaged"):
         inspect_adapter(frozen(), tmp_path)
     (tmp_path / BASE_FILE).write_text('{"format_version": 2, "format": "nvfp4", "fingerprint": ""}')
     with pytest.raises(ValueError, match="upgrade peft_nvfp4"):

@@ -87,12 +87,12 @@ def test_configuration_from_the_hub(tmp_path):
 @pytest.mark.parametrize(
     "content, reason",
     [
-        pytest.param("{", "not a valid", id="truncated"),
-        pytest.param("", "not a valid", id="empty"),
+        pytest.param("{", "is damaged", id="truncated"),
+        pytest.param("", "is damaged", id="empty"),
         pytest.param("{}", "format_version", id="no-version"),
-        pytest.param("[1, 2]", "not a valid", id="a-list"),
-        pytest.param("null", "not a valid", id="null"),
-        pytest.param(b"\xff\xfe\x00", "not a valid", id="not-text"),
+        pytest.param("[1, 2]", "is damaged", id="a-list"),
+        pytest.param("null", "is damaged", id="null"),
+        pytest.param(b"\xff\xfe\x00", "is damaged", id="not-text"),
         pytest.param('{"format_version": "one"}', "", id="version-is-a-word"),
         pytest.param('{"format_version": 2, "backend": "nvfp4"}', "version 2.*upgrade", id="newer-version"),
         pytest.param('{"format_version": 1, "backend": "nvfp4", "flavour": "sweet"}', "unknown.*flavour", id="unknown-field"),

@@ -3,19 +3,8 @@
 import pytest
 import torch
 
-from peft_nvfp4 import ops
 from peft_nvfp4.lora.merge import _warnings
-from peft_nvfp4.lora.report import (
-    LayerReport,
-    MergeReport,
-    ProbeReport,
-    Retention,
-    as_batches,
-    compare_logits,
-    measure_layer,
-    rounding_step,
-)
-from peft_nvfp4.numerics.formats import E2M1_GRID, WEIGHT
+from peft_nvfp4.lora.report import LayerReport, MergeReport, ProbeReport, as_batches, compare_logits, measure_layer, weighted
 
 # ---------------------------------------------------------------------------------------------- figures
 
@@ -25,37 +14,22 @@ def test_measures_are_their_definitions():
     before, dense = torch.randn(4, 32), torch.randn(4, 32)
     after = torch.randn(4, 32)
     after[:2] = before[:2]
-    got = measure_layer("x", "nvfp4", before, dense, after, torch.ones(4, 32))
+    got = measure_layer("x", "nvfp4", before, dense, after)
     d, s = (dense - before).double(), (after - before).double()
     along = sum(a * b for a, b in zip(s.flatten().tolist(), d.flatten().tolist()))
     size = sum(v * v for v in d.flatten().tolist())
     assert got.retained == pytest.approx(along / size, rel=1e-6)
     assert got.error == pytest.approx(((after - dense).double().norm() / d.norm()).item(), rel=1e-6)
     assert got.effect == pytest.approx((d.norm() / before.double().norm()).item(), rel=1e-6)
-    assert got.changed == 0.5 and got.steps == pytest.approx((size / 128) ** 0.5, rel=1e-6)
-    lost = measure_layer("x", "nvfp4", before, dense, before, None)
+    assert got.changed == 0.5
+    lost = measure_layer("x", "nvfp4", before, dense, before)
     assert (lost.retained, lost.changed) == (0, 0) and lost.error == pytest.approx(1)
-    nothing = measure_layer("x", "nvfp4", before, before, before, None)
+    nothing = measure_layer("x", "nvfp4", before, before, before)
     assert (nothing.retained, nothing.error, nothing.effect) == (1, 0, 0)
-    whole = sum((got, lost, nothing), Retention())
-    assert whole.retained == pytest.approx(along / (2 * size), rel=1e-6)
-
-
-def test_rounding_step_is_the_distance_of_neighbours():
-    w = torch.randn(8, 48) * torch.logspace(-3, 2, 8)[:, None]
-    w[3] = 0
-    q = ops.quantize_weight(w, WEIGHT)
-    values = ops.dequantize(q)
-    step = rounding_step(q, values)
-    scale = (q.scales.view(torch.float8_e4m3fn).float() * q.gscale).repeat_interleave(16, 1)[:, :48]
-    for at in [(i, j) for i in range(8) for j in range(0, 48, 5)]:
-        magnitude, s = values[at].abs().item(), scale[at].item()
-        if s == 0:
-            assert step[at] == 0
-            continue
-        code = E2M1_GRID.index(pytest.approx(magnitude / s, rel=1e-6))
-        low = min(code, 6)
-        assert step[at].item() == pytest.approx(s * (E2M1_GRID[low + 1] - E2M1_GRID[low]), rel=1e-6)
+    whole = weighted([got, lost, nothing])
+    assert whole["retained"] == pytest.approx(along / (2 * size), rel=1e-6)
+    error = (after - dense).double().square().sum().item() + size
+    assert whole["error"] == pytest.approx((error / (2 * size)) ** 0.5, rel=1e-6)
 
 
 def test_report_on_logits():
@@ -64,8 +38,8 @@ def test_report_on_logits():
     got = compare_logits([base], [adapter], [merged])
     assert got.positions == 3 and got.effect == pytest.approx((11 / 6) ** 0.5)
     assert got.retained == pytest.approx(2 / 11) and got.error == pytest.approx((9 / 11) ** 0.5)
-    assert (got.same_choice, got.changed_choice, got.kept_choice) == (2 / 3, 2 / 3, 0.5)
-    assert compare_logits([base], [base], [base]).kept_choice is None
+    assert (got.same_choice, got.changed_choice) == (2 / 3, 2 / 3)
+    assert compare_logits([base[:1], base[1:]], [adapter[:1], adapter[1:]], [merged[:1], merged[1:]]) == got
 
 
 def test_batches():
@@ -81,11 +55,10 @@ def test_batches():
 
 def told(to, retained, error, on_logits=None, aware=False, stored=None):
     """A report of one layer with these figures."""
-    steps = 0.3 if stored is None else None
-    layer = LayerReport(retained, 1.0, error**2, 100.0, name="x", stored=stored or to, changed=1.0, steps=steps)
-    choices = dict(positions=8, same_choice=1.0, changed_choice=0.0, kept_choice=None)
-    probe = None if on_logits is None else ProbeReport(on_logits, 1.0, 0.0, 100.0, **choices)
-    return MergeReport(to, ["default"], aware, [layer], probe)
+    layer = LayerReport("x", stored or to, changed=1.0, size=1.0, effect=0.1, retained=retained, error=error)
+    figures = dict(size=1.0, effect=0.1, retained=on_logits, error=0.0)
+    probe = None if on_logits is None else ProbeReport(positions=8, same_choice=1.0, changed_choice=0.0, **figures)
+    return MergeReport(to, ["default"], [layer], retained, error, aware, probe)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +87,7 @@ def test_what_is_warned_of(to, retained, error, on_logits, words):
 
 def test_dense_layers_of_a_model_in_nvfp4_are_warned_of_in_their_own_words():
     """An adapter of dense layers only is merged into their dtype."""
-    for retained, error, words in ((0.4, 0.0, "smaller than bf16 can resolve"), (1.0, 1.5, "rounding to bf16 adds 1.5 times")):
+    for retained, error, words in ((0.4, 0.0, "rounding to bf16 leaves 40%"), (1.0, 1.5, "rounding to bf16 adds 1.5 times")):
         (found,) = _warnings(told("nvfp4", retained, error, stored="bf16"))
         assert words in found and "Merge to 'fp32'" in found
 

@@ -280,7 +280,7 @@ def test_a_name_that_is_nothing(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither one of llama-1b"):
         model_shape("no-such-model")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="not a valid JSON"):
         model_shape(tmp_path)
 
 
@@ -303,7 +303,7 @@ def test_targets_that_do_not_exist():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("16GiB", 16 << 30), ("16G", 16 << 30), ("16 GB", 16 * 10**9), ("1.5gib", 3 << 29), ("500MiB", 500 << 20), ("4096", 4096)],
+    [("16GiB", 16 << 30), ("16 GB", 16 * 10**9), ("1.5gib", 3 << 29), ("500MiB", 500 << 20)],
 )
 def test_parse_bytes(text, expected):
     assert parse_bytes(text) == expected

@@ -9,7 +9,6 @@ import scalar_nvfp4 as scalar
 import torch
 from _assertions import DISTRIBUTIONS, FORMATS, SEED, assert_same_bits, assert_same_matrix, sample
 
-from peft_nvfp4.kernels import bf16_matmul
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT_STOCHASTIC, SCALE_RULES, NVFP4Format, QuantizedMatrix
 
@@ -190,26 +189,13 @@ def test_tables_made_in_inference_mode_serve_outside_of_it():
         assert not reference._pair_table(torch.bfloat16, device).is_inference()
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_sums_in_bf16_are_switched_off_for_a_while(allowed):
-    switch = torch.backends.cuda.matmul
-    before = switch.allow_bf16_reduced_precision_reduction
-    try:
-        switch.allow_bf16_reduced_precision_reduction = allowed
-        with pytest.raises(KeyError), bf16_matmul.full_precision_sums():
-            assert not switch.allow_bf16_reduced_precision_reduction
-            raise KeyError
-        assert switch.allow_bf16_reduced_precision_reduction == allowed
-    finally:
-        switch.allow_bf16_reduced_precision_reduction = before
-
-
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("given", [False, True])
 def test_product_of_a_gpu(monkeypatch, terms, dtype, biased, given):
     """With a ``torch.mm`` that knows ``out_dtype`` on a CPU. Small integers: sums are exact, in BF16 up to 256."""
+    matmul = pytest.importorskip("peft_nvfp4.kernels.triton.matmul", exc_type=ImportError)
     used = []
 
     def mm(a, b, out_dtype):
@@ -226,7 +212,7 @@ def test_product_of_a_gpu(monkeypatch, terms, dtype, biased, given):
     *qx, qw = (reference.quantize(matrix, NVFP4Format(), UNIT) for matrix in (*x, w))
     bias = torch.arange(5.0) if biased else None
     values = sum(x).to(dtype) if given else None
-    y = bf16_matmul.matmul(qx, qw, bias, dtype, values)
+    y = matmul.many_rows(qx, qw, bias, dtype, values)
     expected = sum(x) @ w.T + (0 if bias is None else bias)
     assert y.dtype == dtype and torch.equal(y.float(), expected)
     assert not any(used) and len(used) == (terms if biased or terms == 2 or dtype != torch.bfloat16 else 0)

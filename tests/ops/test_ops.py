@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peft_nvfp4 import ops
 from peft_nvfp4.autograd import frozen_linear
-from peft_nvfp4.numerics import layout, philox, reference
+from peft_nvfp4.numerics import philox, reference
 from peft_nvfp4.numerics.formats import (
     ACTIVATION,
     GRADIENT_STOCHASTIC,
@@ -77,9 +77,6 @@ def opcheck_cases():
     yield "dgrad", op.dgrad, linear.dgrad.flatten(Dgrad([backward, backward._replace(seed=None)], torch.ones(5, 3), a))
     yield "quantize_terms", op.quantize_terms, (x, torch.ones(40), 2)
     yield "dequantize_terms", op.dequantize_terms, linear.dequantize_input.flatten([x1, x2], torch.ones(40), torch.float16)
-    for rows, nb in ((5, 3), (128, 4), (130, 9)):
-        scales = torch.arange(rows * nb).to(torch.uint8).view(rows, nb)
-        yield f"swizzle_scales-{rows}x{nb}", op.swizzle_scales, (scales,)
 
 
 CASES = list(opcheck_cases())
@@ -166,8 +163,6 @@ ERRORS = {  # what is wrong: the call, and words that the message must have: ope
         r"fprop: h must be \(3, 4\), got \(2, 4\)",
     ),
     "fprop-dtype": (lambda: _matmul(blank(3, 40), dtype=torch.float64), "fprop: dtype must be .*got torch.float64"),
-    "swizzle-dtype": (lambda: ops.swizzle_scales(f32(4, 4)), "swizzle_scales: scales must be uint8.*float32"),
-    "swizzle-ndim": (lambda: ops.swizzle_scales(f32(512).byte()), r"swizzle_scales: scales must have 2.*\(512,\)"),
     "dequantize-dtype": (lambda: ops.dequantize(blank(3, 40), torch.int32), "dequantize: dtype must be .*got torch.int32"),
     "dropout-dtype": (lambda: fused.dropout(f32(2).int(), 0.5, f32(()).long()), "dropout: x must be .*int32"),
     "dropout-p": (lambda: fused.dropout(f32(2), 1.0, f32(()).long()), r"dropout: p must be in \[0, 1\), got 1"),
@@ -230,14 +225,14 @@ def test_quick_check_of_a_packed_operand():
 
 
 def test_eager_code_without_autograd_goes_past_the_dispatcher(monkeypatch):
-    monkeypatch.setitem(ops.swizzle_scales.direct, "cpu", lambda scales: "straight")
-    scales = torch.arange(8).byte().view(2, 4)
+    monkeypatch.setitem(fused.dropout.direct, "cpu", lambda *args: "straight")
+    x, seed = torch.ones(2, 4), torch.tensor(SEED)
     with torch.no_grad():
-        assert ops.swizzle_scales(scales) == "straight"
-        assert ops.swizzle_scales(torch.nn.Parameter(scales, requires_grad=False)) == "straight"
-    assert_same_bits(ops.swizzle_scales(scales), layout.swizzle_scales(scales), "through the dispatcher")
+        assert fused.dropout(x, 0.5, seed) == "straight"
+        assert fused.dropout(torch.nn.Parameter(x, requires_grad=False), 0.5, seed) == "straight"
+    assert_same_bits(fused.dropout(x, 0.5, seed), fused.dropout.reference(x, 0.5, seed), "through the dispatcher")
     with FakeTensorMode() as mode, torch.no_grad():
-        assert ops.swizzle_scales(mode.from_tensor(scales)).shape == (512,)
+        assert fused.dropout(mode.from_tensor(x), 0.5, mode.from_tensor(seed)).shape == (2, 4)
 
 
 # ---------------------------------------------------------------------------------------------- autograd
@@ -285,7 +280,6 @@ def test_same_bits_on_every_device(name, fmt, device):
             assert_same_matrix(ops.quantize(x.to(device), fmt, given.to(device), seed_for(fmt)), want_given, "given scale")
             for dtype in DTYPES:
                 assert_same_values(ops.dequantize(q, dtype), reference.dequantize(want, dtype), f"dequantize({dtype})")
-            assert_same_bits(ops.swizzle_scales(q.scales), layout.swizzle_scales(want.scales), "swizzle_scales")
             if not fmt.stochastic and fmt.global_scale == "tensor":
                 wb = ops.transpose_requantize(q, fmt)
                 assert_same_matrix(wb, reference.transpose_requantize(want, fmt), "transpose_requantize")
@@ -350,7 +344,6 @@ def test_no_rows(device):
         q = ops.quantize(torch.empty(0, 40, device=device), fmt, seed=seed_for(fmt, device))
         assert [tuple(t.shape) for t in q[:3]] == [(0, 32), (0, 4), (0 if fmt.global_scale == "row" else 1,)] and q.k == 40
         assert ops.dequantize(q).shape == (0, 40)
-        assert ops.swizzle_scales(q.scales).shape == (0,)
         y = multiplied([q, q], to(gaussian(6, 40, WEIGHT), device), torch.ones(6, device=device), torch.bfloat16)
         assert y.shape == (0, 6) and y.dtype == torch.bfloat16
     assert fused.dropout(torch.empty(0, 8, device=device), 0.1, torch.tensor(1)).shape == (0, 8)
@@ -369,7 +362,7 @@ def test_compile(dynamic, device):
         rest = ops.quantize(x - ops.dequantize(q, x.dtype), GRADIENT_STOCHASTIC, seed=seed)
         y = multiplied([q, rest], w, bias, torch.bfloat16)
         wb = ops.transpose_requantize(w, WEIGHT_BACKWARD)
-        return fused.dropout(y, 0.1, seed), ops.swizzle_scales(q.scales), rest.codes, *wb[:3]
+        return fused.dropout(y, 0.1, seed), q.scales, rest.codes, *wb[:3]
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)

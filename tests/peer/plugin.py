@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("PEER_IMPORT") == "1":
         import peft_nvfp4
 
-        assert peft_nvfp4.lora._registered.registered()
+        assert peft_nvfp4.nn.wrapping.WRAPPED
     from tests import testing_utils
 
     testing_utils._HUB_MODEL_ACCESSES = Offline()

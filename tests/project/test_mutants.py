@@ -114,13 +114,13 @@ def test_the_index_beside_files_and_in_the_folder(tmp_path, monkeypatch, name):
         ([str(tmp_path / "bad" / ".." / "other" / "x.safetensors")], None),
         (["bad/../other/x.safetensors"], None),
         ([], str(tmp_path / "bad")),
-        (None, "bad"),
+        ([], "bad"),
         (["good/inside.safetensors"], "bad"),
     ]
     for files, folder in refused:
         with pytest.raises(ValueError, match=r"bad/model.safetensors.index.json names .* which is outside its folder"):
             check_indices(files, folder)
-    for files, folder in [(["good/inside.safetensors"], None), (None, None), (None, ""), (["good/x"], "good"), (None, "bad/no")]:
+    for files, folder in [(["good/inside.safetensors"], None), ([], None), ([], ""), (["good/x"], "good"), ([], "bad/no")]:
         check_indices(files, folder)
     check_indices(["../other/x.safetensors"], None)  # the caller's own way up
 
@@ -129,10 +129,9 @@ def test_files_of_a_packed_model_are_safetensors(tmp_path):
     save_file({"a": torch.ones(2, 3, dtype=torch.uint8), "b": torch.ones(())}, tmp_path / "a.safetensors")
     check_files([str(tmp_path / "a.safetensors")], packed=True)
     check_files(["b.bin"], packed=False)
-    check_files(None, packed=True)
     with pytest.raises(ValueError, match="b.bin is not a safetensors file"):
         check_files(["b.bin"], packed=True)
-    found = {stored.key: stored for stored in stored_in(str(tmp_path / "a.safetensors"))}
+    found = {stored.key: stored for stored in stored_in([str(tmp_path / "a.safetensors")])}
     assert found["a"] == Stored("a", str(tmp_path / "a.safetensors"), "U8", (2, 3), False)
     assert (found["b"].dtype, found["b"].shape, str(found["b"])) == ("F32", (), f"b in {tmp_path}/a.safetensors")
     with pytest.raises(FrozenInstanceError):

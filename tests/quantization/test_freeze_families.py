@@ -50,16 +50,11 @@ def test_the_share_that_stays_dense_is_said(backend, make, dense, kind):
 
 @by_backend
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_no_warning_where_all_is_frozen(llama, backend, tied):
+@pytest.mark.parametrize("skipped", [[], ["mlp"]], ids=["all", "skipped on purpose"])
+def test_no_warning_where_all_is_frozen(llama, backend, tied, skipped):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        freeze_model(llama(tie_word_embeddings=tied), backend)
-
-
-def test_a_warning_where_much_is_skipped_on_purpose_would_be_noise(llama):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        freeze_model(llama(), "bf16", skip_modules=["mlp"])
+        freeze_model(llama(tie_word_embeddings=tied), backend, skip_modules=skipped)
 
 
 # ---------------------------------------------------------------------------------------------- sites

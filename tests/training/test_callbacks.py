@@ -70,10 +70,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, backend, accumulate):
     trainer.add_callback(Note(lambda: seen.update(weights=state(trainer.model), files=files(tmp_path))))
     with pytest.raises(NonFiniteError) as caught:
         trainer.train()
-    error, text = caught.value, str(caught.value)
-    assert error.step == 5 and error.checkpoint == str(tmp_path / "checkpoint-4")
-    assert "the loss of step 5" in text and "checkpoint-4" in text and "debug='underflow_overflow'" in text
-    assert error.parameter is None, "every gradient is NaN then"
+    text = str(caught.value)
+    assert "the loss of step 5" in text and "debug='underflow_overflow'" in text
+    assert f"the last checkpoint is {tmp_path / 'checkpoint-4'}." in text
     rate = float(re.search(r"learning rate ([\d.e+-]+)", text)[1])
     assert rate == pytest.approx(1e-3 * (1 - 4 / 6), rel=1e-2), "linear decay, 4 of 6 steps taken"
     after = state(trainer.model)
@@ -97,17 +96,15 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path):
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight"
     with pytest.raises(NonFiniteError, match=f"the gradient of {name} of step 2") as caught:
         trainer.train()
-    assert caught.value.parameter == name
-    assert caught.value.checkpoint is None and "there is no checkpoint yet" in str(caught.value)
+    assert "there is no checkpoint yet" in str(caught.value)
 
 
 def test_nothing_is_named_where_a_norm_has_spread_it(tmp_path):
     """Without a limit Trainer divides by the norm all the same: every gradient is NaN then."""
     trainer = trainer_of(tmp_path, max_grad_norm=0.0)
     break_at(trainer, 1, "gradient")
-    with pytest.raises(NonFiniteError, match="the gradient of step 1 is") as caught:
+    with pytest.raises(NonFiniteError, match="the gradient of step 1 is"):
         trainer.train()
-    assert caught.value.parameter is None
 
 
 def test_a_run_without_trouble_is_left_alone(tmp_path):
@@ -139,7 +136,7 @@ def test_a_step_without_labels_is_told_as_such(tmp_path, accumulate):
         row["labels"] = torch.full_like(row["labels"], callbacks.IGNORED)
     with pytest.raises(NonFiniteError, match=r"step 1 .* no label that counts \(all are -100\)") as caught:
         trainer.train()
-    assert "learning rate" not in str(caught.value) and caught.value.parameter is None
+    assert "learning rate" not in str(caught.value)
 
 
 def test_one_micro_batch_without_labels_is_no_trouble(tmp_path):
@@ -151,9 +148,15 @@ def test_one_micro_batch_without_labels_is_no_trouble(tmp_path):
     with pytest.raises(NonFiniteError, match="the loss of step 2 .*learning rate"):
         trainer.train()
     empty, full = torch.tensor(True), torch.tensor(False)
-    assert callbacks.no_label_counts([(empty, True), (full, True)])  # each with a mean of its own
-    assert not callbacks.no_label_counts([(empty, False), (full, False)])
-    assert callbacks.no_label_counts([(empty, False), (empty, False)]) and not callbacks.no_label_counts([])
+    guard = StopOnNonFinite()
+    for micro_batches, expected in (
+        ([(empty, True), (full, True)], True),  # each with a mean of its own
+        ([(empty, False), (full, False)], False),
+        ([(empty, False), (empty, False)], True),
+        ([], False),
+    ):
+        guard.unsupervised = micro_batches
+        assert guard._no_label_counts() == expected
 
 
 def test_gradients_are_left_to_a_loss_scaler(tmp_path):

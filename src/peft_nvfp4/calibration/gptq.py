@@ -41,8 +41,10 @@ from ..numerics.matmul import exact_matmul
 from .levels import NVFP4Levels
 from .moments import Moments
 
-DAMPING_STEPS = (1.0, 10.0, 100.0)
-"""Multiples of the damping that are tried before GPTQ gives up."""
+DAMPING = (0.01, 0.1, 1.0)
+"""Added to H's diagonal, as shares of its mean: the first with which it can be factorised."""
+COLUMNS = 128
+"""Columns of a block."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +56,16 @@ class GPTQOptions:
         weighted: the searching rules weigh a column's error by H's diagonal.
         act_order: columns by falling diag(H), not from left to right.
         asymmetric: solve for the target that makes up for the rounding of the activations (needs the cross moment).
-        damping: added to H's diagonal, as a share of its mean.
-        columns: width of a lazy block.
     """
 
     rule: str = "mse"
     weighted: bool = True
     act_order: bool = True
     asymmetric: bool = False
-    damping: float = 0.01
-    columns: int = 128
 
     def __post_init__(self) -> None:
         if self.rule not in SCALE_RULES:
             raise ValueError(f"unknown block-scale rule {self.rule!r}; choose one of {', '.join(SCALE_RULES)}")
-        if not self.damping > 0:
-            raise ValueError(f"damping must be positive, got {self.damping}")
-        if self.columns < 1:
-            raise ValueError(f"columns must be at least 1, got {self.columns}")
 
 
 class Factor(NamedTuple):
@@ -83,14 +77,7 @@ class Factor(NamedTuple):
     damping: float  # share of the mean that was added
 
 
-class Solution(NamedTuple):
-    """What came out for one weight."""
-
-    q: QuantizedMatrix
-    damping: float | None  # None: rounded to nearest, GPTQ was not possible
-
-
-def factorize(h: Tensor, options: GPTQOptions) -> Factor | None:
+def factorize(h: Tensor, act_order: bool = True) -> Factor | None:
     """U and the order of the columns; None if H cannot be factorised (not finite, without any input, not positive)."""
     diagonal = h.diagonal()
     alive = diagonal > 0
@@ -100,11 +87,10 @@ def factorize(h: Tensor, options: GPTQOptions) -> Factor | None:
     importance = torch.where(alive, diagonal / mean, 0.0)
     k = h.shape[0]
     order = torch.arange(k, device=h.device)
-    if options.act_order:
+    if act_order:
         order = torch.sort(importance, descending=True, stable=True).indices
     reversed_order = order.flip(0)
-    for step in DAMPING_STEPS:
-        damping = options.damping * step
+    for damping in DAMPING:
         a = h[reversed_order][:, reversed_order]
         a.diagonal().add_(mean * damping)  # columns without input then have no coupling and lose nothing
         lower, info = torch.linalg.cholesky_ex(a)
@@ -116,7 +102,7 @@ def factorize(h: Tensor, options: GPTQOptions) -> Factor | None:
     return None
 
 
-def solve(target: Tensor, factor: Factor, levels: NVFP4Levels, scale: Tensor, columns: int) -> Tensor:
+def solve(target: Tensor, factor: Factor, levels: NVFP4Levels, scale: Tensor) -> Tensor:
     """Codes (N, K) of a target (N, K) float32, with the scales (N, K / 16) fixed.
 
     Works on the transpose, so that a column is contiguous. Nothing in the loop waits for the GPU.
@@ -126,8 +112,8 @@ def solve(target: Tensor, factor: Factor, levels: NVFP4Levels, scale: Tensor, co
     scale = scale.T.contiguous()
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     diagonal = u.diagonal()
-    for start in range(0, w.shape[0], columns):
-        stop = min(start + columns, w.shape[0])
+    for start in range(0, w.shape[0], COLUMNS):
+        stop = min(start + COLUMNS, w.shape[0])
         block = w[start:stop]
         scales = scale[order[start:stop] // BLOCK]
         thresholds = levels.thresholds(scales)
@@ -154,23 +140,17 @@ def asymmetric_target(w: Tensor, moments: Moments, factor: Factor) -> Tensor:
 
 
 def gptq(
-    weights: Sequence[Tensor],
-    moments: Moments,
-    options: GPTQOptions | None = None,
-    *,
-    gscale: Tensor | None = None,
-    name: str = "weight",
-) -> list[Solution]:
-    """Quantise the weights of the linears that read one input.
+    weights: Sequence[Tensor], moments: Moments, options: GPTQOptions | None = None, name: str = "weight"
+) -> list[QuantizedMatrix] | None:
+    """Quantise the weights of the linears that read one input, under one global scale.
 
     Args:
         weights: each (N_i, K), any floating dtype, on the device where the work is to be done.
         moments: of their input, see :class:`~peft_nvfp4.calibration.moments.Moments`.
-        gscale: (1,) global scale; by default the one that fits the largest value of all the weights.
         name: of the site, for warnings.
 
     Returns:
-        One :class:`Solution` for each weight.
+        The quantised weights. None, after a warning, where H cannot be factorised.
 
     Raises:
         ValueError: shapes do not fit; an asymmetric target without cross moments; NaN or Inf in a weight.
@@ -187,51 +167,32 @@ def gptq(
     if not torch.isfinite(target).all():
         raise ValueError(f"{name}: weight holds NaN or Inf; a quantised layer cannot represent them")
     with exact_matmul(), torch.no_grad():
-        factor = factorize(moments.h.to(device), options)
-        _warn(factor, options, name)
-        if factor is not None and options.asymmetric:
-            target = asymmetric_target(target, moments, factor)
-        levels = NVFP4Levels(options.rule, ops.weight_gscale(target) if gscale is None else gscale.to(device))
-        parts = target.split(sizes)
-        importance = factor.importance if factor is not None and options.weighted else None
-        if importance is None and factor is not None and bool((factor.importance == 0).any()):
-            importance = (factor.importance > 0).float()  # columns without input still count for nothing
-        scales = [levels.scales(part, importance) for part in parts]
-        scale = torch.cat([s.factor for s in scales])
+        factor = factorize(moments.h.to(device), options.act_order)
         if factor is None:
-            codes = _nearest(target, levels, scale)
-        else:
-            codes = solve(target, factor, levels, scale, options.columns)
-    damping = None if factor is None else factor.damping
-    return [Solution(levels.pack(c, s, k), damping) for c, s in zip(codes.split(sizes), scales)]
+            why = "no input reached it, or its Hessian is not finite or not positive"
+            warnings.warn(f"{name}: GPTQ is not possible ({why}); it is rounded to nearest", stacklevel=2)
+            return None
+        if factor.damping > DAMPING[0]:
+            warnings.warn(f"{name}: its Hessian needed a damping of {factor.damping:g}, not {DAMPING[0]:g}", stacklevel=2)
+        if options.asymmetric:
+            target = asymmetric_target(target, moments, factor)
+        levels = NVFP4Levels(options.rule, ops.weight_gscale(target))
+        importance = factor.importance if options.weighted else None
+        if importance is None and bool((factor.importance == 0).any()):
+            importance = (factor.importance > 0).float()  # columns without input still count for nothing
+        scales = [levels.scales(part, importance) for part in target.split(sizes)]
+        codes = solve(target, factor, levels, levels.factors(torch.cat(scales)))
+    return [levels.pack(c, s, k) for c, s in zip(codes.split(sizes), scales)]
 
 
-def _warn(factor: Factor | None, options: GPTQOptions, name: str) -> None:
-    if factor is None:
-        warnings.warn(
-            f"{name}: GPTQ is not possible (no input reached it, or its Hessian is not finite or not positive); it is rounded to "
-            "nearest",
-            stacklevel=3,
-        )
-    elif factor.damping > options.damping:
-        warnings.warn(f"{name}: its Hessian needed a damping of {factor.damping:g}, not {options.damping:g}", stacklevel=3)
-
-
-def _nearest(target: Tensor, levels: NVFP4Levels, scale: Tensor) -> Tensor:
-    """Codes (N, K), every column by itself."""
-    scale = scale.T.contiguous()
-    columns = [
-        levels.round(column, levels.thresholds(scale[k // BLOCK]), scale[k // BLOCK])[0]
-        for k, column in enumerate(target.T.contiguous())
-    ]
-    return torch.stack(columns, dim=1)
-
-
-def gptq_backward(w: QuantizedMatrix, gradients: Moments, options: GPTQOptions | None = None, name: str = "weight") -> Solution:
+def gptq_backward(
+    w: QuantizedMatrix, gradients: Moments, options: GPTQOptions | None = None, name: str = "weight"
+) -> QuantizedMatrix | None:
     """Backward layout W_b (K, N) of a forward weight (N, K): D(w)^T solved against the moments of the incoming gradient D(Q(dy)),
     so that the error of dx = dy W is what becomes small. The source is D(w): the gradient belongs to the function that was
-    computed."""
-    return gptq([reference.dequantize(w).T.contiguous()], gradients, options, name=name)[0]
+    computed. None as in :func:`gptq`."""
+    solved = gptq([reference.dequantize(w).T.contiguous()], gradients, options, name)
+    return solved and solved[0]
 
 
 def output_error(w: Tensor, v: Tensor, h: Tensor) -> float:

@@ -17,7 +17,7 @@ rounding errors get smaller.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +32,9 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics import reference
 from ..numerics.formats import WEIGHT
 from ..numerics.matmul import exact_matmul
-from ..quantization.freeze import _carry_attributes
 from .gptq import GPTQOptions, gptq, gptq_backward, output_error
 from .moments import Moments
-from .store import replace_linear, share_offset
+from .store import replace_site
 
 
 @dataclass
@@ -56,43 +55,31 @@ class SiteInput:
     offset: Tensor | None = None
     moments: Moments | None = None
     sample: Tensor | None = None
-    _last: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property
     def k(self) -> int:
         return self.linears[0].in_features
 
-    def values(self, x: Tensor) -> Tensor:
-        """D(x~), computed once for all linears of the site."""
-        if self._last is None or self._last[0] is not x:
-            self._last = x, rounded_input(x, self.terms, self.offset)
-        return self._last[1]
-
-    def forget(self) -> None:
-        self._last = None
-
 
 def run_dense(layer: nn.Module, sites: Sequence[SiteInput], run: Callable[[], Tensor], visit: Callable) -> Tensor:
     """Output of the layer with dense linears that read D(x~); ``visit(site, x, values)`` sees the input of each site once."""
-    visited: set[int] = set()
+    latest: dict[int, tuple[Tensor, Tensor]] = {}  # of every site: x and D(x~), computed once for all of its linears
 
     def forward_of(site: SiteInput, linear: nn.Linear) -> Callable:
         def forward(x: Tensor) -> Tensor:
-            values = site.values(x)
-            if id(site) not in visited:
-                visited.add(id(site))
-                visit(site, x, values)
+            before, values = latest.get(id(site), (None, None))
+            if before is not x:
+                values = rounded_input(x, site.terms, site.offset)
+                latest[id(site)] = x, values
+                if before is None:
+                    visit(site, x, values)
             return F.linear(values, linear.weight, linear.bias)
 
         return forward
 
     pairs = [(site, linear) for site in sites for linear in site.linears]
     with standing_in({linear: forward_of(site, linear) for site, linear in pairs}), torch.no_grad():
-        try:
-            return run()
-        finally:
-            for site in sites:
-                site.forget()
+        return run()
 
 
 # ---------------------------------------------------------------------------------------------- terms
@@ -148,23 +135,19 @@ def choose_terms(surveys: Sequence[Survey], budget: float) -> dict[str, int]:
 def freeze_site(
     layer: nn.Module, site: SiteInput, options: FrozenOptions, solver: GPTQOptions | None, name: str
 ) -> dict[str, NVFP4FrozenLinear]:
-    """Replace the linears of a site by frozen ones; ``solver`` None rounds to nearest."""
-    weights = [linear.weight.detach() for linear in site.linears]
-    if solver is None or site.moments is None:
+    """Replace the linears of a site by frozen ones, rounded to nearest without ``solver`` and where GPTQ is not possible."""
+    weights, packed = [linear.weight.detach() for linear in site.linears], None
+    if solver is not None and site.moments is not None:
+        packed = gptq(weights, site.moments, solver, f"{name}.{' + '.join(site.names)}")
+    if packed is None:
         gscale = ops.shared_gscale(weights)
         packed = [ops.quantize_weight(w, WEIGHT, gscale) for w in weights]
-    else:
-        packed = [s.q for s in gptq(weights, site.moments, solver, name=f"{name}.{' + '.join(site.names)}")]
     frozen: dict[str, NVFP4FrozenLinear] = {}
     for linear_name, linear, q in zip(site.names, site.linears, packed):
         new = NVFP4FrozenLinear(linear.in_features, linear.out_features, linear.bias, linear.weight.dtype, options, q)
-        new.train(linear.training)
-        _carry_attributes(linear, new)
-        if site.offset is not None:
-            new.set_offset(site.offset)
-        replace_linear(layer, linear_name, new, len(site.names) > 1)
+        new.set_offset(site.offset)
         frozen[linear_name] = new
-    share_offset(list(frozen.values()))
+    replace_site(layer, frozen)
     return frozen
 
 
@@ -183,13 +166,13 @@ def solve_backward(
     errors, tensors = {}, {}
     for n, linear in linears.items():
         w = linear.dequantize(torch.float32).T
-        solution = gptq_backward(linear.forward_layout, moments[n], options, name=f"{name}.{n} (backward)")
+        solved = gptq_backward(linear.forward_layout, moments[n], options, f"{name}.{n} (backward)")
         row = {"dx_requantized": _output_percent(w, linear.backward_layout, moments[n])}
-        if solution.damping is not None:  # else keep the layout that is there
-            linear._put(*BACKWARD, solution.q)
+        if solved is not None:  # else the layout that is there stays
+            linear._put(*BACKWARD, solved)
         row["dx"] = _output_percent(w, linear.backward_layout, moments[n])
         errors[n] = row
-        tensors.update({f"{name}.{n}.{key}": getattr(linear, key).detach().cpu() for key in BACKWARD})
+        tensors.update({f"{name}.{n}.{key}": getattr(linear, key).detach() for key in BACKWARD})
     return errors, tensors
 
 
@@ -208,7 +191,6 @@ def site_errors(site: SiteInput, frozen: dict[str, NVFP4FrozenLinear]) -> dict[s
         solved = layer.dequantize(torch.float32)
         nearest = reference.dequantize(ops.quantize_weight(w, WEIGHT, layer.forward_layout.gscale))
         row = {"weight": _percent(solved - w, w), "weight_nearest": _percent(nearest - w, w), "terms": site.terms}
-        row["centred"] = site.offset is not None
         if x is not None and x.numel():
             with exact_matmul():
                 y = x.float() @ w.T

@@ -1,6 +1,6 @@
 """NVFP4 as the GPTQ solver needs it: choose the block scales of a weight, then round it column by column.
 
-    scales(w, importance)         -> what the weight's blocks are multiplied by, fixed before the first column
+    scales(w, importance)         -> block scales of the weight, fixed before the first column
     round(w, thresholds, scale)   -> codes and values of one column
 
 Both round exactly as :func:`peft_nvfp4.numerics.reference.quantize` does: ``|w|`` is compared with ``s * g * {.25, .75, ...}``,
@@ -12,8 +12,6 @@ importance 0 do not influence the scale, unless the whole block has none.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,21 +21,6 @@ from ..numerics.formats import BLOCK, E2M1_THRESHOLDS, NVFP4Format, QuantizedMat
 
 CHUNK = 1 << 22
 """Elements whose scales are searched at a time."""
-
-
-class Scales(NamedTuple):
-    """Block scales of a weight (N, K)."""
-
-    stored: Tensor  # (N, Kp/16) uint8, E4M3
-    factor: Tensor  # (N, Kp/16) float32, s * g: what a level is multiplied by
-
-
-def _alive(importance: Tensor | None, blocks: int, width: int) -> Tensor | None:
-    """(blocks, width) bool: the columns that count for the scale of their block."""
-    if importance is None:
-        return None
-    alive = F.pad(importance, (0, blocks * width - importance.numel())).view(blocks, width) > 0
-    return alive | ~alive.any(-1, keepdim=True)
 
 
 class NVFP4Levels:
@@ -56,19 +39,25 @@ class NVFP4Levels:
         self._inclusive = torch.tensor([up for _, up in E2M1_THRESHOLDS], device=device)[:, None]
         self._grid = reference._grid(device)
 
-    def scales(self, w: Tensor, importance: Tensor | None) -> Scales:
-        """E4M3 bytes (N, Kp/16) and s * g. Without importance those of ``quantize`` with this rule."""
+    def scales(self, w: Tensor, importance: Tensor | None) -> Tensor:
+        """Block scales (N, Kp/16) of a weight (N, K), E4M3 bytes. Without importance those of ``quantize`` with this rule."""
         kp = padded_k(w.shape[1])
-        alive = _alive(importance, kp // BLOCK, BLOCK)
-        weights = None if importance is None else F.pad(importance, (0, kp - w.shape[1])).view(-1, BLOCK)
+        weights = alive = None
+        if importance is not None:
+            weights = F.pad(importance, (0, kp - w.shape[1])).view(-1, BLOCK)
+            alive = weights > 0  # the columns that count for the scale of their block
+            alive |= ~alive.any(-1, keepdim=True)
         step = max(1, CHUNK // kp)
-        bits = torch.cat([self._bits(part, kp, alive, weights) for part in w.split(step)])
-        return Scales(bits, reference.e4m3_decode(bits) * self.gscale)
+        return torch.cat([self._scales(part, kp, alive, weights) for part in w.split(step)])
 
-    def _bits(self, w: Tensor, kp: int, alive: Tensor | None, weights: Tensor | None) -> Tensor:
+    def _scales(self, w: Tensor, kp: int, alive: Tensor | None, weights: Tensor | None) -> Tensor:
         mag = F.pad(w.abs(), (0, kp - w.shape[1])).view(w.shape[0], kp // BLOCK, BLOCK)
         amax = (mag if alive is None else torch.where(alive, mag, 0.0)).amax(-1)
         return reference.choose_scales(mag, amax, self.gscale[:, None], self.format, weights)
+
+    def factors(self, scales: Tensor) -> Tensor:
+        """s * g of block scales, what a level is multiplied by."""
+        return reference.e4m3_decode(scales) * self.gscale
 
     def thresholds(self, factor: Tensor) -> Tensor:
         """(..., 7, N) for factors (..., N): a magnitude reaches level i where it is at least threshold i. Products are exact; a
@@ -83,6 +72,6 @@ class NVFP4Levels:
         codes = (index | (torch.signbit(w).long() << 3)) * (factor > 0)  # a block of scale 0 has codes 0
         return codes.to(torch.uint8), values
 
-    def pack(self, codes: Tensor, scales: Scales, k: int) -> QuantizedMatrix:
+    def pack(self, codes: Tensor, scales: Tensor, k: int) -> QuantizedMatrix:
         codes = F.pad(codes, (0, padded_k(k) - k))
-        return QuantizedMatrix(reference.pack(codes), scales.stored, self.gscale.clone(), k)
+        return QuantizedMatrix(reference.pack(codes), scales, self.gscale.clone(), k)

@@ -64,7 +64,7 @@ class Moments:
             raise ValueError(f"expected inputs (..., {k}), got {tuple(values.shape)} and {None if x is None else tuple(x.shape)}")
         if self.c is not None and x is None:
             raise ValueError("the cross moment E[x x~^T] needs x as well as x~")
-        values = self._rows(values, mask)
+        values = rows(values, mask).to(self.h.device)
         tokens = values.shape[0]
         if not tokens:
             return
@@ -72,14 +72,13 @@ class Moments:
         old, new = 1.0 - tokens / self.count, 1.0 / self.count
         _average(self.h, values, values, old, new)
         if self.c is not None:
-            _average(self.c, self._rows(x, mask), values, old, new)
+            _average(self.c, rows(x, mask).to(self.h.device), values, old, new)
 
-    def _rows(self, t: Tensor, mask: Tensor | None) -> Tensor:
-        """(tokens, K) of the tokens that count, on this device."""
-        rows = t.detach().reshape(-1, t.shape[-1])
-        if mask is not None:
-            rows = rows[mask.to(rows.device).reshape(-1).bool()]
-        return rows.to(self.h.device)
+
+def rows(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(tokens, K) of x (..., K), without the tokens that a mask (...) leaves out."""
+    x = x.detach().reshape(-1, x.shape[-1])
+    return x if mask is None else x[mask.to(x.device).reshape(-1).bool()]
 
 
 def _average(total: Tensor, a: Tensor, b: Tensor, old: float, new: float) -> None:

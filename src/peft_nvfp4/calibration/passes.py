@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -21,8 +20,8 @@ from ..nn.frozen_linear import FrozenOptions
 from ..quantization.groups import input_terms
 from .data import Batch, token_mask
 from .layer import SiteInput, choose_terms, freeze_site, run_dense, site_errors, solve_backward, survey_layer
-from .moments import BackwardPass, Moments, last_gradient
-from .store import Store, install, stored_tensors
+from .moments import BackwardPass, Moments, last_gradient, rows
+from .store import Store, install, load_layer, stored_tensors
 from .structure import capture, on_device, sites
 
 
@@ -42,7 +41,7 @@ class Run:
         data: list[Batch],
         options: Any,  # CalibrationOptions
         device: torch.device,
-        store: Store | None,
+        store: Store,
     ):
         self.model, self.data = model, data
         self.name, self.planned, self.options, self.device, self.store = name, planned, options, device, store
@@ -75,10 +74,8 @@ class Run:
         try:
             if self.options.budget is not None:
                 self._choose_terms(progress)
-            bar = self._bar("Calibrating", progress)
-            for index in bar:
-                row = self.rows[f"{self.name}.{index}"] = self._layer(index)
-                bar.set_postfix_str(summary(row))
+            for index in self._bar("Calibrating", progress):
+                self.rows[f"{self.name}.{index}"] = self._layer(index)
             if self.options.backward == "gptq":
                 self._backward(progress)
         finally:
@@ -94,7 +91,7 @@ class Run:
     def _choose_terms(self, progress: bool) -> None:
         """Two terms where a survey of the dense model says so; the survey is kept for a resumed run."""
         key = f"survey {self.name}"
-        stored = self.store.manifest.get(key) if self.store else None
+        stored = self.store.manifest.get(key)
         if stored is None:
             surveys, hidden = [], [h.to(self.device) for h in self.hidden[:2]]
             for index in self._bar("Surveying", progress):
@@ -102,9 +99,8 @@ class Run:
                     surveys += survey_layer(self.stack, index, self._sites(index, hidden), hidden, f"{self.name}.{index}")
                     hidden = [self.stack.run(index, i, h) for i, h in enumerate(hidden)]
             stored = {"terms": choose_terms(surveys, self.options.budget), "sites": [asdict(s) for s in surveys]}
-            if self.store:
-                self.store.manifest[key] = stored
-                self.store.write()
+            self.store.manifest[key] = stored
+            self.store.write()
         self.terms.update(stored["terms"])
         self.survey = stored["sites"]
 
@@ -115,10 +111,12 @@ class Run:
         start, name = time.perf_counter(), f"{self.name}.{index}"
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        finished = self.store.finished(name) if self.store else None
+        finished = self.store.manifest["layers"].get(name)
         with on_device(self.stack.layers[index], self.device) as layer:
             if finished:
-                row = self._load(layer, name, finished)
+                tensors = load_layer(self.store.folder, self.store.manifest, name)
+                install(layer, name, finished, tensors, self.options.weight_layouts)
+                row = {key: value for key, value in finished.items() if key != "sha256"}
             else:
                 row, tensors = self._solve(layer, index, name)
             if self.options.backward == "gptq":
@@ -127,15 +125,10 @@ class Run:
                 for i, hidden in enumerate(self.hidden):  # in place: they are kept once
                     self.hidden[i] = self.stack.run(index, i, hidden.to(self.device)).cpu()
         if not finished:
-            row.update(seconds=round(time.perf_counter() - start, 2), peak_gib=round(_peak(self.device), 3))
-            if self.store:
-                self.store.save(name, tensors, row)
+            peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+            row.update(seconds=round(time.perf_counter() - start, 2), peak_gib=round(peak / 2**30, 3))
+            self.store.save(name, tensors, row)
         return row
-
-    def _load(self, layer: nn.Module, name: str, entry: dict) -> dict:
-        """Put a finished layer's linears in place."""
-        install(layer, name, entry, self.store.tensors(name), self.options.weight_layouts, self.options.gradients)
-        return {key: value for key, value in entry.items() if key != "file"}
 
     def _names(self, index: int) -> list[str]:
         prefix = f"{self.name}.{index}."
@@ -167,22 +160,18 @@ class Run:
             self._offsets(layer, index, group)
         if group:
             self._collect(layer, index, group)
+        solver = self.options.gptq if self.options.method == "gptq" else None
         for site in group:
-            frozen = self._freeze(layer, site, name, row)
-            for n, linear in frozen.items() if self.store else ():
-                tensors.update({key: t.cpu() for key, t in stored_tensors(f"{name}.{n}", linear).items()})
+            options = FrozenOptions(self.options.weight_layouts, terms=site.terms)
+            frozen = freeze_site(layer, site, options, solver, name)
+            row["linears"] |= {n: {"terms": site.terms} for n in frozen}
+            if self.options.report_tokens:
+                row["linears"] |= site_errors(site, frozen)
+            row["sites"].append(site.names)
+            site.moments = site.sample = None
+            for n, linear in frozen.items():
+                tensors |= stored_tensors(f"{name}.{n}", linear)
         return row, tensors
-
-    def _freeze(self, layer: nn.Module, site: SiteInput, name: str, row: dict) -> dict:
-        options = FrozenOptions(self.options.weight_layouts, self.options.gradients, site.terms)
-        frozen = freeze_site(layer, site, options, self.options.gptq if self.options.method == "gptq" else None, name)
-        if self.options.report_tokens:
-            row["linears"].update(site_errors(site, frozen))
-        else:
-            row["linears"].update({n: {"terms": site.terms, "centred": site.offset is not None} for n in frozen})
-        row["sites"].append(site.names)
-        site.moments = site.sample = None
-        return frozen
 
     def _visit(self, layer: nn.Module, index: int, group: list[SiteInput], visit: Callable) -> None:
         """Run the dense layer on every batch: ``visit(i, site, x, values, mask, held_out)`` sees batch i at each of its sites,
@@ -204,8 +193,8 @@ class Run:
                 site.moments = site.moments or Moments(site.k, self.device, cross=self.options.gptq.asymmetric)
                 site.moments.add(values, x, mask)
             if i + 1 == len(self.hidden) and self.options.report_tokens:
-                rows = _rows(x, held_out)
-                site.sample = rows[:: max(1, -(-rows.shape[0] // self.options.report_tokens))].clone()
+                sample = rows(x, held_out)
+                site.sample = sample[:: max(1, -(-sample.shape[0] // self.options.report_tokens))].clone()
 
         self._visit(layer, index, group, visit)
 
@@ -216,9 +205,9 @@ class Run:
 
         def visit(i: int, site: SiteInput, x: Tensor, values: Tensor, mask: Tensor | None, held_out: Tensor | None) -> None:
             if site.terms == 1:
-                rows = _rows(x, mask)
-                sums[id(site)] = sums.get(id(site), 0) + rows.double().sum(0)
-                counts[id(site)] = counts.get(id(site), 0) + rows.shape[0]
+                counted = rows(x, mask)
+                sums[id(site)] = sums.get(id(site), 0) + counted.double().sum(0)
+                counts[id(site)] = counts.get(id(site), 0) + counted.shape[0]
 
         self._visit(layer, index, group, visit)
         for site in group:
@@ -249,41 +238,18 @@ class Run:
             name = f"{self.name}.{index}"
             with on_device(self.stack.layers[index], self.device) as layer:
                 row = self.rows[name]
-                entry = self.store.finished(name, "backward") if self.store else None
+                entry = self.store.manifest["backward"].get(name)
                 if entry is None:
                     reached = [n for group in row["sites"] for n in group if n not in row["not_reached"]]
                     linears = {n: layer.get_submodule(n) for n in reached}
                     errors, tensors = solve_backward(linears, steps.collect(index, linears), solver, name)
                     entry = {"linears": errors}
-                    if self.store:
-                        self.store.save(name, tensors, entry, "backward")
+                    self.store.save(name, tensors, entry, "backward")
                 for n, errors in entry["linears"].items():
                     row["linears"][n] = {**row["linears"][n], **errors}
                 steps.propagate(index)
 
 
-def summary(row: dict) -> str:
-    """One line on one layer: mean W4A4 output error, against rounding to nearest."""
-    rows = [r for r in row["linears"].values() if "w4a4" in r]
-    if not rows:
-        return ""
-    calibrated, nearest = (sum(r[key] for r in rows) / len(rows) for key in ("w4a4", "w4a4_nearest"))
-    return f"W4A4 error {calibrated:.1f} % (to nearest {nearest:.1f} %)"
-
-
 def _fitting(mask: Tensor | None, x: Tensor) -> Tensor | None:
     """The tokens' mask, if x has these tokens in this order."""
     return mask if mask is not None and mask.numel() == x.numel() // x.shape[-1] else None
-
-
-def _rows(x: Tensor, mask: Tensor | None) -> Tensor:
-    """(tokens, K) of the tokens that a mask does not leave out."""
-    rows = x.detach().reshape(-1, x.shape[-1])
-    return rows if mask is None else rows[mask.reshape(-1)]
-
-
-def _peak(device: torch.device) -> float:
-    """GiB: the GPU's peak during a layer, or what the process holds after it."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return psutil.Process().memory_info().rss / 2**30

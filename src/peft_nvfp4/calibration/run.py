@@ -7,14 +7,14 @@ Layer by layer: the inputs of a layer come from layers that are quantised alread
 layer is on the GPU at a time; activations wait on the CPU. With an ``output_dir`` every finished layer is kept there,
 and the same call goes on where it was interrupted: finished layers are loaded and only run to produce the next one's input, so
 the result has the same bits (on one device) as an uninterrupted run. The :class:`Report` (errors per layer against rounding to
-nearest, time, memory) is kept there too, as JSON and as a picture.
+nearest, time, memory) is kept there too, as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ..quantization.groups import check_accuracy
 from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions
 from .passes import Run
-from .store import Store, check_layer, digest, install, load_layer, model_digest, read_manifest
+from .store import Store, digest, install, load_layer, model_digest, read_manifest
 from .structure import find_stack
 
 METHODS = ("gptq", "nearest")
@@ -51,7 +51,7 @@ class CalibrationOptions:
         backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
             the gradient from a few backward passes.
         backward_batches: how many.
-        weight_layouts, gradients: of the frozen linears.
+        weight_layouts: of the frozen linears, see :class:`~peft_nvfp4.nn.frozen_linear.FrozenOptions`.
         samples, seq_len, batch_size, seed: see :func:`peft_nvfp4.calibration.data.batches`.
         report_tokens: tokens (held out) on which errors are measured; 0 for no report.
     """
@@ -64,7 +64,6 @@ class CalibrationOptions:
     backward: str = "requantize"
     backward_batches: int = 16
     weight_layouts: str = "cached"
-    gradients: str = "nvfp4"
     samples: int = 128
     seq_len: int = 2048
     batch_size: int = 1
@@ -72,8 +71,9 @@ class CalibrationOptions:
     report_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        for name, known in (("method", METHODS), ("backward", BACKWARDS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         check_accuracy(self.accuracy)
         for name, least in (("samples", 1), ("seq_len", 2), ("batch_size", 1), ("backward_batches", 1), ("report_tokens", 0)):
             if getattr(self, name) < least:
@@ -86,13 +86,9 @@ class CalibrationOptions:
             )
         if self.budget is not None and not 0 <= self.budget <= 1:
             raise ValueError(f"budget is a share of the FP4 work between 0 and 1, got {self.budget}")
-        if self.backward not in BACKWARDS:
-            raise ValueError(f"backward must be one of {', '.join(BACKWARDS)}, got {self.backward!r}")
-        if self.backward == "gptq" and (self.weight_layouts != "cached" or self.gradients == "bf16"):
-            raise ValueError(
-                "backward='gptq' makes a backward layout to keep: it needs weight_layouts='cached', gradients in NVFP4"
-            )
-        FrozenOptions(self.weight_layouts, self.gradients)  # validates
+        if self.backward == "gptq" and self.weight_layouts != "cached":
+            raise ValueError("backward='gptq' makes a backward layout to keep: it needs weight_layouts='cached'")
+        FrozenOptions(self.weight_layouts)  # validates
 
 
 @dataclass
@@ -132,32 +128,8 @@ class Report:
         return "\n".join(lines)
 
     def save(self, folder: Path) -> None:
-        """``report.json``, and ``report.png`` where matplotlib is installed."""
-        content = {**asdict(self), "means": self.means()}
-        (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return
-        self._draw(Figure(figsize=(11, 7.5), layout="constrained")).savefig(folder / "report.png", dpi=120)
-
-    def _draw(self, figure):
-        """One panel per error, one line per linear name; dashed: to nearest."""
-        axes = figure.subplots(2, 2).flat
-        names = list(dict.fromkeys(n for row in self.layers.values() for n in row["linears"]))
-        for axis, key in zip(axes, KEYS):
-            for number, n in enumerate(names):
-                for style, suffix in (("-", ""), (":", "_nearest")):
-                    values = [row["linears"].get(n, {}).get(key + suffix, float("nan")) for row in self.layers.values()]
-                    axis.plot(values, style, color=f"C{number % 10}", label=None if suffix else n.rpartition(".")[2], lw=1.2)
-            axis.set(title=f"{TITLES[key]} error, % (dotted: to nearest)", xlabel="layer", ylim=(0, None))
-        axes = list(figure.axes)
-        axes[0].legend(fontsize=7, ncols=2)
-        rows = list(self.layers.values())
-        axes[3].bar(range(len(rows)), [row.get("seconds", 0) for row in rows], color="0.7")
-        axes[3].set(title="seconds (bars), peak GiB (line)", xlabel="layer")
-        axes[3].twinx().plot([row.get("peak_gib", 0) for row in rows], color="C3")
-        return figure
+        """``report.json``."""
+        (folder / "report.json").write_text(json.dumps({**asdict(self), "means": self.means()}, indent=1) + "\n")
 
 
 def calibrate(
@@ -205,10 +177,8 @@ def calibrate(
     )
     _check_ids(model, data)
     settings = {**asdict(options), "layers": names, "skip_modules": list(skip_modules)}
-    store = None
-    if output_dir is not None:
-        marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)}
-        store = Store(output_dir, marks, settings)
+    marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)} if output_dir is not None else {}
+    store = Store(output_dir, marks, settings)
     report = Report(settings, str(device), tokens=count_tokens(data))
     for name in names:
         inside = [n for n in planned if n.startswith(f"{name}.")]
@@ -219,18 +189,16 @@ def calibrate(
             report.survey[name] = run.survey
     report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
     _mark_quantised(model)
-    if store is not None:
+    if store.folder is not None:
         report.save(store.folder)
     return report
 
 
 def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
     """On a GPU an index out of range ends the process's CUDA context, without saying what was wrong."""
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    text = [batch for batch in data if "pixel_values" not in batch]  # placeholders of images may lie outside
-    ids = [
-        batch["input_ids"] for batch in text if isinstance(batch.get("input_ids"), torch.Tensor) and batch["input_ids"].numel()
-    ]
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    ids = [batch.get("input_ids") for batch in data if "pixel_values" not in batch]  # placeholders of images may lie outside
+    ids = [t for t in ids if isinstance(t, torch.Tensor) and t.numel()]
     if not ids or not isinstance(embedding, nn.Embedding):
         return
     largest = max(int(t.max()) for t in ids)
@@ -248,12 +216,17 @@ def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
 
 
 def apply_calibration(
-    model: nn.Module, folder: str | Path, *, weight_layouts: str | None = None, gradients: str | None = None
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    weight_layouts: str | None = None,
+    on_frozen: Callable[[str, nn.Linear, nn.Module], None] | None = None,
 ) -> list[str]:
     """Put the linears of a finished calibration into another copy of the model it was made for.
 
     Args:
-        weight_layouts, gradients: of the frozen linears; by default those of the calibration.
+        weight_layouts: of the frozen linears; by default those of the calibration.
+        on_frozen: see :func:`~peft_nvfp4.quantization.freeze.freeze_model`.
 
     Returns:
         Dotted names of the linears.
@@ -262,28 +235,26 @@ def apply_calibration(
         ValueError: the folder holds no calibration, an unfinished one, or one of another model. Nothing has been changed then.
     """
     manifest = read_manifest(folder)
-    expected = [n for name in manifest["settings"]["layers"] for n in _layer_names(model, name, folder)]
-    parts = ("layers", "backward") if manifest["settings"]["backward"] == "gptq" else ("layers",)
+    settings = manifest["settings"]
+    try:
+        expected = [f"{name}.{i}" for name in settings["layers"] for i in range(len(model.get_submodule(name)))]
+    except AttributeError as error:
+        raise ValueError(f"the calibration in {folder} is of a model with other layers: {error}") from None
+    parts = ("layers", "backward") if settings["backward"] == "gptq" else ("layers",)
     missing = [n for part in parts for n in expected if n not in manifest[part]]
     if missing:
         raise ValueError(f"the calibration in {folder} is not finished ({missing[0]} is missing); run calibrate again to go on")
     if manifest["fingerprint"].get("model") != model_digest(model):
         raise ValueError(f"the calibration in {folder} was made for other weights than this model's")
     for name in expected:
-        check_layer(model.get_submodule(name), name, folder, manifest)
+        load_layer(folder, manifest, name)  # all are whole, before the first linear is replaced
     done = []
     for name in expected:
-        entry, settings = manifest["layers"][name], manifest["settings"]
-        layouts = weight_layouts or settings["weight_layouts"]
-        tensors = load_layer(folder, manifest, name)
-        install(model.get_submodule(name), name, entry, tensors, layouts, gradients or settings["gradients"])
-        done += [f"{name}.{n}" for group in entry["sites"] for n in group]
+        entry, tensors, layer = manifest["layers"][name], load_layer(folder, manifest, name), model.get_submodule(name)
+        dense = {n: layer.get_submodule(n) for group in entry["sites"] for n in group}
+        install(layer, name, entry, tensors, weight_layouts or settings["weight_layouts"])
+        for n, linear in dense.items() if on_frozen is not None else ():
+            on_frozen(f"{name}.{n}", linear, layer.get_submodule(n))
+        done += [f"{name}.{n}" for n in dense]
     _mark_quantised(model)
     return done
-
-
-def _layer_names(model: nn.Module, name: str, folder: str | Path) -> list[str]:
-    try:
-        return [f"{name}.{i}" for i in range(len(model.get_submodule(name)))]
-    except AttributeError:
-        raise ValueError(f"the calibration in {folder} is of a model with layers {name}; this model has none") from None

@@ -1,15 +1,15 @@
 """A calibration on disk: one safetensors file per layer, and a manifest.
 
-    manifest.json                settings, fingerprint, and for every layer: its file, its linears (terms of their input), errors
+    manifest.json                settings, fingerprint, and for every layer: SHA-256 of its file, linears (terms, errors), sites
     layers_00000.safetensors     <linear>.weight, .weight_scales, .weight_gscale [, .input_offset]
     backward_00000.safetensors   <linear>.backward_weight, .backward_scales, .backward_gscale, where those are calibrated too
 
-Every file is written under another name and renamed, the manifest last: whatever kills the process, what the manifest lists is
-whole. The fingerprint covers settings, data and the model's weights; a folder made from something else is refused, not mixed.
+Files are numbered in the order of the manifest's layers. Every file is written under another name and renamed, the manifest last:
+whatever kills the process, what the manifest lists is whole. The fingerprint covers settings, data and the model's weights; a
+folder made from something else is refused, not mixed.
 
-A folder is looked at before anything of a model is replaced. What is damaged in it is an error that names the file, and leaves
-the model as it was: of every linear the tensors are compared with what it needs, by the headers of the files. Read are scales and
-offsets, in which not every byte is a value.
+A folder is looked at before anything of a model is replaced. The manifest holds the SHA-256 of every file and of itself: what is
+damaged is an error that names the file, and leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ..nn.frozen_linear import FrozenOptions, frozen
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS, QuantizedMatrix, padded_k
+from ..numerics.formats import QuantizedMatrix
+from ..quantization.freeze import _carry_attributes
 
 MANIFEST = "manifest.json"
-VERSION = 1
+VERSION = 2
 STORED = ("weight", "weight_scales", "weight_gscale", "input_offset")
 PARTS = ("layers", "backward")
 SAMPLED = 4096
@@ -39,16 +40,18 @@ SAMPLED = 4096
 
 
 class Store:
-    """The folder of one calibration.
+    """The folder of one calibration; without a folder nothing is kept.
 
     Raises:
         ValueError: the folder holds a calibration of something else.
     """
 
-    def __init__(self, folder: str | Path, fingerprint: Mapping[str, str], settings: Mapping[str, Any]):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path | None, fingerprint: Mapping[str, str], settings: Mapping[str, Any]):
+        self.folder = None if folder is None else Path(folder)
         self.manifest = {"format_version": VERSION, "fingerprint": dict(fingerprint), "settings": dict(settings)}
         self.manifest.update({part: {} for part in PARTS})
+        if self.folder is None:
+            return
         if (self.folder / MANIFEST).is_file():
             stored = read_manifest(self.folder)
             differs = [key for key, value in fingerprint.items() if stored["fingerprint"].get(key) != value]
@@ -59,142 +62,66 @@ class Store:
             self.manifest = stored
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def finished(self, layer: str, part: str = "layers") -> dict | None:
-        """The manifest's entry of a layer that is complete."""
-        return self.manifest[part].get(layer)
-
     def save(self, layer: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any], part: str = "layers") -> None:
-        file = f"{part}_{len(self.manifest[part]):05d}.safetensors"
-        unfinished = self.folder / f"{file}.part"
+        """Keep a layer that is complete; ``manifest[part][layer]`` is its entry from then on."""
+        if self.folder is None:
+            return
+        path = self.folder / _file(part, len(self.manifest[part]))
+        unfinished = path.with_suffix(".part")
         # copies: linears of a site share their offset, which a file cannot
         save_file({name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}, unfinished)
-        os.replace(unfinished, self.folder / file)
-        self.manifest[part][layer] = {"file": file, **entry}
+        os.replace(unfinished, path)
+        self.manifest[part][layer] = {**entry, "sha256": _sha256(path.read_bytes())}
         self.write()
 
     def write(self) -> None:
-        unfinished = self.folder / f"{MANIFEST}.part"
-        unfinished.write_text(json.dumps(self.manifest, indent=1) + "\n")
-        os.replace(unfinished, self.folder / MANIFEST)
-
-    def tensors(self, layer: str) -> dict[str, Tensor]:
-        return load_layer(self.folder, self.manifest, layer)
+        if self.folder is not None:
+            write_manifest(self.folder, self.manifest)
 
 
-def load_layer(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
-    """All tensors of a layer, of both parts."""
-    files = [manifest[part][layer]["file"] for part in PARTS if layer in manifest[part]]
-    return {name: t for file in files for name, t in load_file(Path(folder) / file).items()}
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    unfinished = folder / f"{MANIFEST}.part"
+    content = {**manifest, "sha256": _sha256(json.dumps(manifest).encode())}
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(unfinished, folder / MANIFEST)
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        newer = manifest["format_version"] > VERSION
-        if not newer:
-            _check_manifest(manifest)
+        version = manifest["format_version"]
+        newer = version > VERSION
+        damaged = not newer and manifest.pop("sha256") != _sha256(json.dumps(manifest).encode())
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no calibration: {MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a valid manifest of a calibration ({error}); delete it") from error
     if newer:
-        version = manifest["format_version"]
         raise ValueError(f"{path}: format version {version}; this package reads up to {VERSION}: upgrade peft_nvfp4")
+    if damaged:
+        raise ValueError(f"{path} is damaged: it is not what a calibration has written; calibrate again")
     return manifest
 
 
-# ---------------------------------------------------------------------------------------------- checks
+def _file(part: str, number: int) -> str:
+    return f"{part}_{number:05d}.safetensors"
 
 
-def _check_manifest(manifest: Mapping[str, Any]) -> None:
-    """It has the shape that :class:`Store` writes.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: what is wrong with it; the caller names the file.
-    """
-    settings = manifest["settings"]
-    FrozenOptions(settings["weight_layouts"], settings["gradients"])
-    if not _names(settings["layers"]) or not isinstance(settings["backward"], str):
-        raise ValueError("settings name no layers")
-    if not isinstance(manifest["fingerprint"], dict):
-        raise ValueError("no fingerprint")
-    for part in PARTS:
-        for name, entry in manifest[part].items():
-            file = entry["file"]
-            plain = isinstance(file, str) and "\0" not in file and file == PurePosixPath(file).name == PureWindowsPath(file).name
-            if not plain:
-                raise ValueError(f"{name} is in {file!r}, which is no file of this folder")
-            if part == "layers":
-                _check_sites(name, entry)
-
-
-def _check_sites(name: str, entry: Mapping[str, Any]) -> None:
-    if not isinstance(entry["sites"], list) or not all(_names(group) for group in entry["sites"]):
-        raise ValueError(f"the linears of {name} are not in groups of names")
-    linears = [n for group in entry["sites"] for n in group]
-    if sorted(linears) != sorted(entry["linears"]):
-        raise ValueError(f"the groups of {name} do not hold its linears, each once")
-    for n in linears:
-        FrozenOptions(terms=entry["linears"][n]["terms"])
-
-
-def _names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
-
-
-def check_layer(layer: nn.Module, name: str, folder: str | Path, manifest: Mapping[str, Any]) -> None:
-    """The files of one layer hold what its linears need.
+def load_layer(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
+    """All tensors of a layer, of both parts.
 
     Raises:
-        ValueError: naming tensor and file.
+        ValueError: a file, which is named, is missing or not what was written.
     """
-    linears = [n for group in manifest["layers"][name]["sites"] for n in group]
-    for part in PARTS:
-        if name not in manifest[part]:
-            continue
-        path = Path(folder) / manifest[part][name]["file"]
-        try:
-            with safe_open(path, "pt") as file:
-                for n in linears:
-                    _check_linear(layer, n, f"{name}.{n}.", file, path, backward=part == "backward")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} is missing, truncated or damaged: {error}") from error
-
-
-def _check_linear(layer: nn.Module, n: str, prefix: str, file: Any, path: Path, backward: bool) -> None:
-    try:
-        linear = layer.get_submodule(n)
-    except AttributeError:
-        linear = None
-    if not isinstance(linear, nn.Linear):
-        raise ValueError(f"{path} holds {prefix[:-1]}, which is no linear of this model")
-    rows, columns = (linear.in_features, linear.out_features) if backward else (linear.out_features, linear.in_features)
-    width, stem = padded_k(columns), "backward_" if backward else "weight_"
-    codes = "backward_weight" if backward else "weight"
-    shapes = {codes: (rows, width // 2), f"{stem}scales": (rows, width // BLOCK), f"{stem}gscale": (4,)}
-    keys = set(file.keys())
-    if not backward and f"{prefix}input_offset" in keys:
-        shapes["input_offset"] = (4 * columns,)
-    for leaf, shape in shapes.items():
-        key = f"{prefix}{leaf}"
-        if key not in keys:
-            raise ValueError(f"{key} is missing in {path}")
-        header = file.get_slice(key)
-        dtype, stored = header.get_dtype(), tuple(header.get_shape())
-        if dtype != "U8" or stored != shape:
-            raise ValueError(f"{key} in {path} is {dtype} {stored}, expected U8 {shape}")
-        if leaf != codes and not _possible(leaf, file.get_tensor(key)):
-            raise ValueError(f"{key} in {path} is corrupt: it holds NaN, or values that it cannot have")
-
-
-def _possible(leaf: str, stored: Tensor) -> bool:
-    if leaf.endswith("_scales"):
-        return not stored.numel() or int(stored.amax()) <= E4M3_MAX_BITS
-    values = stored.clone().view(torch.float32)  # a copy: in a mapped file, four bytes may lie anywhere
-    if leaf == "input_offset":
-        return bool(values.isfinite().all())
-    return bool(((values >= 2.0 ** GSCALE_EXPONENTS[0]) & (values <= 2.0 ** GSCALE_EXPONENTS[1])).all())
+    tensors = {}
+    for entries, part in ((manifest[part], part) for part in PARTS if layer in manifest[part]):
+        path = Path(folder) / _file(part, list(entries).index(layer))
+        content = path.read_bytes() if path.is_file() else b""
+        if _sha256(content) != entries[layer]["sha256"]:
+            raise ValueError(f"{path} is missing, truncated or damaged; calibrate again")
+        tensors |= load(content)
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------------- frozen linears
@@ -206,17 +133,16 @@ def stored_tensors(name: str, layer: NVFP4FrozenLinear) -> dict[str, Tensor]:
     return {f"{name}.{key}": t.detach() for key, t in tensors.items() if t is not None}
 
 
-def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, Tensor], layouts: str, gradients: str) -> None:
+def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, Tensor], layouts: str) -> None:
     """Replace the linears of a layer by the ones a finished layer's file describes."""
     for group in entry["sites"]:
-        built = []
+        built = {}
         for n in group:
             prefix = f"{name}.{n}."
             stored = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-            options = FrozenOptions(layouts, gradients, entry["linears"][n]["terms"])
-            built.append(_build(layer.get_submodule(n), stored, options))
-            replace_linear(layer, n, built[-1], len(group) > 1)
-        share_offset(built)
+            options = FrozenOptions(layouts, terms=entry["linears"][n]["terms"])
+            built[n] = _build(layer.get_submodule(n), stored, options)
+        replace_site(layer, built)
 
 
 def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOptions) -> NVFP4FrozenLinear:
@@ -231,14 +157,17 @@ def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOpti
         layer.backward_scales, layer.backward_gscale = frozen(tensors["backward_scales"]), frozen(tensors["backward_gscale"])
     if "input_offset" in tensors:
         layer.set_offset(tensors["input_offset"].view(torch.float32))
-    return layer.train(linear.training)
+    return layer
 
 
-def replace_linear(layer: nn.Module, name: str, new: NVFP4FrozenLinear, shares_input: bool) -> None:
-    """Put a calibrated linear in the place of the one of this name."""
-    new.shares_input, new.calibrated = shares_input, True
-    parent, _, child = name.rpartition(".")
-    setattr(layer.get_submodule(parent), child, new)
+def replace_site(layer: nn.Module, linears: Mapping[str, NVFP4FrozenLinear]) -> None:
+    """Put the calibrated linears of a site in the place of those of these names."""
+    for name, new in linears.items():
+        old = layer.get_submodule(name)
+        new.shares_input, new.calibrated = len(linears) > 1, True
+        _carry_attributes(old, new)
+        layer.set_submodule(name, new.train(old.training))
+    share_offset(list(linears.values()))
 
 
 def share_offset(linears: Sequence[NVFP4FrozenLinear]) -> None:
@@ -251,34 +180,24 @@ def share_offset(linears: Sequence[NVFP4FrozenLinear]) -> None:
 # ---------------------------------------------------------------------------------------------- fingerprint
 
 
-def digest(items: Any) -> str:
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def digest(tree: Any) -> str:
     """SHA-256 of a tree of tensors, numbers and strings."""
-    h = hashlib.sha256()
-    _feed(h, items)
-    return h.hexdigest()[:32]
-
-
-def _feed(h, item: Any) -> None:
-    if isinstance(item, Tensor):
-        h.update(f"{item.dtype}{tuple(item.shape)}".encode())
-        h.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(item, Mapping):
-        for key in sorted(item):
-            h.update(f"{key}:".encode())
-            _feed(h, item[key])
-    elif isinstance(item, list | tuple):
-        h.update(f"[{len(item)}".encode())
-        for value in item:
-            _feed(h, value)
-    else:
-        h.update(f"{type(item).__name__}{item}".encode())
+    leaves, structure = tree_flatten(tree)
+    h = hashlib.sha256(str(structure).encode())
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            h.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            h.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            h.update(f"{type(leaf).__name__}{leaf};".encode())
+    return h.hexdigest()
 
 
 def model_digest(model: nn.Module) -> str:
     """Names, shapes, and a sample of the values of every parameter."""
-    h = hashlib.sha256()
-    for name, p in model.named_parameters():
-        flat = p.detach().reshape(-1)
-        h.update(f"{name}{p.dtype}{tuple(p.shape)}".encode())
-        _feed(h, flat[:: max(1, flat.numel() // SAMPLED)])
-    return h.hexdigest()[:32]
+    flat = {name: (p.shape, p.detach().reshape(-1)) for name, p in model.named_parameters()}
+    return digest({n: (tuple(shape), values[:: max(1, values.numel() // SAMPLED)]) for n, (shape, values) in flat.items()})

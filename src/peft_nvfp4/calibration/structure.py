@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..fusion.probe import modes_kept, standing_in
 from .data import Batch
@@ -27,8 +27,7 @@ class _Stop(Exception):
     """The last layer has been reached."""
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """The arguments of one layer, but for the hidden states."""
 
     args: tuple
@@ -61,9 +60,7 @@ class Stack:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Call):
-        return Call(to_device(tree.args, device), to_device(tree.kwargs, device))
-    return tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, tree)
+    return tree_map_only(Tensor, lambda t: t.to(device), tree)
 
 
 def find_stack(model: nn.Module, planned: Sequence[str], name: str | None = None) -> str:
@@ -138,19 +135,11 @@ def capture(model: nn.Module, name: str, data: Sequence[Batch], device: torch.de
                     pass
             if len(record) != len(layers):
                 raise ValueError(f"a forward pass reached {len(record)} of the {len(layers)} layers of {name}")
-            memo: dict[int, Tensor] = {}
+            memo: dict[int, Tensor] = {}  # what layers share stays shared
+            to_cpu = lambda t: memo.setdefault(id(t), t.detach().cpu())  # noqa: B023
             stack.hidden.append(record[0][0].cpu())
-            stack.calls.append([_on_cpu(call, memo) for _, call in record])
+            stack.calls.append(tree_map_only(Tensor, to_cpu, [call for _, call in record]))
     return stack
-
-
-def _on_cpu(call: Call, memo: dict[int, Tensor]) -> Call:
-    """On the CPU; what layers share stays shared."""
-
-    def move(t):
-        return memo.setdefault(id(t), t.detach().cpu()) if isinstance(t, Tensor) else t
-
-    return Call(tree_map(move, call.args), tree_map(move, call.kwargs))
 
 
 def _recorder(stack: Stack, index: int, record: list[tuple[Tensor, Call]], device: torch.device) -> Callable:
@@ -182,27 +171,22 @@ def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch:
     that the run does not reach are left out."""
     layer = stack.layers[index]
     groups: list[tuple[Tensor, list[str]]] = []
+    seen: set[str] = set()
 
     def watch(name: str, linear: nn.Linear) -> Callable:
         inner = linear.forward
 
         def forward(x: Tensor, *args, **kwargs):
-            for tensor, group in groups:
-                if tensor is x:
-                    group.append(name)
-                    break
-            else:
-                groups.append((x, [name]))
+            if name not in seen:
+                seen.add(name)
+                group = next((names for tensor, names in groups if tensor is x), None)
+                if group is None:
+                    groups.append((x, group := []))
+                group.append(name)
             return inner(x, *args, **kwargs)
 
         return forward
 
     with standing_in({layer.get_submodule(n): watch(n, layer.get_submodule(n)) for n in names}), torch.no_grad():
         stack.run(index, batch, hidden)
-    distinct, seen = [], set()
-    for _, group in groups:
-        group = [n for n in dict.fromkeys(group) if n not in seen]
-        seen.update(group)
-        if group:
-            distinct.append(group)
-    return distinct
+    return [group for _, group in groups]

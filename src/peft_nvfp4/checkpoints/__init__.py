@@ -10,14 +10,9 @@ row by row, one for 16 values along K, not swizzled. They differ in names and in
 | ``modelopt`` (NVIDIA ModelOpt, TensorRT-LLM) | ``weight`` U8 | ``weight_scale`` F8_E4M3 | ``weight_scale_2`` F32, \
 amax / (448 * 6) | code * scale * global |
 
-So the first stores the reciprocal of what the second, and this package, multiply with. Serving engines take that reciprocal in
-FP32 when they load a model, and so does :mod:`.layouts`. Neither library is imported here: nothing but safetensors and JSON is
-read.
-
-* :mod:`.layouts`: names and conversions of one linear's tensors.
-* :mod:`.settings`: the ``quantization_config`` of either, and what in it cannot be represented.
-* :mod:`.load`: from files to frozen layers, inside ``from_pretrained`` (:mod:`peft_nvfp4.transformers`).
-* :mod:`.export`: :func:`export_checkpoint`.
+So the first stores the reciprocal of what the second, and this package, multiply with. Neither library is imported here: nothing
+but safetensors and JSON is read. Files become frozen layers (:mod:`.load`) inside ``from_pretrained``
+(:mod:`peft_nvfp4.transformers`).
 """
 
 from .export import ExportReport, export_checkpoint

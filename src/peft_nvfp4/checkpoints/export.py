@@ -31,9 +31,9 @@ from .._version import __version__
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..numerics.formats import BLOCK
-from .layouts import MODELOPT, Layout
-from .settings import layout_named, write_hf_quant_config, write_settings
+from ..numerics.formats import BLOCK, QuantizedMatrix
+from .layouts import LAYOUTS, MODELOPT, Layout
+from .settings import write_hf_quant_config, write_settings
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ def export_checkpoint(
     Raises:
         ValueError: an unknown layout; a model that is frozen in another format, not frozen, or carries an adapter.
     """
-    names = layout_named(layout)
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
+    names = LAYOUTS[layout]
     layers = _packed_layers(model)
     narrow = [name for name, layer in layers.items() if layer.in_features % BLOCK]
     if narrow:
@@ -82,11 +84,12 @@ def export_checkpoint(
         )
     mixtures = [ExpertNames(model, name, experts) for name, experts in frozen_experts(model)]
     packed = {name: layer for name, layer in layers.items() if name not in narrow}
-    inputs = bool(packed) and not mixtures and all(_input_scale(layer) is not None for layer in packed.values())
+    scales = {name: getattr(layer, "published_input_scale", None) for name, layer in packed.items()}
+    inputs = bool(packed) and not mixtures and None not in scales.values()
     linears = (n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in packed)
     routers = (router for mixture in mixtures for router in mixture.routers)
     settings = write_settings(names, dense := (*linears, *routers), inputs, __version__)
-    state, inexact = _state_dict(model, layers, packed, names, inputs)
+    state, inexact = _state_dict(model, layers, packed, names, scales if inputs else {})
     for mixture in mixtures:
         state = {key: t for key, t in state.items() if not key.startswith(f"{mixture.name}.")} | mixture.write(names, inexact)
     with _saved_as(model, settings):
@@ -126,9 +129,6 @@ class ExpertNames:
         name: of the module.
         leaves: projection -> names of the linears that it is made of, by rows.
         routers: names of the modules beside it that hold a matrix and are no linears here: elsewhere they may be.
-
-    Raises:
-        ValueError: the model's files have no linears for single experts; a width that the layouts cannot hold.
     """
 
     def __init__(self, model: nn.Module, name: str, experts: FrozenExperts):
@@ -162,15 +162,9 @@ class ExpertNames:
             for e, layer in enumerate(self.experts.layers(projection)):
                 w = layer.forward_layout
                 for leaf, codes, scales in zip(leaves, w.codes.chunk(len(leaves)), w.scales.chunk(len(leaves))):
-                    parts = layout.write(w._replace(codes=codes, scales=scales))
-                    if not torch.equal(layout.read_gscale(parts[layout.gscale]), w.gscale):
-                        inexact.append(f"{self.name}.{e}.{leaf}")
-                    state |= {f"{self.name}.{e}.{leaf}.{key}": t.clone() for key, t in parts.items()}
+                    parts = _written(layout, f"{self.name}.{e}.{leaf}", w._replace(codes=codes, scales=scales), inexact)
+                    state |= {key: t.clone() for key, t in parts.items()}
         return state
-
-
-def _input_scale(layer: NVFP4FrozenLinear) -> float | None:
-    return getattr(layer, "published_input_scale", None)
 
 
 def _state_dict(
@@ -178,31 +172,32 @@ def _state_dict(
     layers: dict[str, NVFP4FrozenLinear],
     packed: dict[str, NVFP4FrozenLinear],
     layout: Layout,
-    inputs: bool,
+    input_scales: dict[str, float],
 ) -> tuple[dict[str, Tensor], list[str]]:
     """(the model's state dict in another layout, names of the linears whose global scale changed)."""
-    own = {f"{name}.{leaf}": name for name, layer in layers.items() for leaf in layer.packed_tensors()}
-    state, done, inexact = {}, set(), []
-    for key, tensor in model.state_dict().items():
-        name = own.get(key)
-        if name is None:
-            state[key] = tensor
-        if name is None or name in done:
-            continue
-        done.add(name)
-        layer = layers[name]
+    own = {f"{name}.{leaf}" for name, layer in layers.items() for leaf in layer.packed_tensors()}
+    state = {key: tensor for key, tensor in model.state_dict().items() if key not in own}
+    inexact, seen = [], set()
+    for name, layer in layers.items():
         if name not in packed:
             state[f"{name}.weight"] = layer.dequantize()
             continue
-        parts = layout.write(layer.forward_layout)
-        if not torch.equal(layout.read_gscale(parts[layout.gscale]), layer.forward_layout.gscale):
-            inexact.append(name)
-        if inputs:
-            scale = torch.tensor([_input_scale(layer)], dtype=torch.float32, device=layer.weight.device)
-            parts[layout.input_scale] = layout.write_gscale(scale)
-        shared = layer.weight.data_ptr() in {t.data_ptr() for t in state.values()}
-        state |= {f"{name}.{leaf}": t.clone() if shared else t for leaf, t in parts.items()}
+        parts = _written(layout, name, layer.forward_layout, inexact)
+        if name in input_scales:
+            scale = torch.tensor([input_scales[name]], dtype=torch.float32, device=layer.weight.device)
+            parts[f"{name}.{layout.input_scale}"] = layout.write_gscale(scale)
+        shared = layer.weight.data_ptr() in seen  # files refuse shared tensors
+        seen.add(layer.weight.data_ptr())
+        state |= {key: t.clone() if shared else t for key, t in parts.items()}
     return state, inexact
+
+
+def _written(layout: Layout, name: str, w: QuantizedMatrix, inexact: list[str]) -> dict[str, Tensor]:
+    """A linear's tensors under their names in the file. Its name is added to ``inexact`` if its global scale has changed."""
+    parts = layout.write(w)
+    if not torch.equal(layout.read_gscale(parts[layout.gscale]), w.gscale):
+        inexact.append(name)
+    return {f"{name}.{leaf}": tensor for leaf, tensor in parts.items()}
 
 
 @contextmanager

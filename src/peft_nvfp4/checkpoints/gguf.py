@@ -5,9 +5,10 @@
 
 transformers reads GGUF and does not write it. The ``gguf`` package (of llama.cpp) knows names of tensors and metadata and writes
 the file; what remains are the facts of an architecture and of a tokenizer, which llama.cpp's own converter has for hundreds of
-models. Written here are only those whose file can be checked by reading it back with transformers (tests/checkpoints/test_gguf.py): Llama,
-Mistral, Qwen 2 and Qwen 3 with the default rotary embedding, and byte-level BPE tokenizers that split text in a known way.
-Everything else is refused: ``convert_hf_to_gguf.py`` of llama.cpp converts the folder that ``save_pretrained`` writes.
+models. Written here are only those whose file can be checked by reading it back with transformers
+(tests/checkpoints/test_gguf.py): Llama, Mistral, Qwen 2 and Qwen 3 with the default rotary embedding, and byte-level BPE
+tokenizers that split text in a known way. Everything else is refused: ``convert_hf_to_gguf.py`` of llama.cpp converts the folder
+that ``save_pretrained`` writes.
 
 llama.cpp turns neighbouring pairs of the first two architectures' queries and keys, transformers turns halves: rows of q and k
 are exchanged accordingly.
@@ -27,13 +28,7 @@ from torch import Tensor, nn
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' ``model_type`` -> GGUF's architecture."""
 
-FILE_TYPES = {
-    "f32": ("ALL_F32", "F32"),
-    "f16": ("MOSTLY_F16", "F16"),
-    "bf16": ("MOSTLY_BF16", "BF16"),
-    "q8_0": ("MOSTLY_Q8_0", "Q8_0"),
-}
-"""Word -> GGUF's names of the file's type and of its matrices' type."""
+DTYPES = ("f32", "f16", "bf16", "q8_0")
 
 CONVERTER = "Save the merged model (save_pretrained) and run llama.cpp's convert_hf_to_gguf.py on the folder"
 
@@ -60,14 +55,14 @@ def export_gguf(model: nn.Module, tokenizer: Any, path: str | Path, dtype: str =
         import gguf
     except ImportError as error:
         raise ImportError("writing GGUF needs the gguf package: pip install gguf") from error
-    if dtype not in FILE_TYPES:
-        raise ValueError(f"dtype must be one of {', '.join(FILE_TYPES)}, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config, architecture = _check_model(model)
     vocabulary = _vocabulary(tokenizer, config.vocab_size)
     path = Path(path)
     part = path.with_name(f"{path.name}.part")
     writer = gguf.GGUFWriter(part, architecture)
-    writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[dtype][0]))
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'f32' else 'MOSTLY'}_{dtype.upper()}"])
     _write_sizes(writer, config, model)
     _write_vocabulary(writer, vocabulary, tokenizer)
     _add_tensors(writer, model, config, dtype)
@@ -89,7 +84,7 @@ def _add_tensors(writer: Any, model: nn.Module, config: Any, dtype: str) -> None
     import gguf
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
-    kind = gguf.GGMLQuantizationType[FILE_TYPES[dtype][1]]
+    kind = gguf.GGMLQuantizationType[dtype.upper()]
     for name, tensor in _tensors(model, config):
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
@@ -170,16 +165,13 @@ def neighbours(rows: Tensor, heads: int) -> Tensor:
 
 
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
-    """Tokens, their types, merges and the word for how text is split, of a byte-level BPE tokenizer.
-
-    Raises:
-        ValueError: any other tokenizer.
-    """
+    """Tokens, their types, merges and the word for how text is split, of a byte-level BPE tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = json.loads(backend.to_str()) if backend is not None else {}
     model = content.get("model") or {}
     split = _split(content.get("pre_tokenizer"))
-    if model.get("type") != "BPE" or model.get("byte_fallback") or split is None or content.get("normalizer") not in (None, _NFC):
+    plain = content.get("normalizer") in (None, {"type": "NFC"}) and not model.get("byte_fallback")
+    if model.get("type") != "BPE" or not plain or split is None:
         raise ValueError(
             f"{type(tokenizer).__name__} is not written as GGUF here: byte-level BPE tokenizers of the kind of GPT-2, SmolLM, "
             f"Llama 3 and Qwen 2 are. {CONVERTER}"
@@ -198,9 +190,6 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         raise ValueError(f"the tokenizer has {len(tokens)} tokens, the model {size}: they do not belong together")
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     return {"tokens": tokens, "types": types, "merges": merges, "split": split}
-
-
-_NFC = {"type": "NFC"}
 
 
 def _split(settings: dict[str, Any] | None) -> str | None:
@@ -225,14 +214,9 @@ def _write_vocabulary(writer: Any, vocabulary: dict[str, Any], tokenizer: Any) -
     writer.add_token_list(vocabulary["tokens"])
     writer.add_token_types(vocabulary["types"])
     writer.add_token_merges(vocabulary["merges"])
-    for word, add in (
-        ("bos", writer.add_bos_token_id),
-        ("eos", writer.add_eos_token_id),
-        ("unk", writer.add_unk_token_id),
-        ("pad", writer.add_pad_token_id),
-    ):
-        if (index := getattr(tokenizer, f"{word}_token_id", None)) is not None:
-            add(index)
+    for name in ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"):
+        if (index := getattr(tokenizer, name, None)) is not None:
+            getattr(writer, f"add_{name}")(index)
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)

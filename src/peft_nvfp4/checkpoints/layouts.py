@@ -1,11 +1,10 @@
 """One linear in either published layout: its tensors' names, and their bytes to and from this package's.
 
 Codes and block scales are copied. K need be a multiple of 16 there and of 32 here, so up to 16 zero columns are added or taken
-off. The global scale is one FP32 number in either. ModelOpt's is the one used here; compressed-tensors stores its reciprocal,
-taken in FP32 in both directions. A power of two goes through that unchanged. Any other number of theirs comes back from a
-round trip as one with the same reciprocal (:func:`reciprocal`), so what a reader multiplies with stays the same; only a
-ModelOpt scale written as compressed-tensors may have no such number, and is then off by one unit in the last place of FP32
-(reported by the export).
+off. The global scale is one FP32 number. Where it is stored as its reciprocal, that is taken in FP32 in both directions, as
+serving engines do. A power of two goes through that unchanged. Any other number comes back from a round trip as one with the same
+reciprocal (:func:`reciprocal`), so what a reader multiplies with stays the same; only a ModelOpt scale written as
+compressed-tensors may have no such number, and is then off by one unit in the last place of FP32 (reported by the export).
 """
 
 from __future__ import annotations
@@ -42,19 +41,14 @@ class Layout:
     def required(self) -> tuple[str, str, str]:
         return self.codes, self.scales, self.gscale
 
-    def shapes(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Shapes that each tensor of a linear (n, k) may have."""
-        scalar = ((1,), ())
+    def headers(self, n: int, k: int) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+        """Tensor -> (safetensors' word for its dtype, shapes that it may have) of a linear (n, k)."""
         return {
-            self.codes: ((n, k // 2),),
-            self.scales: ((n, k // BLOCK),),
-            self.gscale: scalar,
-            self.input_scale: scalar,
+            self.codes: ("U8", ((n, k // 2),)),
+            self.scales: ("F8_E4M3", ((n, k // BLOCK),)),
+            self.gscale: ("F32", ((1,), ())),
+            self.input_scale: ("F32", ((1,), ())),
         }
-
-    def dtypes(self) -> dict[str, str]:
-        """safetensors' word for the dtype of each tensor."""
-        return {self.codes: "U8", self.scales: "F8_E4M3", self.gscale: "F32", self.input_scale: "F32"}
 
     # -- conversions
 

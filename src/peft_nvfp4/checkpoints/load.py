@@ -4,7 +4,8 @@ Before loading, from the headers of the files: which linears are packed, whether
 and whether there is one that cannot be represented. A packed linear's place in the model is then taken by a
 :class:`PackedLinear`, whose parameters have the names, types and shapes that the files have, so that transformers fills them
 as it fills any other, on whatever device they go to. After loading they become frozen layers, one at a time, without a copy of
-their bytes; those that this package does not freeze (an output head, ``skip_modules``) become dense ones.
+their bytes; those that this package does not freeze (an output head, ``skip_modules``) become dense ones. Whatever is wrong
+raises a ValueError that names tensor and file.
 
 Rejected: transformers' own weight converters. They convert tensors by patterns of names, which have changed their meaning between
 releases, and a float tensor that matches one may be cast before it is converted.
@@ -13,7 +14,6 @@ releases, and a float tensor that matches one may be cast before it is converted
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -26,7 +26,7 @@ from ..nn.frozen_linear import FrozenOptions
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS
 from ..ops import dequantize
-from .layouts import PARTS, REFUSED, Layout
+from .layouts import COMPRESSED_TENSORS, MODELOPT, PARTS, REFUSED, Layout
 from .settings import INSTEAD, Published
 
 _DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
@@ -50,33 +50,18 @@ class Stored:
         return f"{self.key} in {self.file}"
 
 
-def check_files(files: Sequence[str] | None, packed: bool) -> None:
-    """Every file can be read. (The indices that name them: :func:`check_indices`.)
-
-    Raises:
-        ValueError: a truncated or damaged file; a packed model in a pickle.
-    """
-    for file in files or ():
-        if file.endswith(".safetensors"):
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except SafetensorError as error:
-                raise ValueError(f"{file} is truncated or damaged: {error}. Download it again") from error
-        elif packed:
-            raise ValueError(
-                f"{file} is not a safetensors file; a packed model is read from those only (a pickle can run code). Ask its "
-                "author for safetensors"
-            )
+def check_files(files: Iterable[str], packed: bool) -> None:
+    """Raises ValueError for a packed model in a pickle."""
+    if pickles := [file for file in files if packed and not file.endswith(".safetensors")]:
+        raise ValueError(
+            f"{pickles[0]} is not a safetensors file; a packed model is read from those only (a pickle can run code). Ask its "
+            "author for safetensors"
+        )
 
 
-def check_indices(files: Sequence[str] | None, folder: str | None) -> None:
-    """The indices of sharded models beside these files, and in the folder that was to be loaded, name files inside their folders.
-
-    Raises:
-        ValueError: a path that is absolute or goes up.
-    """
-    folders = {Path(file).parent for file in files or ()}
+def check_indices(files: Iterable[str], folder: str | None) -> None:
+    """The indices of sharded models beside these files, and in the folder that was to be loaded, name nothing outside of it."""
+    folders = {Path(file).parent for file in files}
     folders |= {Path(*parent.parts[: parent.parts.index("..")]) for parent in folders if ".." in parent.parts[1:]}
     if folder and Path(folder).is_dir():
         folders.add(Path(folder))
@@ -91,12 +76,17 @@ def check_indices(files: Sequence[str] | None, folder: str | None) -> None:
                 raise ValueError(f"{index} names {name!r}, which is outside its folder; do not trust this checkpoint")
 
 
-def stored_in(file: str) -> Iterable[Stored]:
-    """The tensors of a safetensors file."""
-    with safe_open(file, framework="pt") as f:
-        for key in f.keys():  # noqa: SIM118 (not a mapping)
-            slice_ = f.get_slice(key)
-            yield Stored(key, file, slice_.get_dtype(), tuple(slice_.get_shape()))
+def stored_in(files: Iterable[str]) -> Iterable[Stored]:
+    """The tensors of the safetensors files among these. Raises ValueError for a file that is truncated or damaged."""
+    for file in files:
+        if file.endswith(".safetensors"):
+            try:
+                with safe_open(file, framework="pt") as f:
+                    slices = {key: f.get_slice(key) for key in f.keys()}  # noqa: SIM118 (not a mapping)
+                    found = [Stored(key, file, s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()]
+            except SafetensorError as error:
+                raise ValueError(f"{file} is truncated or damaged: {error}. Download it again") from error
+            yield from found
 
 
 # ---------------------------------------------------------------------------------------------- before loading
@@ -122,17 +112,13 @@ class PackedLinear(nn.Module):
 
 
 def packed_linears(
-    model: nn.Module, published: Published, stored: Mapping[str, Stored], planned: Mapping[str, object]
+    model: nn.Module, published: Published, stored: Mapping[str, Stored], planned: Iterable[str]
 ) -> dict[str, dict[str, Stored]]:
     """Dotted name of every linear that is packed in the files -> its tensors.
 
     Args:
         stored: name in the model -> tensor in the files; a part of a weight (:data:`.layouts.PARTS`) under its own last name.
-        planned: names of the linears that this package would freeze; what is dense of them in the files is warned about, where
-            the settings do not list it.
-
-    Raises:
-        ValueError: naming tensor and file.
+        planned: names of the linears that this package would freeze; those that are dense in the files stay dense.
     """
     layout, found = published.layout, {}
     for name, part in stored.items():
@@ -149,14 +135,6 @@ def packed_linears(
     if absent := [n for n in planned if n not in found and f"{n}.weight" not in stored]:
         files = ", ".join(sorted({part.file for part in stored.values()}))
         raise ValueError(f"{absent[0]} (and {len(absent) - 1} more) is missing in {files}; download the files again")
-    dense = [n for n in planned if n not in found]
-    unlisted = [n for n in dense if not published.ignores(n, stored[f"{n}.weight"].key.removesuffix(".weight"))]
-    if unlisted:
-        warnings.warn(
-            f"{unlisted[0]} (and {len(unlisted) - 1} more) is dense in the files, though {published.origin} does not list it as "
-            "such; it stays dense",
-            stacklevel=2,
-        )
     if not found:
         raise ValueError(
             f"{published.origin} says {layout.name}, and no linear in the files is packed: the settings are another model's"
@@ -178,22 +156,24 @@ def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, 
         )
     if module.in_features % BLOCK:
         raise ValueError(f"{first}: the linear has {module.in_features} inputs, which is not a multiple of {BLOCK}")
-    if missing := [leaf for leaf in layout.required if leaf not in parts]:
-        files = sorted({part.file for part in parts.values()})
-        raise ValueError(
-            f"{', '.join(f'{stem}.{leaf}' for leaf in missing)} missing in {', '.join(files)}; download the files again"
-        )
-    shapes, dtypes = layout.shapes(module.out_features, module.in_features), layout.dtypes()
+    headers = layout.headers(module.out_features, module.in_features)
+    expected = {f"{stem}.{leaf}": headers[leaf] for leaf in headers if leaf in layout.required or leaf in parts}
+    check_stored(expected, {f"{stem}.{leaf}": part for leaf, part in parts.items()})
     for leaf, part in parts.items():
-        if leaf not in dtypes:
+        if leaf not in headers:
             raise ValueError(f"{part} is of another layout than {layout.name}, which the settings say")
-        if part.dtype != dtypes[leaf]:
-            raise ValueError(f"{part} is {part.dtype}, expected {dtypes[leaf]} in the {layout.name} layout")
-        if part.shape not in shapes[leaf]:
-            raise ValueError(
-                f"{part} has the shape {part.shape}, expected {shapes[leaf][0]}: {module.out_features} outputs, "
-                f"{module.in_features} inputs, two codes a byte, a scale for {BLOCK} weights"
-            )
+
+
+def check_stored(expected: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]], stored: Mapping[str, Stored]) -> None:
+    """The files hold tensors of these names, each of this type (safetensors' word for it) and one of these shapes."""
+    if missing := [name for name in expected if name not in stored]:
+        files = {stored[name].file for name in expected if name in stored} or {tensor.file for tensor in stored.values()}
+        raise ValueError(f"{', '.join(missing)} missing in {', '.join(sorted(files))}; download the files again")
+    for name, (dtype, shapes) in expected.items():
+        if stored[name].dtype != dtype:
+            raise ValueError(f"{stored[name]} is {stored[name].dtype}, expected {dtype}")
+        if stored[name].shape not in shapes:
+            raise ValueError(f"{stored[name]} has the shape {stored[name].shape}, expected {shapes[0]}")
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -207,28 +187,34 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
 # ---------------------------------------------------------------------------------------------- after loading
 
 
-def check_loaded(layers: Mapping[str, PackedLinear], origin: Callable[[str], str]) -> None:
-    """Every parameter was loaded and holds what it can hold.
+def check_loaded(
+    parameters: Mapping[str, nn.Parameter], origin: Callable[[str], str], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Every parameter (a bias among them: nothing would initialise it) was loaded, and scales are what scales can be.
 
-    Raises:
-        ValueError: naming tensor and file.
+    Args:
+        parameters: by name in the model; the last name says what it holds, in this package's layout or a published one.
+        origin: name -> name and file, for messages.
+        shapes: those that are not known from the headers of files already.
     """
     flags: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        for leaf, p in layer.named_parameters():  # a bias among them: nothing would initialise it
-            key = f"{name}.{leaf}"
-            if p.is_meta or not getattr(p, "_is_hf_initialized", False):
-                raise ValueError(f"{origin(key)} was not loaded")
-            if leaf == layer.layout.scales and p.numel():
-                flags[key] = p.detach().view(torch.uint8).amax() > E4M3_MAX_BITS
-            elif leaf == layer.layout.gscale:
-                g = layer.layout.read_gscale(p)
-                low, high = (2.0**e for e in GSCALE_EXPONENTS)
-                flags[key] = ~((g >= low) & (g <= high))[0]  # NaN is not
-    if (key := first_set(flags)) is not None:
-        scales = key.endswith(".weight_scale")
-        what = "NaN or negative scales" if scales else "a global scale that is not finite, positive and of a usable size"
-        raise ValueError(f"{origin(key)} is corrupt: it holds {what}. Download the file again, or ask its author")
+    for name, p in parameters.items():
+        if p.is_meta or not getattr(p, "_is_hf_initialized", False):
+            raise ValueError(f"{origin(name)} was not loaded: it is missing in the checkpoint")
+        if shapes and tuple(p.shape) != shapes[name]:
+            raise ValueError(f"{origin(name)} has the shape {tuple(p.shape)}, expected {shapes[name]}")
+        leaf = name.rpartition(".")[2]
+        if leaf.endswith(("_scales", MODELOPT.scales)) and p.numel():
+            flags[name] = p.detach().view(torch.uint8).amax() > E4M3_MAX_BITS
+        elif leaf.endswith(("_gscale", MODELOPT.gscale, COMPRESSED_TENSORS.gscale)):
+            g = p.detach().clone().view(torch.float32)  # a copy: in a mapped file, four bytes may lie anywhere
+            g = 1 / g if leaf == COMPRESSED_TENSORS.gscale else g
+            low, high = (2.0**e for e in GSCALE_EXPONENTS)
+            flags[name] = ~((g >= low) & (g <= high)).all()  # NaN is not
+    if (name := first_set(flags)) is not None:
+        scales = name.endswith(("_scales", MODELOPT.scales))
+        what = "NaN or negative scales" if scales else "a global scale that is not finite and positive, or of no usable size"
+        raise ValueError(f"{origin(name)} is corrupt: it holds {what}. Download the file again, or ask its author")
 
 
 def first_set(flags: Mapping[str, Tensor]) -> str | None:
@@ -240,16 +226,11 @@ def first_set(flags: Mapping[str, Tensor]) -> str | None:
     return next((name for pairs in read for name, flag in pairs if flag), None)
 
 
-def frozen_layer(
-    packed: PackedLinear, options: FrozenOptions, complete: Callable[[NVFP4FrozenLinear], None]
-) -> NVFP4FrozenLinear:
-    """The frozen layer with a packed linear's bytes. ``complete`` makes its backward layout."""
+def frozen_layer(packed: PackedLinear, options: FrozenOptions) -> NVFP4FrozenLinear:
+    """The frozen layer with a packed linear's bytes."""
     w = packed.layout.read(packed.tensors(), packed.in_features)
-    forward_only = FrozenOptions("transient", options.gradients, options.terms)
-    layer = NVFP4FrozenLinear(packed.in_features, packed.out_features, packed.bias, packed.dtype, forward_only, w)
-    layer.options = options
+    layer = NVFP4FrozenLinear(packed.in_features, packed.out_features, packed.bias, packed.dtype, options, w)
     layer.published_input_scale = _input_scale(packed)
-    complete(layer)
     return layer.train(packed.training)
 
 

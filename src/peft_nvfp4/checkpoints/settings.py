@@ -8,14 +8,12 @@ is refused: an unknown word may be harmless, but a model that is loaded wrongly 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ..numerics.formats import BLOCK
-from .layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout
+from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout
 
 FORMAT = "nvfp4-pack-quantized"
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
@@ -26,7 +24,6 @@ METHODS = {"compressed-tensors": COMPRESSED_TENSORS, "modelopt": MODELOPT, "mode
 _NO_ALGORITHM = {
     "NVFP4_AWQ": "AWQ multiplies the inputs by a scale of every channel (pre_quant_scale) before they are quantised",
     "NVFP4_SVD": "SVDQuant adds a low-rank product in 16 bits to every linear",
-    "MIXED_PRECISION": "some of its linears are in other formats",
 }
 INSTEAD = "Load the original dense model with PactConfig instead, which quantises it"
 _OURS = "peft_nvfp4 reads NVFP4 linears with one E4M3 scale for 16 weights, and dense ones"
@@ -45,30 +42,15 @@ _ARGS = (
 
 @dataclass(frozen=True)
 class Published:
-    """What the settings of a checkpoint say.
+    """What the settings of a checkpoint say. (Which modules they list as dense is not asked: the files say what is packed.)
 
     Attributes:
         layout: names and scale convention of its tensors.
-        ignore: names of modules that are not quantised: a name (with all inside it), one with ``*``, or a regex after ``re:``.
         origin: where the settings were read, for messages.
     """
 
     layout: Layout
-    ignore: tuple[str, ...]
     origin: str
-
-    def ignores(self, *names: str) -> bool:
-        """Whether one of a module's names (in the model, in the file) is listed."""
-        return any(_matches(name, pattern) for name in names for pattern in self.ignore)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{pattern!r} in the list of unquantised modules is not a regular expression: {error}") from None
-    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -104,21 +86,7 @@ def read_settings(settings: Mapping[str, Any], origin: str) -> Published:
     check = _check_compressed_tensors if layout is COMPRESSED_TENSORS else _check_modelopt
     _check_known(settings, _TOP[layout.name], "quantization_config", origin)
     check(settings, origin)
-    return Published(layout, _ignored(settings, origin), origin)
-
-
-def _ignored(settings: Mapping[str, Any], origin: str) -> tuple[str, ...]:
-    found: list[str] = []
-    for key in ("ignore", "exclude_modules"):
-        names = settings.get(key) or []
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{origin}: {key}, the list of unquantised modules, holds something that is not a name: {names!r}")
-        found += names
-    try:
-        Published(COMPRESSED_TENSORS, tuple(found), origin).ignores("")
-    except ValueError as error:
-        raise ValueError(f"{origin}: {error}") from error
-    return tuple(found)
+    return Published(layout, origin)
 
 
 def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:
@@ -137,7 +105,7 @@ def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:
         names = ", ".join(sorted(formats - {FORMAT, "mixed-precision"})) or "none"
         raise ValueError(f"{origin}: the format is {names}; {_OURS} ({FORMAT}). {INSTEAD}")
     for name, group in groups.items():
-        _check_group(name, group, origin, symmetric=True)
+        _check_group(name, group, origin)
 
 
 def _check_modelopt(settings: Mapping[str, Any], origin: str) -> None:
@@ -156,15 +124,12 @@ def _check_modelopt(settings: Mapping[str, Any], origin: str) -> None:
     elif algorithm not in ALGORITHMS:
         reason = _NO_ALGORITHM.get(str(algorithm), _OURS)
         raise ValueError(f"{origin}: quant_algo {algorithm!r} cannot be represented: {reason}. {INSTEAD}")
-    for owner, size in [
-        ("quantization", settings.get("group_size")),
-        *((n, layer.get("group_size")) for n, layer in layers.items()),
-    ]:
-        if size not in (None, BLOCK):
+    for owner, each in (("quantization", settings), *layers.items()):
+        if (size := each.get("group_size")) not in (None, BLOCK):
             raise ValueError(f"{origin}: group_size {size!r} of {owner}; NVFP4 has one scale for {BLOCK} weights. {INSTEAD}")
     if "config_groups" in settings:
         for name, group in _groups(settings, origin).items():
-            _check_group(name, group, origin, symmetric=False)
+            _check_group(name, group, origin)
 
 
 def _groups(settings: Mapping[str, Any], origin: str) -> Mapping[str, Mapping[str, Any]]:
@@ -174,7 +139,7 @@ def _groups(settings: Mapping[str, Any], origin: str) -> Mapping[str, Mapping[st
     return groups
 
 
-def _check_group(name: str, group: Mapping[str, Any], origin: str, symmetric: bool) -> None:
+def _check_group(name: str, group: Mapping[str, Any], origin: str) -> None:
     """A group's weights are NVFP4. Its input_activations do not matter: inputs are quantised per token here."""
     where = f"config_groups.{name}"
     _check_known(group, _GROUP, where, origin)
@@ -182,12 +147,10 @@ def _check_group(name: str, group: Mapping[str, Any], origin: str, symmetric: bo
     if not isinstance(args, Mapping):
         raise ValueError(f"{origin}: {where} does not say how the weights are stored")
     _check_known(args, _ARGS, f"{where}.weights", origin)
-    wanted = {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True, "dynamic": False}
-    for key, value in wanted.items():
-        if args.get(key, value if key in ("symmetric", "dynamic") else None) != value:
+    usual = {"symmetric": True, "dynamic": False, "strategy": "tensor_group"}
+    for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, **usual}.items():
+        if args.get(key, usual.get(key)) != value:
             raise ValueError(f"{origin}: {key} of {where}.weights is {args.get(key)!r}, NVFP4 has {value!r}. {INSTEAD}")
-    if args.get("strategy", "tensor_group") != "tensor_group":
-        raise ValueError(f"{origin}: strategy of {where}.weights is {args['strategy']!r}, NVFP4 has 'tensor_group'. {INSTEAD}")
     if args.get("actorder") == "group":
         raise ValueError(f"{origin}: actorder 'group' of {where}.weights stores columns in another order. {INSTEAD}")
     if str(args.get("scale_dtype") or "float8_e4m3fn").removeprefix("torch.") != "float8_e4m3fn":
@@ -251,10 +214,3 @@ def write_hf_quant_config(settings: Mapping[str, Any]) -> dict[str, Any]:
             "exclude_modules": settings["ignore"],
         },
     }
-
-
-def layout_named(name: str) -> Layout:
-    """Raises ValueError for a word that is no layout."""
-    if name not in LAYOUTS:
-        raise ValueError(f"unknown layout {name!r}; choose one of {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]

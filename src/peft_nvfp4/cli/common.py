@@ -1,38 +1,120 @@
-"""What the commands share: where text goes, how errors look, how options of one kind are read."""
+"""What the commands share: the shape of a command, options that several have, how tables and errors look."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
 
 from ..quantization.options import help_of
+from ..training.callbacks import NonFiniteError, OutOfMemory
 
 DEBUG = {"on": bool(os.environ.get("PEFT_NVFP4_DEBUG"))}
 """Set by ``--debug``: errors with their tracebacks."""
-
-EXPECTED = (ValueError, OSError, RuntimeError, ImportError, KeyError, TypeError, NotImplementedError, AttributeError)
-"""Errors that a wrong option, file or environment may raise; their message is for the user."""
-
-
 EXTRA = ("trl", "datasets", "torchmetrics", "matplotlib")
 """Packages of the extra ``cli`` that only some commands need."""
+EXPLAINED = (ValueError, FileNotFoundError, ImportError, NonFiniteError, OutOfMemory)
+"""Errors whose message is the whole explanation."""
+
+Json = Annotated[str | None, typer.Option("--json", help="Write to this file; - is the output.")]
+Output = Annotated[str, typer.Option("--output", "-o", help="Folder to write.")]
+Base = Annotated[str | None, typer.Option("--model", "-m", help="Folder or Hub id (the one the adapter names).")]
+Columns = Annotated[str | None, typer.Option(help="prompt=question, completion=answer")]
+Limit = Annotated[int | None, typer.Option(help="Rows at most.")]
+Batch = Annotated[int, typer.Option(help="Rows at a time.")]
+Rank = Annotated[int, typer.Option("--rank", "-r", help="Of the adapters.")]
+Layers = Annotated[int | None, typer.Option(help="Keep only the first: a quick look.")]
+Dtype = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
 
 
-class UserError(Exception):
-    """Something the user can mend; the message is the whole explanation."""
+class Outcome(NamedTuple):
+    """Of a command: what ``--json`` writes, what people see (texts and rich's tables), the exit code."""
+
+    content: Any
+    shown: Iterable[Any] = ()
+    code: int = 0
+
+
+def command(function: Callable[..., Outcome] | None = None, *, busy: str = "") -> Callable:
+    """A command out of a function that returns an :class:`Outcome`: with the option ``--json`` (``-``: the JSON is all that goes
+    to the standard output), libraries that are quiet, and errors of one paragraph on the error stream with the exit code 1.
+
+    Args:
+        busy: shown while the function runs.
+    """
+    if function is None:
+        return functools.partial(command, busy=busy)
+
+    @with_options({"json_file": (Json, None)})
+    @functools.wraps(function)
+    def run(*, json_file: str | None = None, **options: Any) -> None:
+        try:
+            with quiet_libraries(), redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):
+                out = console()
+                with out.status(busy) if busy else nullcontext():
+                    content, shown, code = function(**options)
+                for item in shown:
+                    show(out, item)
+            write_json(content, json_file)
+        except Exception as error:  # said in one paragraph, whatever it is; --debug shows where it happened
+            if isinstance(error, typer.Exit | typer.Abort):
+                raise
+            report(error)
+            raise typer.Exit(1) from None
+        if code:
+            raise typer.Exit(code)
+
+    return run
+
+
+def with_options(options: dict[str, tuple[Any, Any]]) -> Callable[[Callable], Callable]:
+    """Decorator: gives a function with ``**`` parameters that typer makes options of, name -> (annotation, default)."""
+
+    def decorated(function: Callable) -> Callable:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in options.items()
+        ]
+        function.__signature__ = inspect.Signature(parameters)
+        function.__annotations__ = {p.name: p.annotation for p in parameters}
+        return function
+
+    return decorated
+
+
+def base_option(name: str) -> Any:
+    """Flag of a command for a field of :class:`~peft_nvfp4.quantization.options.Options`, with its help."""
+    return typer.Option(help=help_of(name))
+
+
+def pairs(text: str | None) -> dict[str, str] | None:
+    """``a=b,c=d``."""
+    if text is None:
+        return None
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(name and sign and value for name, sign, value in parts):
+        raise ValueError(f"write columns as prompt=question,completion=answer, got {text!r}")
+    return {name.strip(): value.strip() for name, _, value in parts}
+
+
+# ---------------------------------------------------------------------------------------------- output
 
 
 def console(stderr: bool = False) -> Console:
@@ -41,45 +123,19 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() or os.environ.get("COLUMNS") else 100)
 
 
-def explained(error: BaseException) -> str:
-    """One paragraph."""
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
-        return f"this command needs {error.name}: pip install 'peft_nvfp4[cli]'"
-    text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-    known = isinstance(error, UserError | ValueError | FileNotFoundError | ImportError)
-    return text if known and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
+def show(out: Console, item: Any) -> None:
+    """A text as it is, or a table."""
+    out.print(item, markup=False, highlight=False, soft_wrap=not isinstance(item, Table))
 
 
-def command(function: Callable) -> Callable:
-    """A command whose errors are one paragraph on the error stream and the exit code 1."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (typer.Exit, typer.Abort):  # which are RuntimeErrors, too
-            raise
-        except (UserError, *EXPECTED) as error:
-            if DEBUG["on"]:
-                traceback.print_exc()
-            else:
-                out = console(stderr=True)
-                out.print(Text("Error: ", style="bold red") + Text(explained(error), style="default"))
-                if not isinstance(error, UserError | ValueError | FileNotFoundError):
-                    out.print(Text("(peft-nvfp4 --debug COMMAND shows where it happened)", style="dim"))
-            raise typer.Exit(1) from None
-
-    return run
-
-
-def base_option(name: str, *flags: str, **settings: Any) -> Any:
-    """Flag of a command for a field of :class:`~peft_nvfp4.quantization.options.Options`, with its help."""
-    return typer.Option(*flags, help=help_of(name), **settings)
-
-
-def size(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
+def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> Table:
+    """A table whose first columns are ``words``; the others are numbers, to the right."""
+    found = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for number, name in enumerate(header):
+        found.add_column(name, justify="left" if number < words else "right", no_wrap=number > 0, overflow="fold")
+    for row in rows:
+        found.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
+    return found
 
 
 def write_json(content: Any, path: str | None) -> None:
@@ -94,10 +150,26 @@ def write_json(content: Any, path: str | None) -> None:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
+def report(error: Exception) -> None:
+    """On the error stream: one paragraph, or the traceback with ``--debug``."""
+    if DEBUG["on"]:
+        traceback.print_exc()
+        return
+    words = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRA:
+        words = f"this command needs {error.name}: pip install 'peft_nvfp4[cli]'"
+    if not isinstance(error, EXPLAINED) or not words:
+        words = f"{type(error).__name__}: {words}"
+    out = console(stderr=True)
+    out.print(Text("Error: ", style="bold red") + Text(words, style="default"))
+    if not isinstance(error, EXPLAINED):
+        out.print(Text("(peft-nvfp4 --debug COMMAND shows where it happened)", style="dim"))
+
+
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Without the progress bars and warnings of transformers, which would tear ours apart."""
-    level, bars = logging.get_verbosity(), getattr(logging, "is_progress_bar_enabled", lambda: True)()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with warnings.catch_warnings():

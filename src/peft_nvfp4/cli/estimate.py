@@ -1,7 +1,7 @@
 """``peft-nvfp4 estimate``."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.bar import Bar
@@ -9,32 +9,77 @@ from rich.table import Table
 
 from ..memory import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, room
 from ..memory import draw as drawing
-from .common import base_option, command, console, write_json
+from .common import Batch, Outcome, Rank, base_option, command, table, with_options
 
 GIB, MIB = 2**30, 2**20
 
 
-def _settings(options: dict, card_name: str | None) -> tuple[Settings, int | None]:
-    """(settings, memory of the card)."""
-    if card_name is None:
-        return Settings(**options), None
-    found = card(card_name)
-    return Settings(**options, native_fp4=found.fp4, workspace=found.workspace), found.memory
+OPTIONS = {
+    "backend": Annotated[str, typer.Option(help="nvfp4, nf4, bf16; to compare: nf4-liger, bf16-liger.")],
+    "sequence": Annotated[int, typer.Option("--seq", help="Tokens of a row.")],
+    "rank": Rank,
+    "targets": Annotated[str, typer.Option(help="all-linear, or names with commas between.")],
+    "accuracy": Annotated[str, base_option("accuracy")],
+    "memory": Annotated[str, base_option("memory")],
+    "checkpointing": Annotated[bool, typer.Option(help="Keep only the inputs of decoder layers for backward.")],
+    "cuda_graphs": Annotated[bool, typer.Option(help="Steps are replayed.")],
+    "optimizer": Annotated[str, typer.Option(help="As transformers names it: paged_adamw_8bit, ...")],
+    "loss": Annotated[str, typer.Option(help="supervised (in chunks), full (all logits at once) or liger.")],
+    "positions": Annotated[int | None, typer.Option(help="Supervised positions of a row (all).")],
+    "padded": Annotated[bool, typer.Option(help="Rows are padded: attention gets a mask.")],
+    "cards": Annotated[int, typer.Option("--gpus", help="Each with --batch rows at a time.")],
+    "strategy": Annotated[str, typer.Option(help="Of several GPUs: ddp or fsdp2.")],
+}
+"""Fields of :class:`~peft_nvfp4.memory.Settings`; its defaults, but for the batch."""
+
+
+@with_options({name: (option, getattr(Settings, name)) for name, option in OPTIONS.items()} | {"batch": (Batch, 4)})
+@command
+def estimate_command(
+    model: Annotated[
+        str, typer.Argument(help="Folder with a config.json, that file, a Hub id, or llama-1b, llama-3b, llama-8b.")
+    ],
+    card_name: Annotated[str | None, typer.Option("--card", help='A GPU: "RTX 5080".')] = None,
+    max_memory: Annotated[str | None, typer.Option(help="GPU memory: 16GiB.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw it for several lengths.")] = None,
+    **options: Any,
+) -> Outcome:
+    """How much GPU memory a training step takes, from config.json alone.
+
+    With --card or --max-memory also the largest batch that fits, and settings for the batch that was asked for.
+    """
+    available = None if max_memory is None else parse_bytes(max_memory)
+    if card_name is not None:
+        gpu = card(card_name)
+        options |= {"native_fp4": gpu.fp4, "workspace": gpu.workspace}
+        available = available or gpu.memory
+    if options["targets"] != "all-linear":
+        options["targets"] = tuple(name.strip() for name in options["targets"].split(","))
+    settings = Settings(**options)
+    found = estimate(model_shape(model), settings)
+    report, lines = found.as_dict(), _words(found)
+    if available is not None:
+        answers, more = _whether_it_fits(found, available)
+        report, lines = report | answers, lines + more
+    if png is not None:
+        several = drawing.over_lengths(found)
+        limit = None if available is None else room(settings, available)
+        drawing.png(several, [f"{e.settings.sequence} tokens" for e in several], png, _title(found), limit)
+        lines.append(f"Drawn: {png}")
+    return Outcome(report, [_table(found), *lines])
+
+
+def _title(found: Estimate) -> str:
+    s = found.settings
+    several = f"; each of {s.cards} GPUs ({s.strategy})" if s.cards > 1 else ""
+    return f"{found.shape.name or 'model'}: {s.backend}, {s.batch} x {s.sequence} tokens, r={s.rank}{several}"
 
 
 def _table(found: Estimate) -> Table:
-    s = found.settings
-    title = f"{found.shape.name or 'model'}: {s.backend}, {s.batch} x {s.sequence} tokens, r={s.rank}"
-    title += f"; each of {s.cards} GPUs ({s.strategy})" if s.cards > 1 else ""
-    table = Table(title=title, title_justify="left")
-    for name, justify in (("at the peak", "left"), ("", "left"), ("GiB", "right"), ("share", "right")):
-        table.add_column(name, justify=justify)
     parts = found.categories()
-    for name, n in parts.items():
-        table.add_row(name, Bar(max(parts.values()), 0, n, width=24), f"{n / GIB:.3f}", f"{100 * n / found.peak:.1f} %")
-    table.add_section()
-    table.add_row("all", "", f"{found.peak / GIB:.3f}", "")
-    return table
+    bar = lambda n: Bar(max(parts.values()), 0, n, width=24)
+    rows = [(name, bar(n), f"{n / GIB:.3f}", f"{100 * n / found.peak:.1f} %") for name, n in parts.items()]
+    return table(_title(found), ("at the peak", "", "GiB", "share"), [*rows, ("all", "", f"{found.peak / GIB:.3f}", "")], words=2)
 
 
 def _words(found: Estimate) -> list[str]:
@@ -53,82 +98,26 @@ def _words(found: Estimate) -> list[str]:
     return lines + [f"Note: {note}." for note in found.notes]
 
 
-@command
-def estimate_command(
-    model: Annotated[
-        str, typer.Argument(help="Folder with a config.json, that file, a Hub id, or llama-1b, llama-3b, llama-8b.")
-    ],
-    backend: Annotated[str, typer.Option(help="nvfp4, nf4, bf16; to compare: nf4-liger, bf16-liger.")] = "nvfp4",
-    batch: Annotated[int, typer.Option(help="Rows at a time.")] = 4,
-    seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
-    rank: Annotated[int, typer.Option("--rank", "-r", help="Of the adapters.")] = 16,
-    targets: Annotated[str, typer.Option(help="all-linear, or names with commas between.")] = "all-linear",
-    accuracy: Annotated[str, base_option("accuracy")] = Settings.accuracy,
-    memory: Annotated[str, base_option("memory")] = Settings.memory,
-    checkpointing: Annotated[bool, typer.Option(help="Keep only the inputs of decoder layers for backward.")] = False,
-    cuda_graphs: Annotated[bool, typer.Option(help="Steps are replayed.")] = False,
-    optimizer: Annotated[str, typer.Option(help="As transformers names it: paged_adamw_8bit, ...")] = "adamw_torch_fused",
-    loss: Annotated[str, typer.Option(help="supervised (in chunks), full (all logits at once) or liger.")] = "supervised",
-    positions: Annotated[Optional[int], typer.Option(help="Supervised positions of a row (all).")] = None,  # noqa: UP045
-    padded: Annotated[bool, typer.Option(help="Rows are padded: attention gets a mask.")] = False,
-    card_name: Annotated[Optional[str], typer.Option("--card", help='A GPU: "RTX 5080".')] = None,  # noqa: UP045
-    gpus: Annotated[int, typer.Option(help="Each with --batch rows at a time.")] = 1,
-    strategy: Annotated[str, typer.Option(help="Of several GPUs: ddp or fsdp2.")] = "ddp",
-    max_memory: Annotated[Optional[str], typer.Option(help="GPU memory: 16GiB.")] = None,  # noqa: UP045
-    png: Annotated[Optional[Path], typer.Option(help="Draw it for several lengths.")] = None,  # noqa: UP045
-    json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045
-) -> None:
-    """How much GPU memory a training step takes, from config.json alone.
-
-    With --card or --max-memory also the largest batch that fits, and settings for the batch that was asked for.
-    """
-    names = targets if targets == "all-linear" else tuple(name.strip() for name in targets.split(","))
-    options = {
-        **{"backend": backend, "batch": batch, "sequence": seq, "rank": rank, "targets": names, "accuracy": accuracy},
-        **{"memory": memory, "checkpointing": checkpointing, "cuda_graphs": cuda_graphs, "optimizer": optimizer, "loss": loss},
-        **{"positions": positions, "padded": padded, "cards": gpus, "strategy": strategy},
-    }
-    settings, available = _settings(options, card_name)
-    available = parse_bytes(max_memory) if max_memory is not None else available
-    shape = model_shape(model)
-    found = estimate(shape, settings)
-    report, lines = found.as_dict(), _words(found)
-    if available is not None:
-        largest = largest_batch(shape, settings, available)
-        limit = room(settings, available)
-        report |= {"memory_bytes": available, "usable_bytes": limit, "fits": found.peak <= limit}
-        report["largest_batch"] = largest
-        lines.append(
-            f"{available / GIB:.2f} GiB of GPU memory hold {limit / GIB:.2f} GiB of tensors (CUDA and the allocator take "
-            f"the rest): {'it fits' if report['fits'] else 'it does not fit'}. Largest batch at this length: {largest}."
-        )
-        if not report["fits"]:
-            lines.append(_advice(shape, settings, available, report))
-    if png is not None:
-        several = drawing.over_lengths(found)
-        title = f"{shape.name or 'model'}, {backend}, batch {batch}, LoRA r={rank}"
-        title += f", {gpus} GPUs ({strategy})" if gpus > 1 else ""
-        limit = None if available is None else room(settings, available)
-        drawing.png(several, [f"{e.settings.sequence} tokens" for e in several], png, title, limit)
-        lines.append(f"Drawn: {png}")
-    write_json(report, json_file)
-    if json_file == "-":
-        return
-    out = console()
-    out.print(_table(found))
-    for line in lines:
-        out.print(line, markup=False, highlight=False)
-
-
-def _advice(shape, settings: Settings, memory: int, report: dict) -> str:
+def _whether_it_fits(found: Estimate, available: int) -> tuple[dict[str, Any], list[str]]:
+    """(for JSON, in words): whether the step fits into so much memory of a GPU, the largest batch, and what would make it fit."""
+    shape, s = found.shape, found.settings
+    limit, largest = room(s, available), largest_batch(shape, s, available)
+    fits = found.peak <= limit
+    report = {"memory_bytes": available, "usable_bytes": limit, "fits": fits, "largest_batch": largest}
+    line = (
+        f"{available / GIB:.2f} GiB of GPU memory hold {limit / GIB:.2f} GiB of tensors (CUDA and the allocator take the rest): "
+        f"{'it fits' if fits else 'it does not fit'}. Largest batch at this length: {largest}."
+    )
+    if fits:
+        return report, [line]
     try:
-        plan = fit(shape, settings, memory, settings.batch)
+        plan = fit(shape, s, available, s.batch)
     except ValueError as error:
-        return f"Nothing makes it fit: {error}."
-    s = plan.settings
-    report["plan"] = {"batch": s.batch, "accumulation": s.accumulation, "changed": list(plan.changed)}
-    changed = "; ".join(plan.changed) or "nothing else changed"
-    return (
-        f"{settings.batch} rows a step fit as {s.accumulation} x {s.batch} ({changed}): {plan.estimate.peak / GIB:.2f} GiB. "
+        return report, [line, f"Nothing makes it fit: {error}."]
+    chosen, changed = plan.settings, "; ".join(plan.changed) or "nothing else changed"
+    report["plan"] = {"batch": chosen.batch, "accumulation": chosen.accumulation, "changed": list(plan.changed)}
+    advice = (
+        f"{s.batch} rows a step fit as {chosen.accumulation} x {chosen.batch} ({changed}): {plan.estimate.peak / GIB:.2f} GiB. "
         "peft-nvfp4 train --max-memory does this by itself."
     )
+    return report, [line, advice]

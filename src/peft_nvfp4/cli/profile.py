@@ -1,74 +1,128 @@
 """``peft-nvfp4 profile``."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any
 
+import torch
 import typer
-from rich.table import Table
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ..fusion.loss_attach import attach_loss
+from ..lora.config import NVFP4LoraConfig
+from ..memory import BUILTIN
 from ..quantization.options import Options
-from .common import base_option, command, console, quiet_libraries, write_json
+from ..training.cuda_graphs import enable_cuda_graphs
+from ._run import models, profiling
+from .common import Batch, Dtype, Layers, Outcome, Rank, base_option, command, table
 
 
-@command
+@command(busy="Profiling")
 def profile(
     model: Annotated[str, typer.Argument(help="Folder with a config.json, Hub id, llama-1b, llama-3b or llama-8b.")],
     backend: Annotated[str, base_option("backend")] = Options.backend,
-    batch: Annotated[int, typer.Option(help="Rows at a time.")] = 4,
+    batch: Batch = 4,
     seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
     supervised: Annotated[int, typer.Option(help="Labels at the end of each row.")] = 32,
-    rank: Annotated[int, typer.Option("--rank", "-r", help="Of the adapters.")] = 16,
+    rank: Rank = 16,
     accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
     memory: Annotated[str, base_option("memory")] = Options.memory,
     cuda_graphs: Annotated[bool, typer.Option(help="Replay recorded steps.")] = False,
     checkpointing: Annotated[bool, typer.Option(help="Checkpoint decoder layers.")] = False,
-    layers: Annotated[Optional[int], typer.Option(help="Fewer layers than the model has.")] = None,  # noqa: UP045
-    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
-    trace: Annotated[Optional[Path], typer.Option(help="Chrome trace to this file.")] = None,  # noqa: UP045
-    png: Annotated[Optional[Path], typer.Option(help="Draw times and memory.")] = None,  # noqa: UP045
-    json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045
-) -> None:
+    layers: Layers = None,
+    dtype: Dtype = "auto",
+    trace: Annotated[Path | None, typer.Option(help="Chrome trace to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the times.")] = None,
+) -> Outcome:
     """Time of a training step by category, as the paper's Table 11, with random weights of the model's shape."""
-    out = console(stderr=json_file == "-")
-    with quiet_libraries(), out.status("Profiling"):
-        from ._run import profiling
+    device = models.default_device()
+    cuda = device.type == "cuda"
+    settings = {"backend": backend, "accuracy": accuracy, "memory": memory, "r": rank, "lora_alpha": 2 * rank}
+    config = NVFP4LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    torch.manual_seed(0)
+    adapted = get_peft_model(_random_model(model, models.choose_dtype(dtype), device, layers), config)
+    attach_loss(adapted)
+    if cuda_graphs:
+        enable_cuda_graphs(adapted)
+    if checkpointing:
+        adapted.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    step = _training_step(adapted.train(), batch, seq, supervised, device)
+    step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    found = profiling.breakdown(step, device, trace=trace)
+    where = torch.cuda.get_device_name(device) if cuda else "CPU"
+    result = {
+        **{"model": model, "batch": batch, "seq": seq, "layers": layers, "device": where, "cuda_graphs": cuda_graphs},
+        **{**settings, "peak_bytes": torch.cuda.max_memory_allocated(device) if cuda else None, **found},
+    }
+    title = f"{model}, {backend}, {batch} x {seq} tokens, {where}" + ("" if cuda else " (operators on the CPU)")
+    shown = _tables(result, title)
+    if png is not None:
+        _draw(found["times_ms"], png, title)
+    shown += [f"{what}: {path}" for path, what in ((trace, "Chrome trace"), (png, "Drawn")) if path is not None]
+    return Outcome(result, shown)
 
-        settings = {"r": rank, "lora_alpha": 2 * rank, "accuracy": accuracy, "memory": memory}
-        sizes = {"batch": batch, "seq": seq, "supervised": supervised, "layers": layers, "dtype": dtype}
-        how = {"cuda_graphs": cuda_graphs, "checkpointing": checkpointing, "trace": trace}
-        result = profiling.profile(model, backend=backend, **how, **sizes, **settings)
-        if png is not None:
-            profiling.png(result, png)
-    write_json(result, json_file)
-    if json_file == "-":
-        return
-    out.print(_times(result))
-    out.print(_dearest(result))
-    for path, what in ((trace, "Chrome trace"), (png, "Drawn")):
-        if path is not None:
-            out.print(f"{what}: {path}", markup=False, soft_wrap=True)
+
+def _random_model(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> nn.Module:
+    """A model of the shape that a config or a built-in name says, with random weights: times do not depend on them."""
+    if (shape := BUILTIN.get(name.lower())) is not None:
+        config = LlamaConfig(
+            **{"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers},
+            **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim},
+            **{"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "max_position_embeddings": 131072},
+        )
+    else:
+        config = models.config_of(name)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _times(result: dict) -> Table:
-    kind = "device" if "device_ms" in result else "operators on the CPU"
-    title = f"{result['model']}, {result['backend']}, {result['batch']} x {result['seq']} tokens, {result['device']} ({kind})"
-    table = Table(title=title, title_justify="left")
-    for name in ("", "ms of a step", "share"):
-        table.add_column(name, justify="right" if name else "left")
-    total = result["total_ms"] or 1.0
-    for name, ms in result["times_ms"].items():
-        table.add_row(name, f"{ms:.2f}", f"{100 * ms / total:.1f} %")
-    table.add_section()
+def _training_step(model: nn.Module, batch: int, seq: int, supervised: int, device: torch.device) -> Callable[[], None]:
+    """A function that does one step over random tokens: forward, backward, AdamW. ``supervised``: labels of the last so many."""
+    config = getattr(model.config, "text_config", None) or model.config
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (batch, seq), generator=generator).to(device)
+    labels = ids.clone()
+    labels[:, : max(seq - supervised, 0)] = -100
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
+
+    def step() -> None:
+        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _tables(result: dict[str, Any], title: str) -> list:
+    """The categories, and the kernels that take longest."""
+    total = result["total_ms"]
+    rows = [(name, f"{ms:.2f}", f"{100 * ms / (total or 1):.1f} %") for name, ms in result["times_ms"].items()]
     launches = "" if result["launches"] is None else f"{result['launches']:.0f} launches"
-    table.add_row("all", f"{result['total_ms']:.2f}", launches)
-    return table
+    kernels = [(k["name"][:48], k["category"], f"{k['ms']:.2f}", f"{k['count']:.0f}") for k in result["kernels"][:8]]
+    return [
+        table(title, ("", "ms of a step", "share"), [*rows, ("all", f"{total:.2f}", launches)]),
+        table("what takes longest", ("", "category", "ms", "times"), kernels, words=2),
+    ]
 
 
-def _dearest(result: dict, shown: int = 8) -> Table:
-    table = Table(title="what takes longest", title_justify="left")
-    for name, justify in (("", "left"), ("category", "left"), ("ms", "right"), ("times", "right")):
-        table.add_column(name, justify=justify, overflow="ellipsis", no_wrap=True)
-    for kernel in result["kernels"][:shown]:
-        row = (kernel["name"][:48].replace("[", r"\["), kernel["category"], f"{kernel['ms']:.2f}", f"{kernel['count']:.0f}")
-        table.add_row(*row)
-    return table
+def _draw(times: dict[str, float], path: Path, title: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    axes, times = figure.subplots(), {name: ms for name, ms in times.items() if ms > 0}
+    axes.bar_label(axes.barh(list(times), list(times.values()), color="#4C72B0"), fmt="{:.1f}", padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("ms of a step")
+    axes.set_title(title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)

@@ -1,87 +1,98 @@
-"""``peft-nvfp4 statistics``."""
+"""``peft-nvfp4 statistics``: what :mod:`peft_nvfp4.diagnostics.statistics` measures, on a user's data."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from peft import PeftModel, get_peft_model
 
+from ..diagnostics.plots import PERCENT, TITLES, short
+from ..diagnostics.statistics import Statistics, TensorStatistics, tensor_statistics
+from ..fusion.loss_attach import attach_loss
+from ..lora.config import NVFP4LoraConfig
 from ..quantization.options import Options
-from .common import base_option, command, console, quiet_libraries, write_json
-from .train import pairs
+from ._run import models
+from .common import Base, Batch, Columns, Dtype, Layers, Outcome, base_option, command, pairs, table
+
+MEANS = ("tensor", "error %", "underflow %", "saturation %")
+WORST = ("layer", "tensor", "error", "underfl.", "satur.", "amax", "scales")
 
 
-@command
+@command(busy="Measuring")
 def statistics(
     dataset: Annotated[str, typer.Argument(help="A data file as for train.")],
-    model: Annotated[Optional[str], typer.Option("--model", "-m", help="Folder or Hub id.")] = None,  # noqa: UP045
-    adapter: Annotated[Optional[str], typer.Option(help="A trained adapter: its base and settings.")] = None,  # noqa: UP045
+    model: Base = None,
+    adapter: Annotated[str | None, typer.Option(help="A trained adapter: its base and settings.")] = None,
     backend: Annotated[str, base_option("backend")] = Options.backend,
     accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
-    calibration: Annotated[Optional[str], base_option("calibration")] = None,  # noqa: UP045
+    calibration: Annotated[str | None, base_option("calibration")] = None,
     limit: Annotated[int, typer.Option(help="Rows of the data.")] = 8,
-    batch: Annotated[int, typer.Option(help="Rows at a time.")] = 2,
+    batch: Batch = 2,
     max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
-    columns: Annotated[Optional[str], typer.Option(help="text=body")] = None,  # noqa: UP045
-    tokens: Annotated[Optional[int], typer.Option(help="Look at so many tokens of a tensor only.")] = None,  # noqa: UP045
-    layers: Annotated[Optional[int], typer.Option(help="Keep only the first: a quick look.")] = None,  # noqa: UP045
-    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    columns: Columns = None,
+    tokens: Annotated[int | None, typer.Option(help="Look at so many tokens of a tensor only.")] = None,
+    layers: Layers = None,
+    dtype: Dtype = "auto",
     worst: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
     by: Annotated[str, typer.Option(help="error, underflow or saturation.")] = "error",
-    png: Annotated[Optional[Path], typer.Option(help="Heat maps, layer by linear.")] = None,  # noqa: UP045
-    json_file: Annotated[Optional[str], typer.Option("--json", help="Write to this file; - is the output.")] = None,  # noqa: UP045
-) -> None:
+    png: Annotated[Path | None, typer.Option(help="Heat maps, layer by linear.")] = None,
+) -> Outcome:
     """What quantising does to weights, activations and gradients, layer by layer, on your data.
 
     Nothing is trained: forward and backward passes with a fresh adapter, or with a trained one.
     """
-    out = console(stderr=json_file == "-")
-    with quiet_libraries(), out.status("Measuring"):
-        from ._run import statistics as tools
+    from ._run import evaluation, texts  # need the extra
 
-        if by not in tools.PERCENT:
-            raise ValueError(f"--by must be one of {', '.join(tools.PERCENT)}, got {by!r}")
-        sizes = {"limit": limit, "batch": batch, "max_length": max_length, "rows": tokens, "layers": layers, "dtype": dtype}
-        own = {"backend": backend, "accuracy": accuracy, "calibration": calibration}
-        own = own if adapter is None else {}
-        found = tools.measure(model, dataset, adapter=adapter, columns=pairs(columns), **sizes, **own)
-        if png is not None:
-            found.png(png, by)
-    write_json(found.as_dict(), json_file)
-    if json_file == "-":
-        return
-    out.print(_means(found))
-    out.print(_worst(found, worst, by))
-    if any(not s.used for sites in found.layers.values() for s in sites.values()):
-        out.print("* not quantised by this model: what one NVFP4 term would do", markup=False)
+    if by not in PERCENT:
+        raise ValueError(f"--by must be one of {', '.join(PERCENT)}, got {by!r}")
+    if adapter is None and model is None:
+        raise ValueError("give a model, an adapter, or both")
+    data = texts.read(dataset, columns=pairs(columns), limit=limit)
+    if adapter is None:
+        frozen = {"backend": backend, "accuracy": accuracy, "calibration": calibration}
+        config = NVFP4LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **frozen)
+        base, tokenizer = models.load(model, dtype, layers, config.options)
+    else:
+        config, base, tokenizer = models.load_base(adapter, model, dtype, layers)
+    encoded = list(evaluation.encode(data, tokenizer, max_length).values())
+    dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
+    if adapter is None:
+        adapted = get_peft_model(base, config)
+    else:
+        adapted = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)  # trainable: gradients come back
+    attach_loss(adapted.to(models.default_device()).train())
+    collate = evaluation.collator(tokenizer)
+    batches = (collate(encoded[i : i + batch]) for i in range(0, len(encoded), batch))
+    found = tensor_statistics(adapted, batches, weights=dense, rows=tokens)
+    shown = _tables(found, worst, by)
     if png is not None:
-        out.print(f"Drawn: {png}", markup=False, soft_wrap=True)
+        found.png(png, by)
+        shown.append(f"Drawn: {png}")
+    return Outcome(found.as_dict(), shown)
 
 
-def _means(found) -> Table:
-    from ..diagnostics.plots import SITES, TITLES
-    from ._run import statistics as tools
+def _tables(found: Statistics, worst: int, by: str) -> list:
+    """Means over the layers, the layers that are worst, and a note."""
+    means = [
+        (title, *(percent(found.mean(site, number)) for number in PERCENT))
+        for site, title in TITLES.items()
+        if found.of(site, "amax")
+    ]
+    rows = [cells(*row) for row in found.worst(worst, by=by)]
+    shown = [
+        table(f"{len(found.layers)} frozen linears, on average", MEANS, means),
+        table(f"the largest {by} (in per cent)", WORST, rows, words=2),
+    ]
+    unused = any(not s.used for sites in found.layers.values() for s in sites.values())
+    return shown + ["* not quantised by this model: what one NVFP4 term would do"] * unused
 
-    title = f"{len(found.layers)} frozen linears, on average"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for name in ("tensor", "error %", "underflow %", "saturation %"):
-        table.add_column(name, justify="left" if name == "tensor" else "right")
-    for site in SITES:
-        if found.of(site, "amax"):
-            table.add_row(TITLES[site], *(tools.percent(found.mean(site, number)) for number in tools.PERCENT))
-    return table
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f}"
 
 
-def _worst(found, count: int, by: str) -> Table:
-    from ._run import statistics as tools
-
-    table = Table(
-        title=f"the largest {by} (in per cent)", title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
-    )
-    for number, name in enumerate(tools.HEADER):
-        wraps = {"overflow": "fold"} if number == 0 else {"no_wrap": True}
-        table.add_column(name, justify="left" if number < 2 else "right", **wraps)
-    for row in found.worst(count, by=by):
-        table.add_row(*tools.cells(*row))
-    return table
+def cells(name: str, site: str, s: TensorStatistics) -> tuple[str, ...]:
+    """A row of :data:`WORST`."""
+    scales = "–" if s.scale_min is None else f"{s.scale_min:.2g}–{s.scale_max:.3g}"
+    mark = "" if s.used else " *"
+    return (short(name), site + mark, *(percent(getattr(s, number)) for number in PERCENT), f"{s.amax:.3g}", scales)

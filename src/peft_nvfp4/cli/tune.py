@@ -1,15 +1,17 @@
 """``peft-nvfp4 tune``: measures the tiles of the FP4 extension on the GPU at hand."""
 
-import statistics
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import typer
+from torch.utils import benchmark
 
 from ..kernels import implementations
 from ..kernels.fp4 import cutlass, tiles
 from ..kernels.fp4.tiles import Problem, Tile
 from ..numerics.formats import BLOCK, QuantizedMatrix
+from .common import Outcome, command
 
 LLAMA_1B = ((2048, 512, 512), (2048,), (8192, 8192), (2048,)), (2048, 2048, 2048, 8192)
 LLAMA_8B = ((4096, 1024, 1024), (4096,), (14336, 14336), (4096,)), (4096, 4096, 4096, 14336)
@@ -29,22 +31,14 @@ def _random(rows: int, k: int, per_row: bool) -> QuantizedMatrix:
     return QuantizedMatrix(codes, scales, torch.full((rows if per_row else 1,), 2.0**-20, device="cuda"), k)
 
 
-def measure_us(problem: Problem, tile: Tile, rounds: int = 7, calls: int = 20) -> float:
-    """Microseconds of one launch: the median of rounds of calls queued back to back, so that the host's part is hidden."""
+def measure_us(problem: Problem, tile: Tile) -> float:
+    """Microseconds of one launch: the median of blocks of calls queued back to back, so that the host's part is hidden."""
     dtype = {name: dtype for dtype, name in cutlass.DTYPES.items()}[problem.d]
     terms = [_random(problem.m, problem.k, True) for _ in range(problem.terms)]
     weights = [_random(n, problem.k, False) for n in problem.ns]
     adds = [torch.randn(problem.m, n, dtype=dtype, device="cuda") if problem.c else None for n in problem.ns]
-    times = []
-    for _ in range(rounds + 1):  # the first is a warm-up
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(calls):
-            cutlass.gemms(terms, weights, adds=adds, dtype=dtype, tile=tile)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times[1:])
+    launch = partial(cutlass.gemms, terms, weights, adds=adds, dtype=dtype, tile=tile)
+    return benchmark.Timer("launch()", globals={"launch": launch}).blocked_autorange(min_run_time=0.02).median * 1e6
 
 
 def measure(
@@ -63,25 +57,16 @@ def measure(
     return winners
 
 
-def _obstacle() -> str:
-    """Why there is nothing to tune; empty if there is."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
+@command
+def tune() -> Outcome:
+    """Measure the tiles of the FP4 extension on this GPU, and keep the fastest of each shape for training."""
     try:
+        if not torch.cuda.is_available():
+            raise implementations.Unavailable("no CUDA device")
         implementations.working_gemms("cutlass", torch.device("cuda", torch.cuda.current_device()))
     except implementations.Unavailable as reason:
-        return str(reason)
-    return ""
-
-
-def tune() -> None:
-    """Measure the tiles of the FP4 extension on this GPU, and keep the fastest of each shape for training."""
-    obstacle = _obstacle()
-    if obstacle:
-        typer.echo(
-            f"Nothing to tune: {obstacle}. Tiles belong to the FP4 extension for RTX 50xx; training works without it, and what "
-            "runs instead is shown by: peft-nvfp4 doctor",
-            err=True,
-        )
-        raise typer.Exit(1)
-    measure(torch.cuda.get_device_name(), cutlass.loaded(), usual_problems())
+        raise ValueError(
+            f"Nothing to tune: {reason}. Tiles belong to the FP4 extension for RTX 50xx; training works without it, and what "
+            "runs instead is shown by: peft-nvfp4 doctor"
+        ) from reason
+    return Outcome(measure(torch.cuda.get_device_name(), cutlass.load(), usual_problems()))

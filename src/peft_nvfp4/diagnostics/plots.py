@@ -21,12 +21,10 @@ def short(name: str) -> str:
 
 
 def place(name: str) -> tuple[str, str]:
-    """(row, column) of a linear in the heat map: its layer, and its name within the layer."""
-    parts = name.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    if not numbers:
-        return ".".join(parts[:-1]), parts[-1]
-    return ".".join(parts[: numbers[0] + 1]), parts[-1]
+    """(row, column) of a linear in the heat map: its layer (all before it, where none has a number), and its last name."""
+    numbered = re.match(r".*?\.\d+(?=\.)", name)
+    above, _, last = name.rpartition(".")
+    return numbered[0] if numbered else above, last
 
 
 def grid(found: Statistics, site: str, number: str) -> tuple[list[str], list[str], list[list[float]]]:

@@ -1,7 +1,6 @@
 """What quantising does to every tensor of a frozen model: errors, underflow, saturation, ranges, layer by layer.
 
->>> found = tensor_statistics(model, [batch], weights=dense_state_dict)    # any number of batches; nothing is trained
->>> found.worst(5)
+>>> tensor_statistics(model, [batch], weights=dense_state_dict).worst(5)   # any number of batches; nothing is trained
 >>> trainer.add_callback(NVFP4StatisticsCallback(trainer, every=100))      # while training, through Trainer's own log
 
 Three tensors of every frozen linear are looked at: its *weight*, its *input*, and the *gradient* that comes back to its output.
@@ -17,17 +16,17 @@ A layer that does not quantise a tensor (nf4 and bf16 compute with unquantised i
 NVFP4 term would have, marked ``used=False``.
 
 Nothing about the training changes: hooks look at tensors that are there anyway, no random number is drawn, all sums are taken
-beside the graph (in FP32, added up in FP64). What an RMSNorm or a gated MLP quantises itself never exists unquantised; the hooks
-make it again from the norm's input and from gate and up, with the same bits (:mod:`peft_nvfp4.numerics.fused_reference`). A
-measured step takes the memory of one layer's gate and up in addition, and runs without CUDA graphs and ``torch.compile``; the
-steps between measured ones cost nothing, since there are no hooks then.
+beside the graph (in FP32, added up in FP64). A measured step takes the memory of one layer's gate and up in addition, and runs
+without CUDA graphs and ``torch.compile``; the steps between measured ones cost nothing, since there are no hooks then.
 
 Activation checkpointing runs forwards twice; the second one, within backward, is not counted. Padding is counted.
 """
 
 from __future__ import annotations
 
-import json
+import heapq
+import math
+import statistics
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +35,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_callback import TrainerCallback
+from transformers import BatchEncoding, TrainerCallback
 
 from .plots import heat_map
 from .statistics_hooks import NUMBERS, SITES, Measurement, TensorStatistics
@@ -59,24 +58,18 @@ class Statistics:
 
     def mean(self, site: str, number: str = "error") -> float | None:
         """Over all layers, every layer counting the same."""
-        found = self.of(site, number)
-        return sum(found.values()) / len(found) if found else None
+        return statistics.fmean(found.values()) if (found := self.of(site, number)) else None
 
     def worst(self, count: int = 10, by: str = "error", site: str | None = None) -> list[tuple[str, str, TensorStatistics]]:
         """(layer, kind of tensor, numbers) of the largest ``by``; NaN is the largest of all."""
         rows = [(n, kind, s) for n, sites in self.layers.items() for kind, s in sites.items() if site in (None, kind)]
-        key = lambda row: float("inf") if (value := getattr(row[2], by)) != value else value
-        return sorted((row for row in rows if getattr(row[2], by) is not None), key=key, reverse=True)[:count]
+        key = lambda row: (math.isnan(value := getattr(row[2], by)), value)
+        return heapq.nlargest(count, (row for row in rows if getattr(row[2], by) is not None), key=key)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         means = {site: {n: self.mean(site, n) for n in NUMBERS[:3]} for site in SITES if self.of(site, "amax")}
-        layers = {name: {site: asdict(s) for site, s in sites.items()} for name, sites in self.layers.items()}
-        return {"means": means, "layers": layers}
-
-    def save(self, path: str | Path) -> None:
-        """As JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        return {"means": means, **asdict(self)}
 
     def png(self, path: str | Path | BinaryIO, number: str = "error") -> None:
         """Heat maps, layer by site (needs matplotlib)."""
@@ -86,8 +79,8 @@ class Statistics:
         lines = [f"{len(self.layers)} frozen linears"]
         for site in (s for s in SITES if self.of(s, "amax")):
             words = [f"{n} {100 * m:.2f} %" for n in NUMBERS[:3] if (m := self.mean(site, n)) is not None]
-            worst = self.worst(1, site=site)
-            lines.append(f"{site}: {', '.join(words) or 'unknown'}" + (f"; worst: {worst[0][0]}" if worst else ""))
+            worst = [f"; worst: {name}" for name, _, _ in self.worst(1, site=site)]
+            lines.append(f"{site}: {', '.join(words) or 'unknown'}{''.join(worst)}")
         return "\n".join(lines)
 
 
@@ -125,10 +118,10 @@ def tensor_statistics(
     before = [p.grad for p in trained]
     try:
         for batch in batches:
-            with watching, torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-                _step(model, batch, device, "gradient" in sites and bool(trained))
             for p in trained:
                 p.grad = None
+            with watching, torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+                _step(model, batch, device, "gradient" in sites and bool(trained))
     finally:
         for p, grad in zip(trained, before):
             p.grad = grad
@@ -137,14 +130,10 @@ def tensor_statistics(
 
 def _step(model: nn.Module, batch: Mapping[str, Tensor] | Tensor, device: torch.device, backward: bool) -> None:
     """One forward, and if asked for one backward."""
-    inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-    inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    inputs = BatchEncoding({"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)).to(device).data
     if backward and "labels" not in inputs and "input_ids" in inputs:
         labels, mask = inputs["input_ids"], inputs.get("attention_mask")
         inputs["labels"] = labels if mask is None else labels.masked_fill(mask == 0, -100)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.grad = None
     loss = getattr(model(**inputs), "loss", None)
     if backward and loss is None:
         raise ValueError("the model returns no loss: give batches with labels, or leave 'gradient' out of sites")
@@ -159,12 +148,8 @@ class NVFP4StatisticsCallback(TrainerCallback):
     """Measures inputs and gradients every so many steps, and logs them with ``Trainer.log``: to TensorBoard and whatever else the
     trainer reports to, and into ``log_history``.
 
-    >>> trainer = Trainer(model=model, ...)
-    >>> trainer.add_callback(NVFP4StatisticsCallback(trainer, every=100))
-
     Logged are means over all layers and the worst layer's error, as ``nvfp4/input_error``, ``nvfp4/input_error_worst``,
-    ``nvfp4/gradient_underflow`` and so on, and the gradients' ``amax``. Frozen weights do not change: see
-    :func:`tensor_statistics` for them.
+    ``nvfp4/gradient_underflow`` and so on, and the gradients' ``amax``. (Frozen weights do not change.)
 
     Args:
         trainer: that the callback belongs to.
@@ -176,13 +161,7 @@ class NVFP4StatisticsCallback(TrainerCallback):
         latest: of the last measured step, layer by layer.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        every: int = 100,
-        rows: int | None = 1024,
-        sites: Sequence[str] = ("input", "gradient"),
-    ):
+    def __init__(self, trainer: Any, every: int = 100, rows: int | None = 1024, sites: Sequence[str] = ("input", "gradient")):
         if every < 1:
             raise ValueError(f"every must be a positive number of steps, got {every}")
         self._trainer = weakref.ref(trainer)  # which owns this callback
@@ -191,32 +170,25 @@ class NVFP4StatisticsCallback(TrainerCallback):
         self._running: Measurement | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        self._stop()
+        self.on_train_end()
         if state.global_step % self.every == 0:
             self._running = Measurement(model, self.rows, self.sites).__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (watched := self._stop()) is None:
+        if (watched := self._running) is None:
             return
+        self.on_train_end()
         self.latest = Statistics(watched.result(stored=False))
         if (trainer := self._trainer()) is not None:
             trainer.log(self._numbers(self.latest))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stop()
-
-    def _stop(self) -> Measurement | None:
-        watched, self._running = self._running, None
-        if watched is not None:
-            watched.__exit__()
-        return watched
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._running is not None:
+            self._running.__exit__()
+        self._running = None
 
     def _numbers(self, found: Statistics) -> dict[str, float]:
-        logged: dict[str, float] = {}
-        for site in self.sites:
-            values = {number: found.mean(site, number) for number in NUMBERS[:3]}
-            logged |= {f"nvfp4/{site}_{number}": value for number, value in values.items() if value is not None}
-            logged |= {f"nvfp4/{site}_error_worst": row.error for _, _, row in found.worst(1, site=site)}
-        if amax := found.of("gradient", "amax"):
-            logged["nvfp4/gradient_amax"] = max(amax.values())
-        return logged
+        logged = {f"{site}_{number}": found.mean(site, number) for site in self.sites for number in NUMBERS[:3]}
+        logged |= {f"{site}_error_worst": row.error for site in self.sites for _, _, row in found.worst(1, site=site)}
+        logged["gradient_amax"] = max(found.of("gradient", "amax").values(), default=None)
+        return {f"nvfp4/{name}": value for name, value in logged.items() if value is not None}

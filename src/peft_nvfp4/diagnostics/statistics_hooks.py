@@ -1,14 +1,16 @@
 """The hooks of :mod:`peft_nvfp4.diagnostics.statistics`, which see the tensors of frozen linears, and the sums over these.
 
 The hooks hold on to nothing that autograd would not hold anyway, except: gate and up of one gated MLP until its last linear is
-called. What a fused norm or a gated MLP quantises is made again from its inputs, with the bits of the fused kernels.
+called. What a fused norm or a gated MLP quantises never exists unquantised: it is made again from the norm's input, and from gate
+and up, with the bits of the fused kernels (:mod:`peft_nvfp4.numerics.fused_reference`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,17 +84,15 @@ class Sums:
         step = max(1, CHUNK // max(1, t.shape[1]))
         for start in range(0, t.shape[0], step):
             rows = slice(start, start + step)
-            pieces = [_rows(part, rows) for part in parts]
-            self._accumulate(*_measured(t[rows].float(), pieces, offset, None if d is None else d[rows]), t[rows].numel())
+            pieces = [part._replace(codes=part.codes[rows], scales=part.scales[rows]) for part in parts]
+            pieces = [part._replace(gscale=part.gscale[rows]) if len(part.gscale) > 1 else part for part in pieces]
+            totals = _measured(t[rows].float(), pieces, offset, None if d is None else d[rows])
+            self.accumulate(*totals, t[rows].numel())
 
-    def _accumulate(self, totals: Tensor, extremes: Tensor, values: int) -> None:
+    def accumulate(self, totals: Tensor, extremes: Tensor, values: int) -> None:
         self.values += values
         self.totals = totals if self.totals is None else self.totals + totals
         self.extremes = extremes if self.extremes is None else torch.maximum(self.extremes, extremes)
-
-    def merge(self, other: Sums) -> None:
-        if other.totals is not None:
-            self._accumulate(other.totals, other.extremes, other.values)
 
     def result(self) -> TensorStatistics:
         error, square, nonzero, lost, beyond = self.totals.tolist()
@@ -103,9 +103,7 @@ class Sums:
         return TensorStatistics(*known, amax, *scales, self.values, self.used)
 
 
-def _measured(
-    x: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None, d: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _measured(x: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None, d: Tensor | None) -> tuple[Tensor, Tensor]:
     """Totals and extremes, as :class:`Sums` has them, of x (R, K) float32."""
     moved = x if offset is None else x - offset
     d = dequantize_input(parts, None, torch.float32) if d is None else d.float()
@@ -121,11 +119,6 @@ def _measured(
     sums = [(moved - d).square().sum(dtype=torch.float64), x.square().sum(dtype=torch.float64)]
     counts = [nonzero.sum(), (nonzero & (d == 0)).sum(), saturated]
     return torch.stack([*sums, *(count.double() for count in counts)]), torch.stack([x.abs().amax(), low, high])
-
-
-def _rows(part: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
-    gscale = part.gscale[rows] if len(part.gscale) > 1 else part.gscale
-    return QuantizedMatrix(part.codes[rows], part.scales[rows], gscale, part.k)
 
 
 # ---------------------------------------------------------------------------------------------- hooks
@@ -172,8 +165,8 @@ class Measurement:
                 self._first |= {prefix + first: module for first in module.parts.first}
                 self._last[prefix + module.parts.down] = module
         for name, module in self.linears.items():
-            self._hook(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            self._hook(module.register_forward_hook(self._after(name)))
+            self._hook(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+            self._hook(module.register_forward_hook(partial(self._after, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -185,16 +178,15 @@ class Measurement:
 
     def result(self, weights: Mapping[str, Tensor] | None = None, stored: bool = True) -> dict[str, dict[str, TensorStatistics]]:
         """What was seen; with stored weights, what became of ``weights`` (dotted name -> dense weight) where those are given."""
-        layers: dict[str, dict[str, TensorStatistics]] = {name: {} for name in self.linears}
+        layers: dict[str, dict[str, TensorStatistics]] = {}
         for name, module in self.linears.items():
-            dense, base = None if weights is None else weights.get(f"{name}.weight"), base_of(module)
-            with computing(base):
-                if stored and (sums := weight_sums(base, dense)):
-                    layers[name]["weight"] = sums.result()
-            for site in SITES[1:]:
-                if (name, site) in self.sums:
-                    layers[name][site] = self.sums[name, site].result()
-        return {name: sites for name, sites in layers.items() if sites}
+            found = {site: self.sums[name, site] for site in SITES[1:] if (name, site) in self.sums}
+            if stored:
+                with computing(base := base_of(module)):
+                    found = {"weight": weight_sums(base, (weights or {}).get(f"{name}.weight")), **found}
+            if found := {site: sums.result() for site, sums in found.items() if sums is not None}:
+                layers[name] = found
+        return layers
 
     # -- what the hooks do
 
@@ -215,34 +207,31 @@ class Measurement:
         entry = activation_cache.get(x, reader.options.terms, reader.input_offset, autocast_input(x).dtype)
         return entry is not None and entry.from_producer
 
-    def _before(self, name: str) -> Callable:
-        @torch.no_grad()
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if "input" not in self.sites or _in_backward():
-                return
-            x, layer = args[0] if args else next(iter(kwargs.values())), base_of(module)
-            sums = self.sums.setdefault((name, "input"), Sums(_uses_input(layer)))
-            halves = self._halves.pop(self._last.get(name), None)
-            if (produced := self._produced.get(x)) is not None:
-                sums.merge(produced)
-            elif halves and isinstance(layer, NVFP4FrozenLinear) and self._fused(x, layer):
-                _add_input(sums, _gated(halves, self._last[name]), layer)
-            else:
-                _add_input(sums, self._some(autocast_input(x)), layer)
+    @torch.no_grad()
+    def _before(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if "input" not in self.sites or _in_backward():
+            return
+        x, layer = args[0] if args else next(iter(kwargs.values())), base_of(module)
+        used = isinstance(layer, NVFP4FrozenLinear) or layer.options.activations == "nvfp4"
+        sums = self.sums.setdefault((name, "input"), Sums(used))
+        halves = self._halves.pop(self._last.get(name), None)
+        if (produced := self._produced.get(x)) is not None:
+            sums.accumulate(produced.totals, produced.extremes, produced.values)
+        elif halves and isinstance(layer, NVFP4FrozenLinear) and self._fused(x, layer):
+            pair, parts = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1), self._last[name].parts
+            product = fused_reference.gated_product(pair[parts.gate], pair[1 - parts.gate], parts.act)
+            _add_input(sums, product, layer)  # what the fused kernel quantised
+        else:
+            _add_input(sums, self._some(autocast_input(x)), layer)
 
-        return hook
-
-    def _after(self, name: str) -> Callable:
-        layer = base_of(self.linears[name])
-
-        def hook(module: nn.Module, args: tuple, y: Tensor) -> None:
-            if name in self._first and "input" in self.sites and not _in_backward():
-                self._halves.setdefault(self._first[name], []).append(self._some(y.detach()))
-            if "gradient" in self.sites and y.requires_grad:
-                sums = self.sums.setdefault((name, "gradient"), Sums(_uses_gradient(layer)))
-                y.register_hook(lambda dy: _add_gradient(sums, self._some(dy.detach()), layer))
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: tuple, y: Tensor) -> None:
+        if name in self._first and "input" in self.sites and not _in_backward():
+            self._halves.setdefault(self._first[name], []).append(self._some(y.detach()))
+        if "gradient" in self.sites and y.requires_grad:
+            layer = base_of(module)
+            used = isinstance(layer, NVFP4FrozenLinear) and layer.options.gradients != "bf16"
+            sums = self.sums.setdefault((name, "gradient"), Sums(used))
+            y.register_hook(lambda dy: _add_gradient(sums, self._some(dy.detach()), layer))
 
     def _some(self, t: Tensor) -> Tensor:
         """t (..., K) as a matrix, of many rows some: a row is quantised by itself, so its numbers do not change."""
@@ -255,30 +244,16 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _gated(halves: Sequence[Tensor], mlp: FusedGatedMLP) -> Tensor:
-    """act(gate) * up as the fused kernel computes it before quantising."""
-    pair = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1)
-    return fused_reference.gated_product(pair[mlp.parts.gate], pair[1 - mlp.parts.gate], mlp.parts.act)
-
-
-def _uses_input(layer: FrozenLinear) -> bool:
-    return isinstance(layer, NVFP4FrozenLinear) or layer.options.activations == "nvfp4"
-
-
-def _uses_gradient(layer: FrozenLinear) -> bool:
-    return isinstance(layer, NVFP4FrozenLinear) and layer.options.gradients != "bf16"
-
-
 def _add_input(sums: Sums, x: Tensor, layer: FrozenLinear) -> None:
-    own = isinstance(layer, NVFP4FrozenLinear)
-    terms, offset = (layer.options.terms, layer._offset) if own else (1, None)
+    ours = isinstance(layer, NVFP4FrozenLinear)
+    terms, offset = (layer.options.terms, layer._offset) if ours else (1, None)
     sums.add(x, quantize_input(x, offset, terms), offset)
 
 
 @torch.no_grad()
 def _add_gradient(sums: Sums, dy: Tensor, layer: FrozenLinear) -> None:
-    stochastic = layer.options.gradients == "nvfp4_sr" and _uses_gradient(layer)
-    seed = torch.zeros((), dtype=torch.int64) if stochastic else None  # its own: the training's numbers are not touched
+    stochastic = sums.used and layer.options.gradients == "nvfp4_sr"
+    seed = torch.zeros((), dtype=torch.int64) if stochastic else None  # of its own: the training's numbers are not touched
     sums.add(dy, [ops.quantize(dy.contiguous(), GRADIENT_STOCHASTIC if stochastic else GRADIENT, seed=seed)])
 
 

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
-from .probe import Readers, base_of, frozen_linears, observe
+from .probe import Readers, base_of, frozen_linears, innermost, observe, special_tokens
 from .rope import FUSED, attach_rope, detach_rope
 
 OTHER_RUN = "attach(model, run=...) takes another run than the one on two text tokens"
@@ -92,7 +93,7 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_
     reached = {name for group in groups for name in group}
     if reached and (missed := [name for name in linears if name not in reached]):
         report.skipped["(linears)"] = f"the run does not reach {len(missed)} of them ({missed[0]}, ...); {OTHER_RUN}"
-    for name, what in attach_rope(_innermost(model)).items():
+    for name, what in attach_rope(innermost(model)).items():
         (report.fused if what == FUSED else report.skipped)[name] = what
     return report
 
@@ -109,7 +110,7 @@ def detach(model: nn.Module) -> nn.Module:
     """Put the original norms and MLPs back, with the weights and children they have now."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, NVFP4RMSNorm | FusedGatedMLP):
-            _replace(model, name, module.original)
+            model.set_submodule(name, module.original)
         elif isinstance(module, NVFP4FrozenLinear):
             module.group = None
         elif isinstance(module, FrozenExperts):
@@ -118,23 +119,12 @@ def detach(model: nn.Module) -> nn.Module:
     return model
 
 
-def _innermost(model: nn.Module) -> nn.Module:
-    """The model without a PeftModel around it: what is attached to it is found by every holder."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
 def _two_tokens(model: nn.Module) -> object:
     """Call the model on two text tokens that stand for nothing else (an image, say)."""
-    model = _innermost(model)
+    model = innermost(model)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     config = getattr(model, "config", None)
-    settings = [*vars(config).items(), *vars(config.get_text_config()).items()] if hasattr(config, "get_text_config") else []
-    special = {value for key, value in settings if key.endswith(("token_id", "token_index")) if isinstance(value, int)}
+    special = special_tokens(config)
     ids = torch.full((1, 2), next(i for i in range(len(special) + 1) if i not in special), device=device)
     parameters = inspect.signature(model.forward).parameters
     inputs = {name: ids for name in ("input_ids", "decoder_input_ids") if name == "input_ids" or name in parameters}
@@ -179,26 +169,27 @@ def _attach_norm(
     elif not readers.simple:
         report.skipped[name] = "it is called with more than one tensor"
     else:
-        try:
-            kind = plus_one(norm)
-        except Exception as error:  # whatever an unknown module may raise on random numbers
-            report.skipped[name] = f"it could not be checked ({type(error).__name__}: {error})"
-            return
+        kind = _checked(plus_one, norm, name, report)
         if kind is None:
-            report.skipped[name] = "it is not an RMSNorm of a known formula"
+            report.skipped.setdefault(name, "it is not an RMSNorm of a known formula")
         else:
             kept = not isinstance(bases[0], NVFP4FrozenLinear)
             fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted)
-            _replace(model, name, fused)
+            model.set_submodule(name, fused)
             report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 
 
-def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, recompute: bool, report: Report) -> None:
+def _checked(check: Callable[[nn.Module], Any], module: nn.Module, name: str, report: Report) -> Any:
+    """What a check on random numbers finds out about a module; None, and an entry in the report, if it fails."""
     try:
-        parts = recognise(mlp)
-    except Exception as error:  # whatever an unknown module may raise on random numbers
+        return check(module)
+    except Exception as error:  # whatever an unknown module may raise
         report.skipped[name] = f"it could not be checked ({type(error).__name__}: {error})"
-        return
+        return None
+
+
+def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, recompute: bool, report: Report) -> None:
+    parts = _checked(recognise, mlp, name, report)
     if parts is None:
         return  # something else with linears of these shapes
     if parts.act is None:
@@ -207,5 +198,5 @@ def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, recompute: bool, re
         report.skipped[name] = f"{parts.down} is not frozen in nvfp4, nor keeps its activations in it"
     else:
         kept = not isinstance(down, NVFP4FrozenLinear)
-        _replace(model, name, CompressedGatedMLP(mlp, parts) if kept else FusedGatedMLP(mlp, parts, recompute))
+        model.set_submodule(name, CompressedGatedMLP(mlp, parts) if kept else FusedGatedMLP(mlp, parts, recompute))
         report.fused[name] = "gated MLP, codes kept" if kept else "gated MLP"

@@ -23,20 +23,25 @@ from .mlp import FusedGatedMLP
 from .norm import NVFP4RMSNorm
 
 
+def _with_codes(ctx, y: Tensor) -> tuple[Tensor, ...]:
+    """(y, codes, scales and gscale of y), as outputs of a Function; the codes have no gradient."""
+    (q,) = quantize_input(y, None, 1)
+    ctx.mark_non_differentiable(*q[:3])
+    ctx.set_materialize_grads(False)  # zeros as large as the codes would be made otherwise
+    return y, *q[:3]
+
+
 class CompressedNorm(torch.autograd.Function):
     """(y, codes, scales and gscale of y) of x (M, d); y is what the original norm computes."""
 
     @staticmethod
     def forward(ctx, x, gamma, compute, eps: float, plus_one: bool):
-        y = compute(x)
-        (q,) = quantize_input(y, None, 1)
+        outputs = _with_codes(ctx, compute(x))
         norm = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
         rstd = torch.rsqrt(norm * norm / x.shape[1] + eps)
-        ctx.save_for_backward(gamma, rstd, *q[:3])
+        ctx.save_for_backward(gamma, rstd, *outputs[1:])
         ctx.plus_one = plus_one
-        ctx.mark_non_differentiable(*q[:3])
-        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        return y, *q[:3]
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -65,13 +70,10 @@ class CompressedGate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate, up, act: str):
-        h = (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
-        (q,), (g,), (u,) = (quantize_input(t, None, 1) for t in (h, gate, up))
+        (g,), (u,) = (quantize_input(t, None, 1) for t in (gate, up))
         ctx.save_for_backward(*g[:3], *u[:3])
         ctx.act, ctx.k = act, gate.shape[1]
-        ctx.mark_non_differentiable(*q[:3])
-        ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        return h, *q[:3]
+        return _with_codes(ctx, (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -88,11 +90,10 @@ class CompressedGatedMLP(FusedGatedMLP):
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         if args or kwargs or not torch.is_grad_enabled():
             return self.original.forward(x, *args, **kwargs)
-        parts = self.parts
         gate, up = self._gate_and_up(x)
         shape, f = gate.shape, gate.shape[-1]
-        h, *codes = CompressedGate.apply(gate.reshape(-1, f), up.reshape(-1, f), parts.act)
+        h, *codes = CompressedGate.apply(gate.reshape(-1, f), up.reshape(-1, f), self.parts.act)
         del gate, up  # the largest activations of a layer: nothing needs them any more
         h = h.view(shape)
         activation_cache.put(h, QuantizedInput((QuantizedMatrix(*codes, f),), None, h.dtype))
-        return self._modules[parts.down](h)
+        return self._modules[self.parts.down](h)

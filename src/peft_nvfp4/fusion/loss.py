@@ -10,14 +10,10 @@ and dropped; what lives until backward is dh, as large as the supervised rows of
 Exact: logits are rounded to the dtype of the head's product and then read in FP32, as in transformers; f is applied in the same
 dtype and order; 1/n enters dy before it is rounded for the GEMMs. What differs from the ordinary loss is the order of FP32 sums
 (so a BF16 logit may differ in its last place, where a GEMM with fewer rows sums in another order). dW is summed in FP32.
-
-    linear_cross_entropy(hidden, weight, labels)   the loss, for a plain loop (this file)
-    attach_loss(model); detach_loss(model)         a model of transformers computes it when it trains with labels (loss_attach)
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -62,8 +58,6 @@ class Targets(NamedTuple):
     labels: Tensor  # (n,) int64, in range everywhere
     valid: Tensor | None  # (n,) bool: which of them count; None: all
     denominator: Tensor | float  # the sum of the losses is divided by it
-    smoothing: float
-    chunk: int | None
 
 
 def linear_cross_entropy(
@@ -78,10 +72,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     ignore_index: int = -100,
     num_items_in_batch: Tensor | int | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
     chunk: int | None = None,
-    max_supervised: int | None = None,
 ) -> Tensor:
     """Cross-entropy of ``f(hidden @ weight.T + bias)`` at the positions whose label is not ``ignore_index``.
 
@@ -91,39 +82,30 @@ def linear_cross_entropy(
         shift: labels stand at their own token, as models of transformers take them, and are moved left by one. By default
             ``labels[..., t]`` is what ``hidden[..., t]`` should predict.
         scale, divisor, softcap: f, see :class:`Transform`.
-        num_items_in_batch: the sum is divided by it, whatever ``reduction`` says (gradient accumulation over unequal batches).
-        reduction: ``"mean"`` over the supervised positions (NaN, with zero gradients, if there are none) or ``"sum"``.
+        num_items_in_batch: the sum is divided by it (gradient accumulation over unequal batches; 1 for the sum). By default by
+            the number of supervised positions: NaN, with zero gradients, if there are none.
         chunk: positions whose logits exist at one time (default: 128 MB of FP32 logits).
-        max_supervised: compute at this many positions, whatever the labels, without reading on the host how many there are: for
-            CUDA graphs and compilers. More supervised positions than that give NaN. Without it their number is read (one
-            synchronisation), except while a graph is captured or traced: then all positions are computed, chunk by chunk
-            (a compiler's loop has 8 chunks).
+
+    The number of supervised positions is read on the host (one synchronisation), except while a CUDA graph is captured or a
+    compiler traces: then all positions are computed, chunk by chunk (a compiler's loop has 8 chunks).
     """
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels have shape {tuple(labels.shape)}, hidden {tuple(hidden.shape)}: expected one label a position")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction is "mean" or "sum", got {reduction!r}')
     if shift:
         labels = _shifted(labels, ignore_index)
-    labels, denominator = labels.reshape(-1).to(hidden.device), num_items_in_batch
-    if denominator is None and reduction == "sum":
-        denominator = 1
-    targets = _targets(labels, ignore_index, denominator, label_smoothing, chunk, max_supervised)
+    targets = _targets(labels.reshape(-1).to(hidden.device), ignore_index, num_items_in_batch)
     hidden, transform = hidden.reshape(-1, hidden.shape[-1]), Transform(scale, divisor, softcap)
-    return _supervised_loss(hidden, None, weight.shape[0], targets, transform, weight, bias)
+    return _supervised_loss(hidden, weight, bias, targets, transform, chunk)
 
 
 def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def _targets(labels, ignore_index, denominator, smoothing, chunk, max_supervised=None) -> Targets:
+def _targets(labels: Tensor, ignore_index: int, denominator: Tensor | int | None) -> Targets:
     """``labels`` (N,); a denominator of None is the number of those that count."""
     supervised = labels != ignore_index
-    if max_supervised is not None:
-        positions = torch.argsort(supervised.to(torch.uint8), descending=True, stable=True)[:max_supervised]
-        labels, valid = labels[positions], supervised[positions]
-    elif torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
         positions, valid = None, supervised
     else:
         positions, valid = supervised.nonzero().squeeze(1), None
@@ -132,57 +114,43 @@ def _targets(labels, ignore_index, denominator, smoothing, chunk, max_supervised
         denominator = len(labels) if valid is None else valid.sum()
     elif isinstance(denominator, Tensor):
         denominator = denominator.to(labels.device)
-    if max_supervised is not None:  # too many: said without a synchronisation, by a loss of NaN
-        denominator = torch.where(supervised.sum() > max_supervised, math.nan, denominator)
     labels = labels if valid is None else labels.masked_fill(~valid, 0)
-    return Targets(positions, labels, valid, denominator, smoothing, chunk)
+    return Targets(positions, labels, valid, denominator)
 
 
 # ---------------------------------------------------------------------------------------------- the loss and its gradient
 
 
-def _supervised_loss(hidden, head, vocabulary, targets, transform, *parameters) -> Tensor:
+def _supervised_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, transform: Transform, chunk: int | None
+) -> Tensor:
+    """The loss of a head that is a plain linear; ``hidden`` (N, d)."""
     if not torch.is_grad_enabled():  # an autograd.Function does not see that itself, and would compute gradients for nobody
-        hidden, *parameters = (t if t is None else t.detach() for t in (hidden, *parameters))
-    return _SupervisedLoss.apply(hidden, head, vocabulary, targets, transform, *parameters)
+        hidden, weight, bias = (t if t is None else t.detach() for t in (hidden, weight, bias))
+    return _SupervisedLoss.apply(hidden, weight, bias, targets, transform, chunk)
 
 
 class _SupervisedLoss(torch.autograd.Function):
-    """The loss of the head's logits at the target positions.
-
-    A plain linear comes as ``head=None`` and ``parameters = (weight, bias)``. Any other head is called for each chunk and
-    differentiated on the spot, for its input and for ``parameters``, all that it trains.
-    """
-
     @staticmethod
-    def forward(ctx, hidden, head, vocabulary, targets, transform, *parameters):
-        wants, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        differentiate = wants or any(wanted)
+    def forward(ctx, hidden, weight, bias, targets, transform, chunk):
+        wants, *wanted = ctx.needs_input_grad[:3]
         dtype = _compute_dtype(hidden)
-        w, b = (None if p is None else p.to(dtype) for p in parameters) if head is None else (None, None)
-        sums = [torch.zeros_like(p, dtype=_wide(p.dtype)) if want else None for p, want in zip(parameters, wanted)]
-        dh = hidden.new_zeros(len(targets.labels), hidden.shape[1], dtype=dtype) if wants else None
+        w, b = (None if p is None else p.to(dtype) for p in (weight, bias))
+        sums = [torch.zeros_like(p, dtype=_wide(p.dtype)) if want else None for p, want in zip((weight, bias), wanted)]
+        dh = hidden.new_empty(len(targets.labels), hidden.shape[1], dtype=dtype) if wants else None
         total, fold = hidden.new_zeros((), dtype=_wide(dtype)), _folded(targets.denominator, dtype)
-        for at in _chunks(targets, vocabulary):
-            h = hidden[at] if targets.positions is None else hidden.index_select(0, targets.positions[at])
-            if head is None:
-                z = F.linear(h := h.to(dtype), w, b)
-            else:
-                with torch.set_grad_enabled(differentiate):
-                    z = head(h := h.detach().requires_grad_(wants))
-            y, t = transform.forward(z.detach())
+        for at in _chunks(targets, chunk or max(1, CHUNK_BYTES // (4 * len(weight)))):
+            h = (hidden[at] if targets.positions is None else hidden.index_select(0, targets.positions[at])).to(dtype)
+            y, t = transform.forward(F.linear(h, w, b))
             labels, valid = targets.labels[at], None if targets.valid is None else targets.valid[at]
-            losses, logp = _losses(y, labels, targets.smoothing)
+            losses, logp = _losses(y, labels)
             total += (losses if valid is None else torch.where(valid, losses, 0)).sum()
-            if differentiate:
+            if wants or any(wanted):
                 factor = fold if valid is None else torch.where(valid, fold, 0.0)[:, None]
-                dz = transform.backward(_dlogits(logp, labels, targets.smoothing, factor, y.dtype), t)
-                if head is None:
-                    _linear_backward(dz, h, w, dh[at] if wants else None, *sums)
-                else:
-                    _module_backward(dz, z, h, dh[at] if wants else None, parameters, sums)
+                dz = transform.backward(_dlogits(logp, labels, factor, y.dtype), t)
+                _linear_backward(dz, h, w, dh[at] if wants else None, *sums)
         ctx.save_for_backward(targets.positions, dh, *sums)
-        ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, *(p if p is None else p.dtype for p in parameters))
+        ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.rest = targets.denominator * fold if dtype == torch.float16 else None
         return total / targets.denominator
 
@@ -194,7 +162,7 @@ class _SupervisedLoss(torch.autograd.Function):
         dh, *grads = (None if g is None else (g * gradient).to(dtype) for g, dtype in zip(kept, ctx.dtypes))
         if dh is not None and positions is not None:
             dh = dh.new_zeros(ctx.shape).index_copy_(0, positions, dh)
-        return dh, None, None, None, None, *grads
+        return dh, *grads, None, None, None
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -217,29 +185,23 @@ def _folded(denominator: Tensor | float, dtype: torch.dtype) -> Tensor | float:
     return 1 / denominator if denominator else 0.0
 
 
-def _chunks(targets: Targets, vocabulary: int) -> list[slice]:
+def _chunks(targets: Targets, chunk: int) -> list[slice]:
     """Slices of nearly equal length, by the number of positions alone; where a compiler must not depend on it, TRACED_CHUNKS."""
-    n, chunk = len(targets.labels), targets.chunk or max(1, CHUNK_BYTES // (4 * vocabulary))
+    n = len(targets.labels)
     pieces = TRACED_CHUNKS if targets.positions is None and torch.compiler.is_compiling() else -(-n // chunk)
     return [slice(n * i // pieces, n * (i + 1) // pieces) for i in range(pieces)]
 
 
-def _losses(y: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+def _losses(y: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(loss of each row, log-probabilities), in FP32."""
     logp = F.log_softmax(y, dim=1, dtype=_wide(y.dtype))
-    losses = -logp.gather(1, labels[:, None]).squeeze(1)
-    if smoothing:
-        losses = (1 - smoothing) * losses - smoothing * logp.mean(1)
-    return losses, logp
+    return -logp.gather(1, labels[:, None]).squeeze(1), logp
 
 
-def _dlogits(logp: Tensor, labels: Tensor, smoothing: float, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
+def _dlogits(logp: Tensor, labels: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
     """factor * d losses / dy in ``dtype``; overwrites logp."""
     p, at = logp.exp_(), labels[:, None]
-    p.scatter_(1, at, p.gather(1, at) - (1 - smoothing))
-    if smoothing:
-        p.sub_(smoothing / p.shape[1])
-    return p.mul_(factor).to(dtype)
+    return p.scatter_(1, at, p.gather(1, at) - 1).mul_(factor).to(dtype)
 
 
 def _linear_backward(dz: Tensor, h: Tensor, w: Tensor, dh: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
@@ -252,11 +214,3 @@ def _linear_backward(dz: Tensor, h: Tensor, w: Tensor, dh: Tensor | None, dw: Te
             dw.addmm_(dz.T.to(dw.dtype), h.to(dw.dtype))
         if db is not None:
             db += dz.sum(0, dtype=db.dtype)
-
-
-def _module_backward(dz: Tensor, z: Tensor, h: Tensor, dh: Tensor | None, parameters, sums) -> None:
-    leaves = ([] if dh is None else [(h, dh)]) + [(p, s) for p, s in zip(parameters, sums) if s is not None]
-    gradients = torch.autograd.grad(z, [leaf for leaf, _ in leaves], dz, allow_unused=True)
-    for (_, into), g in zip(leaves, gradients):
-        if g is not None:
-            into += g  # dh holds zeros before

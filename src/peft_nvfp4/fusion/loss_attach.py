@@ -2,12 +2,14 @@
 
 :func:`attach_loss` needs no code per architecture. While ``forward`` runs, the output head hands over its input instead of logits
 and ``model.loss_function`` computes the loss from that; the rest (router losses, which labels count, the class of the output)
-stays the model's own code. Only the class of that one instance is swapped, for a subclass with another ``forward``, so replicas,
-copies and pickles keep it. It works in training mode with ``labels``; evaluation, generation and calls with ``logits_to_keep``
-are untouched, and so are heads that somebody has put hooks on (ZeRO-3, tensor parallelism). ``logits`` of the output is a
-:class:`LazyLogits`. torch.compile from 2.13 traces all that without a break, with logits at all positions in 8 chunks; older
-compilers, and heads that are not a plain linear, get the model's own loss there (:func:`linear_cross_entropy` alone compiles with
-every version). TRL 1.16's SFTTrainer has a fused head of its own and never asks the model for a loss.
+stays the model's own code. It works in training mode with ``labels``; evaluation, generation and calls with ``logits_to_keep``
+are untouched, and so are heads that somebody has put hooks on (ZeRO-3, tensor parallelism). A head that is a plain linear
+computes a chunk of logits at a time. Any other (with LoRA, quantised, moved about by accelerate) is called once, with the
+supervised positions: where it is sharded, all ranks make that one call, whatever the number of their labels.
+
+torch.compile from 2.13 traces all that without a break, with logits at all positions in 8 chunks; older compilers, and heads
+that are not a plain linear, get the model's own loss there (:func:`linear_cross_entropy` alone compiles with every version).
+TRL 1.16's SFTTrainer has a fused head of its own and never asks the model for a loss.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .loss import Targets, Transform, _compute_dtype, _losses, _shifted, _supervised_loss, _targets
+from .probe import hooked, innermost, modes_kept, special_tokens
 
 # ---------------------------------------------------------------------------------------------- models of transformers
 
@@ -37,7 +40,6 @@ class Settings(NamedTuple):
     transform: Transform
     vocabulary: int
     chunk: int | None
-    max_supervised: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,16 @@ class LossReport:
         return f"loss at supervised positions: {self.reason}" if self.attached else f"ordinary loss: {self.reason}"
 
 
-def attach_loss(model: nn.Module, chunk: int | None = None, max_supervised: int | None = None) -> LossReport:
+def attach_loss(model: nn.Module, chunk: int | None = None) -> LossReport:
     """Make a causal LM of transformers, bare or inside a ``PeftModel``, compute its training loss at supervised positions only.
 
     It is tried first, on 2 x 8 random tokens: the logits must be a known function of the head's output, and loss and gradient
     must equal the model's own. If they do not, or the model cannot run here and now, nothing changes and the report says why.
 
     Args:
-        chunk, max_supervised: see :func:`linear_cross_entropy`.
+        chunk: see :func:`linear_cross_entropy`; it counts where the head is a plain linear.
     """
-    model = _causal_lm(model)
+    model = innermost(model)
     detach_loss(model)
     try:
         settings = _examine(model, chunk)
@@ -69,23 +71,18 @@ def attach_loss(model: nn.Module, chunk: int | None = None, max_supervised: int 
     except Exception as error:  # whatever a model may raise on an input it does not expect: said, not hidden
         return LossReport(False, f"the run on 2 x 8 random tokens failed ({type(error).__name__}: {error})")
     _set_class(model, _with_loss(type(model)))
-    setattr(model, _SETTINGS, settings._replace(max_supervised=max_supervised))
+    setattr(model, _SETTINGS, settings)
     plain = _plain(model.get_output_embeddings()) is not None
     return LossReport(True, "from the head's weight" if plain else "through the head's own forward")
 
 
 def detach_loss(model: nn.Module) -> nn.Module:
     """Give the model its own loss back."""
-    inner = _causal_lm(model)
+    inner = innermost(model)
     inner.__dict__.pop(_SETTINGS, None)  # enough where somebody has swapped the class again since
     if original := type(inner).__dict__.get("_without_loss"):
         _set_class(inner, original)
     return model
-
-
-def _causal_lm(model: nn.Module) -> nn.Module:
-    model = getattr(model, "_orig_mod", model)  # torch.compile
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _set_class(model: nn.Module, cls: type) -> None:
@@ -136,21 +133,16 @@ def _applies(model: nn.Module, kwargs: dict[str, Any]) -> bool:
         and keep == 0
         and kwargs.get("return_dict", model.config.return_dict) is not False
         and model.loss_function is ForCausalLMLoss
-        and not any(_hooked(m) for m in head.modules())
+        and not any(map(hooked, head.modules()))
         and not (torch.compiler.is_compiling() and (not TRACEABLE or _plain(head) is None))
     )
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether somebody watches or serves this module's calls (sharding, tensor parallelism, a user): then it keeps them."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 class _Call:
     """One forward of a model: what its head was given, and the loss of that."""
 
-    def __init__(self, model: nn.Module, settings: Settings):
-        self.model, self.head, self.settings = model, model.get_output_embeddings(), settings
+    def __init__(self, model: nn.Module, settings: Settings, trial: bool = False):
+        self.model, self.head, self.settings, self.trial = model, model.get_output_embeddings(), settings, trial
         self.hidden: Tensor | None = None
         self.loss: Tensor | None = None
 
@@ -165,7 +157,7 @@ class _Call:
 
     def head_forward(self, hidden: Tensor) -> Tensor:
         _set(self.head, "forward", self.own[0])  # the loss may call the head
-        self.hidden = hidden
+        self.hidden = hidden.detach().requires_grad_() if self.trial else hidden
         return hidden.new_empty(*hidden.shape[:-2], 0, self.settings.vocabulary)
 
     def loss_function(
@@ -173,11 +165,10 @@ class _Call:
     ) -> Tensor:
         """In the place of ``ForCausalLMLoss``, with its arguments; these logits are empty."""
         labels = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
-        head, settings = self.head, self.settings
-        device = next((p.device for p in head.parameters() if not p.is_meta), self.hidden.device)
+        device = next((p.device for p in self.head.parameters() if not p.is_meta), self.hidden.device)
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1]).to(device)
-        labels, options = labels.reshape(-1).to(device), (0.0, settings.chunk, settings.max_supervised)
-        self.loss = _head_loss(hidden, head, settings, _targets(labels, ignore_index, num_items_in_batch, *options))
+        targets = _targets(labels.reshape(-1).to(device), ignore_index, num_items_in_batch)
+        self.loss = _head_loss(hidden, self.head, self.settings, targets)
         return self.loss
 
     def finish(self, output: Any) -> Any:
@@ -201,14 +192,10 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
 
 def _head_loss(hidden: Tensor, head: nn.Module, settings: Settings, targets: Targets) -> Tensor:
     if (plain := _plain(head)) is not None:
-        return _supervised_loss(hidden, None, plain[0].shape[0], targets, settings.transform, *plain)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # A sharded head gathers its weights when it is called: one call on every rank, whatever the number of its positions.
-        h = hidden if targets.positions is None else hidden.index_select(0, targets.positions)
-        losses, _ = _losses(settings.transform.forward(head(h))[0], targets.labels, targets.smoothing)
-        return (losses if targets.valid is None else torch.where(targets.valid, losses, 0)).sum() / targets.denominator
-    trained = [p for p in head.parameters() if p.requires_grad]
-    return _supervised_loss(hidden, head, settings.vocabulary, targets, settings.transform, *trained)
+        return _supervised_loss(hidden, *plain, targets, settings.transform, settings.chunk)
+    h = hidden if targets.positions is None else hidden.index_select(0, targets.positions)
+    losses, _ = _losses(settings.transform.forward(head(h))[0], targets.labels)
+    return (losses if targets.valid is None else torch.where(targets.valid, losses, 0)).sum() / targets.denominator
 
 
 def _plain(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
@@ -234,8 +221,7 @@ class _Ordinary(_Call):
     noise = False
 
     def head_forward(self, hidden: Tensor) -> Tensor:
-        _set(self.head, "forward", self.own[0])
-        self.hidden = hidden.detach().requires_grad_()
+        super().head_forward(hidden)
         self.z = self.head(self.hidden)
         if self.noise:
             self.z = (30 * torch.randn(self.z.shape, generator=torch.Generator().manual_seed(0))).to(self.z)
@@ -244,11 +230,6 @@ class _Ordinary(_Call):
     def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.logits, self.loss = logits, ForCausalLMLoss(logits, *args, **kwargs)
         return self.loss
-
-
-class _Trial(_Call):
-    def head_forward(self, hidden: Tensor) -> Tensor:
-        return super().head_forward(hidden.detach().requires_grad_())
 
 
 def _examine(model: nn.Module, chunk: int | None) -> Settings:
@@ -264,12 +245,14 @@ def _examine(model: nn.Module, chunk: int | None) -> Settings:
     if own is not None and getattr(own, "__func__", None) is not type(model).forward:
         raise _Unsuitable("something has replaced its forward on the instance; attach the loss before that")
     settings = Settings(Transform(), config.get_text_config().vocab_size, chunk)
-    watched = _Ordinary(model, settings)
+    watched = _Ordinary(model, settings, trial=True)
     watched.noise = True
     _try(model, watched)
     settings = settings._replace(transform=_transform_of(watched.z.detach(), watched.logits.detach(), config))
-    pairs = [(loss, torch.autograd.grad(loss, c.hidden)[0]) for c in (_Trial(model, settings), _Ordinary(model, settings))
-             for loss in (_try(model, c),)]  # fmt: skip
+    pairs = []
+    for call in (_Call(model, settings, trial=True), _Ordinary(model, settings, trial=True)):
+        loss = _try(model, call)
+        pairs.append((loss, torch.autograd.grad(loss, call.hidden)[0]))
     # The same arithmetic but for the order of FP32 sums; where that flips the rounding of a 16-bit value, a few last places.
     bound = max(1e-4, 8 * torch.finfo(watched.z.dtype).eps)
     for what, a, b in zip(("loss", "gradient"), *pairs):
@@ -281,24 +264,19 @@ def _examine(model: nn.Module, chunk: int | None) -> Settings:
 
 def _try(model: nn.Module, call: _Call) -> Tensor:
     """The model's whole loss on random tokens, router losses and all."""
-    config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
-    special = {
-        v for k, v in {**model.config.to_dict(), **config.to_dict()}.items() if k.endswith("token_id") and isinstance(v, int)
-    }
-    ids = torch.tensor([i for i in range(min(config.vocab_size, 1000)) if i not in special])
+    generator, special = torch.Generator().manual_seed(0), special_tokens(model.config)
+    ids = torch.tensor([i for i in range(min(model.config.get_text_config().vocab_size, 1000)) if i not in special])
     ids = ids[torch.randint(len(ids), (2, 8), generator=generator)].to(model.get_input_embeddings().weight.device)
     labels = ids.clone()
     labels[:, :3] = labels[0, 6] = -100
-    training = {module: module.training for module in model.modules()}
     devices = {p.device for p in model.parameters() if p.is_cuda}
     call.install()
     try:
-        with torch.random.fork_rng(list(devices)), torch.enable_grad():  # a run to come draws what it would have drawn
+        # a run to come draws the random numbers that it would have drawn
+        with modes_kept(model), torch.random.fork_rng(list(devices)), torch.enable_grad():
             loss = model.eval()(input_ids=ids, labels=labels, use_cache=False).loss
     finally:
         call.remove()
-        for module, flag in training.items():
-            module.training = flag
     if call.hidden is None or call.loss is None:
         raise _Unsuitable("it does not take its loss from model.loss_function and the output of its head")
     return loss
@@ -344,7 +322,6 @@ class LazyLogits:
         return cls(compute, shape, _compute_dtype(hidden), hidden.device)
 
     def tensor(self) -> Tensor:
-        """The logits now."""
         return self._compute()
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:

@@ -3,8 +3,10 @@
     h = act(gate(x)) * up(x);  y = down(h)
 
 The product is computed from BF16 gate and up in FP32 and quantised in the same pass; what backward needs are the codes of gate,
-up and h (0.56 bytes a value each instead of 2). Gradients come from D(gate~) and D(up~), in FP32. As an option, h is not kept:
-D(h~), for down's dA, is made anew from D(gate~) and D(up~) (:func:`peft_nvfp4.numerics.fused_reference.gated_values`).
+up and h (0.56 bytes a value each instead of 2). Gradients come from D(gate~) and D(up~), in FP32. As an option (``recompute``), h
+is not kept: D(h~), for down's dA, is made anew from D(gate~) and D(up~)
+(:func:`peft_nvfp4.numerics.fused_reference.gated_values`). It is then a product of quantised factors, close to the forward's, and
+backward keeps a sixth (one term) to a quarter (two) less.
 
 Source: PACT, Table 7, row SiLU-multiply.
 
@@ -28,7 +30,7 @@ from ..autograd.frozen_linear import autocast_input
 from ..autograd.fused import GatedQuantize, as_parts
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.fused_reference import ACTIVATIONS
-from .probe import base_of, modes_kept, share_hooks, standing_in
+from .probe import base_of, hooked, modes_kept, share_hooks, standing_in
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,7 @@ class GatedParts:
 class FusedGatedMLP(nn.Module):
     """Takes the place of a gated MLP. It owns the original's children under their names, so state-dict keys and adapter targets
     do not change, and runs the original where fusing does not apply (``down`` not in NVFP4 any more, or more than one input).
-
-    Args:
-        recompute: keep no codes of h~ for the adapter's gradient, but make D(h~) anew from those of gate and up. It is then the
-            product of quantised factors: close to the forward's, not the same. A sixth (one term) to a quarter (two) less memory
-            for backward. Where gate and up are not kept (nothing before them is trained), h~ is kept all the same: it is less.
+    With ``recompute``, h~ is kept all the same where gate and up are not (nothing before them is trained): it is less.
     """
 
     def __init__(self, original: nn.Module, parts: GatedParts, recompute: bool = False):
@@ -100,9 +98,6 @@ class FusedGatedMLP(nn.Module):
             pair = pair[0].chunk(2, dim=-1)
         return pair[parts.gate], pair[1 - parts.gate]
 
-    def extra_repr(self) -> str:
-        return f"act={self.parts.act}"
-
 
 def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
     """Whether nobody but a plain frozen linear, with plain branches, will look at the tensor that ``down`` is called with; the
@@ -112,15 +107,13 @@ def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
         return False
     for module in (down, base_of(down)):
-        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        if hooked or "forward" in vars(module) or module._compiled_call_impl is not None:
+        if hooked(module) or "forward" in vars(module) or module._compiled_call_impl is not None:
             return False
     branches = down.plain_branches() if hasattr(down, "plain_branches") else []
     return branches is not None and base_of(down).input_offset is None
 
 
 # ---------------------------------------------------------------------------------------------- recognising one
-
 
 
 def looks_like_gated_mlp(module: nn.Module) -> bool:

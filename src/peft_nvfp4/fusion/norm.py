@@ -1,8 +1,9 @@
 """RMSNorm that emits NVFP4.
 
 The module returns y = D(y~), the dequantised form of its quantised output, and hands the codes of y~ to the frozen linears
-that read y (:mod:`peft_nvfp4.autograd.activation_cache`). For backward it keeps y~, which its readers keep anyway, and 1/rms (4 bytes a token):
-the input of the norm, the residual stream, is not kept at all. With w the weight, D = D(y~), c = mean over the row of dy * D:
+that read y (:mod:`peft_nvfp4.autograd.activation_cache`). For backward it keeps y~, which its readers keep anyway, and 1/rms
+(4 bytes a token): the input of the norm, the residual stream, is not kept at all. With w the weight, D = D(y~), c = mean over
+the row of dy * D:
 
     dx = rstd * (w * dy - (D / w) * c)
 
@@ -31,8 +32,8 @@ class NVFP4RMSNorm(nn.Module):
 
     Args:
         reader: one of the linears; how it quantises its input is how this norm quantises its output.
-        converted: the readers are handed what ``.to`` or ``.contiguous`` makes of the output, which is the output itself; while
-            a compiler traces it is not, and would come without its codes: then the original computes.
+        converted: of :class:`~.probe.Readers`. While a compiler traces, what is converted is another tensor, which would come
+            without its codes: then the original computes.
     """
 
     def __init__(self, original: nn.Module, eps: float, plus_one: bool, reader: NVFP4FrozenLinear, converted: bool = False):
@@ -64,10 +65,6 @@ class NVFP4RMSNorm(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else y.dtype
         activation_cache.put(y, QuantizedInput(as_parts(flat, x.shape[-1]), offset, dtype, from_producer=True))
         return y
-
-    def extra_repr(self) -> str:
-        terms = self._outside[1].options.terms
-        return f"{tuple(self.weight.shape)}, eps={self.eps}, plus_one={self.plus_one}, terms={terms}"
 
 
 # ---------------------------------------------------------------------------------------------- recognising one

@@ -50,15 +50,20 @@ class Readers:
     converted: bool = False
 
 
-class _Watch(TorchFunctionMode):
-    """Notes functions that receive a watched tensor."""
+class _Run(TorchFunctionMode):
+    """What one run of a model has shown so far: while it is entered, functions that are handed a producer's output are noted."""
 
-    def __init__(self, produced: WeakTensorKeyDictionary, readers: dict[str, Readers]):
-        self.produced, self.readers = produced, readers
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers: dict[str, Readers] = defaultdict(Readers)
+        self.produced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # output of a producer -> its name
+        self.groups: list[list[str]] = []
+        self.group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> version, {module: its group}
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
-        watched = () if name in HARMLESS else [leaf for leaf in tree_leaves((args, kwargs or {})) if self._is_watched(leaf)]
+        leaves = () if name in HARMLESS else tree_leaves((args, kwargs or {}))
+        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.produced]
         result = func(*args, **(kwargs or {}))
         for leaf in watched:
             readers = self.readers[self.produced[leaf]]
@@ -67,19 +72,6 @@ class _Watch(TorchFunctionMode):
             else:
                 readers.others.add(name)
         return result
-
-    def _is_watched(self, leaf: object) -> bool:
-        return isinstance(leaf, Tensor) and leaf in self.produced
-
-
-class _Run:
-    """What one run of a model has shown so far."""
-
-    def __init__(self) -> None:
-        self.readers: dict[str, Readers] = defaultdict(Readers)
-        self.produced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # output of a producer -> its name
-        self.groups: list[list[str]] = []
-        self.group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> {module: its group}, version
 
     def produces(self, name: str) -> Callable:
         """Forward hook of a producer."""
@@ -100,19 +92,16 @@ class _Run:
             with torch._C.DisableTorchFunction():
                 if x in self.produced:
                     self.readers[self.produced[x]].linears.append(name)
-                self._read(x, name)
+                version, groups = self.group_of.get(x, (None, {}))
+                if version != x._version:
+                    self.group_of[x] = x._version, (groups := {})
+                parent = name.rpartition(".")[0]
+                if parent not in groups:
+                    self.groups.append(groups.setdefault(parent, []))
+                groups[parent].append(name)
                 return x.new_zeros(*x.shape[:-1], linear.out_features)
 
         return forward
-
-    def _read(self, x: Tensor, name: str) -> None:
-        version, groups = self.group_of.get(x, (None, {}))
-        if version != x._version:
-            self.group_of[x] = x._version, (groups := {})
-        parent = name.rpartition(".")[0]
-        if parent not in groups:
-            self.groups.append(groups.setdefault(parent, []))
-        groups[parent].append(name)
 
 
 def observe(
@@ -126,7 +115,7 @@ def observe(
     try:
         with standing_in({m: seen.stand_in(name, base_of(m)) for name, m in linears.items()}), modes_kept(model), torch.no_grad():
             model.eval()
-            with _Watch(seen.produced, seen.readers):
+            with seen:
                 run()
     finally:
         for handle in handles:
@@ -159,6 +148,25 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model without a PeftModel, or torch.compile's module, around it: what is attached to it is found by every holder."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody watches or serves this module's calls (sharding, tensor parallelism, a user): then it keeps them."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def special_tokens(config: object) -> set[int]:
+    """Tokens that stand for something else than text (an image, say), by the names of settings of a transformers config."""
+    if not hasattr(config, "get_text_config"):
+        return set()
+    settings = [*config.to_dict().items(), *config.get_text_config().to_dict().items()]
+    return {value for key, value in settings if key.endswith(("token_id", "token_index")) and isinstance(value, int)}
 
 
 def base_of(module: nn.Module) -> nn.Module:

@@ -1,35 +1,30 @@
 """Rotary position embedding of a whole model in one kernel, with the bits of transformers.
 
 transformers' modeling files call a function of their own, ``apply_rotary_pos_emb(q, k, cos, sin)``, for ``q * cos +
-rotate_half(q) * sin``: ten small GPU operations forward and eighteen backward. :func:`attach_rope` puts a wrapper in its place
-that runs one kernel for q and k (:mod:`peft_nvfp4.ops.fused`) and keeps nothing but cos and sin. A function is replaced only if
-it gives, on random numbers, bit for bit what ours gives, values and gradients; so a wrapper can serve every model of the
-process, and a model that nobody attached notices nothing. The wrapper calls the original for every call that the kernel is not
-made for: on a CPU, while ``torch.compile`` traces (inductor fuses the operations by itself), with a rotary width below the
-head's width, with mixed dtypes, trainable cos and sin, tensor subclasses, function transforms.
+rotate_half(q) * sin``: ten small GPU operations forward and eighteen backward. :func:`attach_rope` puts a wrapper in its place,
+as the module's global, where all attention layers of the file look it up. The wrapper runs one kernel for q and k
+(:mod:`peft_nvfp4.ops.fused`) and keeps nothing but cos and sin. It takes the place of a function only if that gives, on random
+numbers, bit for bit what ours gives, values and gradients; so one wrapper can serve every model of the process, and a model that
+nobody attached notices nothing. Every call that the kernel is not made for goes to the original (:func:`_is_ours`).
 
 "The same bits" has two limits, both outside of the function: autograd adds up several gradients of one tensor in an order of its
 own, so q and k must have no other reader, as in attention layers; and the gradients of q and k are stored tokens first, so a sum
 over tokens and heads (the gradient of a trainable q_norm weight) may add in another order.
 
-The patched object is a module's global, not a method, because that is where all attention layers of a modeling file look the
-function up. The global is put back when the last attached model is detached or freed. (Freed while a compiler is at work, which
-may be reading the global: at the next occasion; until then the wrapper is a mere detour.)
+The original comes back when the last attached model is detached. Where attached models were freed instead, the wrapper is a mere
+detour until the next call of :func:`attach_rope` or :func:`detach_rope`.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch._guards import CompileContext
 
 from .. import kernels
 from ..numerics import fused_reference
@@ -90,37 +85,24 @@ def _on_a_kernel(x: Tensor) -> bool:
     return x.is_cuda and _has_kernel()
 
 
-def _transformed() -> bool:
-    """Whether something watches that an autograd Function with a Triton kernel does not serve: torch.func, forward-mode
-    derivatives, the tracer of TorchScript."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0 or torch.jit.is_tracing()
-
-
 def _is_ours(args: tuple, kwargs: dict) -> bool:
-    """Whether a call of ``apply_rotary_pos_emb`` is the one that the kernel computes."""
-    if len(args) != 4 or kwargs not in ({}, {"unsqueeze_dim": 1}):
+    """Whether a call of ``apply_rotary_pos_emb`` is the one that the kernel computes: on a GPU, over the whole width of a head,
+    in one dtype, with fixed cos and sin. Not while a compiler traces (inductor fuses the operations by itself), nor under what an
+    autograd Function with a Triton kernel does not serve: torch.func, forward-mode derivatives, the tracer of TorchScript."""
+    if torch.compiler.is_compiling() or len(args) != 4 or kwargs not in ({}, {"unsqueeze_dim": 1}):
         return False
-    if _transformed() or not all(type(t) in (Tensor, nn.Parameter) for t in args):
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0 or torch.jit.is_tracing():
         return False
     q, k, cos, sin = args
-    if not (_on_a_kernel(q) and q.dtype in FLOATS and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape == sin.shape):
+    if not all(type(t) in (Tensor, nn.Parameter) and t.dtype == q.dtype and t.device == q.device for t in args):
+        return False
+    if not (_on_a_kernel(q) and q.dtype in FLOATS and q.ndim == k.ndim == 4) or cos.requires_grad or sin.requires_grad:
         return False
     b, _, s, d = q.shape
-    return (
-        (k.shape[0], *k.shape[2:]) == (b, s, d)
-        and cos.shape[0] in (1, b)
-        and cos.shape[1:] == (s, d)
-        and d % 2 == 0
-        and all(t.dtype == q.dtype and t.device == q.device for t in (k, cos, sin))
-        and not (cos.requires_grad or sin.requires_grad)
-    )
+    return d % 2 == 0 and k.shape == (b, k.shape[1], s, d) and cos.shape == sin.shape and cos.shape in ((1, s, d), (b, s, d))
 
 
 # ---------------------------------------------------------------------------------------------- which functions are ours
-
-
-def _bits(values: tuple[Tensor, ...]) -> Tensor:
-    return torch.cat([v.contiguous().view(torch.int16).flatten() for v in values])
 
 
 def _check_tensors() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -142,7 +124,8 @@ def _differs(function: Callable) -> str:
             for f in (RotaryEmbedding.apply, function):
                 inputs, gradients = _check_tensors()
                 outputs = f(*inputs)
-                results.append(_bits((*outputs, *torch.autograd.grad(outputs, inputs[:2], gradients))))
+                values = (*outputs, *torch.autograd.grad(outputs, inputs[:2], gradients))
+                results.append(torch.cat([v.contiguous().view(torch.int16).flatten() for v in values]))
     except Exception as error:  # whatever another package's function may raise on a CPU: said, not hidden
         return f"{NAME} could not be checked ({type(error).__name__}: {error})"
     return "" if torch.equal(*results) else f"{NAME} computes something else than q * cos + rotate_half(q) * sin"
@@ -160,23 +143,17 @@ def _rotates_part(model: nn.Module, modeling: str) -> str:
 # ---------------------------------------------------------------------------------------------- patching
 
 
-@dataclass(eq=False)
 class _Patch:
-    """A modeling file whose global is replaced. ``users``: tokens of the attached models."""
+    """A modeling file whose function is replaced, while one of ``models`` uses it."""
 
-    module: ModuleType
-    original: Callable
-    users: set[object] = field(default_factory=set)
-
-    def __post_init__(self):
-        original, users = self.original, self.users
+    def __init__(self, module: ModuleType):
+        self.module, self.original = module, (original := getattr(module, NAME))
+        self.models = models = weakref.WeakSet()
 
         @functools.wraps(original)
         def replacement(*args, **kwargs):
-            # a compiler should see nothing of this; without users this is a reference that outlived the patch
-            if not torch.compiler.is_compiling() and users and _is_ours(args, kwargs):
-                return rotary_embedding(*args)
-            return original(*args, **kwargs)
+            # without models, this is a reference that outlived the patch
+            return rotary_embedding(*args) if _is_ours(args, kwargs) and models else original(*args, **kwargs)
 
         self.replacement = replacement
 
@@ -186,8 +163,6 @@ class _Patch:
 
 
 _PATCHES: list[_Patch] = []
-_ATTACHED: weakref.WeakKeyDictionary[nn.Module, tuple[object, weakref.finalize]] = weakref.WeakKeyDictionary()
-_LOCK = threading.RLock()  # reentrant: the garbage collector may free a model while this thread holds it
 
 
 def attach_rope(model: nn.Module) -> dict[str, str]:
@@ -197,43 +172,28 @@ def attach_rope(model: nn.Module) -> dict[str, str]:
         name of the Python module -> :data:`FUSED`, or why its function was left alone. Where ``kernels.status()`` has no kernel
         for ``rotary_embedding``, the original still runs.
     """
+    _restore_unused()
     report = {}
-    with _LOCK:
-        _restore_unused()
-        token, _ = _ATTACHED.get(model, (object(), None))
-        for name, module in _modeling_files(model).items():
-            patch = next((p for p in _PATCHES if p.module is module and p.installed), None)
+    for name, module in _modeling_files(model).items():
+        patch = next((p for p in _PATCHES if p.module is module and p.installed), None)
+        reason = "" if patch else _differs(getattr(module, NAME))
+        report[name] = reason or _rotates_part(model, name) or FUSED
+        if report[name] == FUSED:
             if patch is None:
-                original = getattr(module, NAME)
-                if reason := _differs(original):
-                    report[name] = reason
-                    continue
-                patch = _Patch(module, original)
-            if reason := _rotates_part(model, name):
-                report[name] = reason
-                continue
-            if patch not in _PATCHES:
+                _PATCHES.append(patch := _Patch(module))
                 setattr(module, NAME, patch.replacement)
-                _PATCHES.append(patch)
-            patch.users.add(token)
+            patch.models.add(model)
             _swap(model, patch.original, patch.replacement)
-            report[name] = FUSED
-        if model not in _ATTACHED and FUSED in report.values():
-            finalizer = weakref.finalize(model, _forget, token)
-            finalizer.atexit = False
-            _ATTACHED[model] = token, finalizer
     return report
 
 
 def detach_rope(model: nn.Module) -> nn.Module:
     """Inverse of :func:`attach_rope`; the originals come back when no attached model is left."""
-    with _LOCK:
-        _, finalizer = _ATTACHED.pop(model, (None, None))
-        if finalizer is not None:
-            finalizer()
-            for patch in _PATCHES:
-                _swap(model, patch.replacement, patch.original)
-        _restore_unused()
+    for patch in _PATCHES:
+        if model in patch.models:
+            patch.models.remove(model)
+            _swap(model, patch.replacement, patch.original)
+    _restore_unused()
     return model
 
 
@@ -246,21 +206,11 @@ def _swap(model: nn.Module, old: Callable, new: Callable) -> None:
             noted[NAME] = new
 
 
-def _forget(token: object) -> None:
-    with _LOCK:
-        for patch in _PATCHES:
-            patch.users.discard(token)
-        if CompileContext.try_get() is None:
-            _restore_unused()
-
-
 def _restore_unused() -> None:
-    with _LOCK:
-        for patch in list(_PATCHES):
-            if not patch.users:
-                if patch.installed:  # else somebody replaced the function after us: theirs stays
-                    setattr(patch.module, NAME, patch.original)
-                _PATCHES.remove(patch)
+    for patch in [p for p in _PATCHES if not p.models]:
+        if patch.installed:  # else somebody replaced the function after us: theirs stays
+            setattr(patch.module, NAME, patch.original)
+        _PATCHES.remove(patch)
 
 
 def _modeling_files(model: nn.Module) -> dict[str, ModuleType]:

@@ -12,14 +12,13 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
 import torch
 
 from ..numerics.products import Dgrad, Fprop
-from ..ops.core import OPERATORS
+from ..ops.core import OPERATORS, first_tensor
 from . import implementations
 
 VARIABLE = "PEFT_NVFP4_KERNELS"
@@ -29,36 +28,25 @@ WIDEST_ROW = 32768
 """Kernels that hold a row in one program leave wider rows to the reference."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A Triton implementation: ``function`` of ``peft_nvfp4.kernels.triton.<module>``. ``whole_row``: its first argument is a
-    matrix whose rows must fit in one program."""
-
-    module: str
-    function: str
-    whole_row: bool = False
-
-
 KERNELS = {
-    "quantize": Kernel("quantize", "quantize"),
-    "quantize_terms": Kernel("quantize", "quantize_terms", whole_row=True),
-    "dequantize": Kernel("dequantize", "dequantize"),
-    "dequantize_terms": Kernel("dequantize", "dequantize_terms"),
-    "transpose_requantize": Kernel("transpose", "transpose_requantize"),
-    "rmsnorm_quantize": Kernel("norm", "rmsnorm_quantize", whole_row=True),
-    "rmsnorm_backward": Kernel("norm", "rmsnorm_backward", whole_row=True),
-    "silu_mul_quantize": Kernel("mlp", "silu_mul_quantize", whole_row=True),
-    "silu_mul_backward": Kernel("mlp", "silu_mul_backward", whole_row=True),
-    "gated_values": Kernel("mlp", "gated_values"),
-    "dropout": Kernel("random", "dropout"),
-    "rotary_embedding": Kernel("rope", "rotary_embedding"),
+    "quantize": "quantize",
+    "quantize_terms": "quantize",
+    "dequantize": "dequantize",
+    "dequantize_terms": "dequantize",
+    "transpose_requantize": "transpose",
+    "rmsnorm_quantize": "norm",
+    "rmsnorm_backward": "norm",
+    "silu_mul_quantize": "mlp",
+    "silu_mul_backward": "mlp",
+    "gated_values": "mlp",
+    "dropout": "random",
+    "rotary_embedding": "rope",
 }
-
+"""Operator -> the module of ``peft_nvfp4.kernels.triton`` that has a function of its name."""
+WHOLE_ROW = ("quantize_terms", "rmsnorm_quantize", "rmsnorm_backward", "silu_mul_quantize", "silu_mul_backward")
+"""Operators whose first argument is a matrix, a row of which must fit in one program."""
 PRODUCTS = ("fprop", "dgrad")
 """The products of a training step, which have several implementations."""
-
-PLAIN = {"swizzle_scales": "no kernel, one copy"}
-"""Operators that are plain PyTorch everywhere, and why."""
 
 _loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
 _forced = ""  # a name of implementations.NAMES
@@ -89,14 +77,12 @@ def _on_its_device(device: torch.device, function: Callable, args: tuple):
 @cache
 def triton_kernel(name: str) -> Callable:
     """The Triton implementation of an operator, whether or not this machine can run it."""
-    kernel, operator = KERNELS[name], OPERATORS[name]
-    function = getattr(importlib.import_module(f"{__package__}.triton.{kernel.module}"), kernel.function)
+    operator = OPERATORS[name]
+    function = getattr(importlib.import_module(f"{__package__}.triton.{KERNELS[name]}"), name)
 
     def run(*args):
-        first = args[0]
-        while not isinstance(first, torch.Tensor):
-            first = first[0]
-        if kernel.whole_row and not 0 < first.shape[1] <= WIDEST_ROW:
+        first = first_tensor(args)
+        if name in WHOLE_ROW and not 0 < first.shape[1] <= WIDEST_ROW:
             return operator.reference(*args)
         return _on_its_device(first.device, operator.from_flat, (function, args))
 
@@ -133,14 +119,12 @@ def choice(device: torch.device) -> implementations.Choice:
     return chosen
 
 
-def _fprop_on_cuda(product: Fprop) -> list[torch.Tensor]:
-    device = product.terms[0].codes.device
-    return _on_its_device(device, choice(device).fprop, (product,))
+def _product_on_cuda(name: str) -> Callable:
+    def run(product: Fprop | Dgrad):
+        device = first_tensor(product).device
+        return _on_its_device(device, getattr(choice(device), name), (product,))
 
-
-def _dgrad_on_cuda(product: Dgrad) -> torch.Tensor:
-    device = product.linears[0].dy.device
-    return _on_its_device(device, choice(device).dgrad, (product,))
+    return run
 
 
 def few_rows_module(x: torch.Tensor) -> ModuleType | None:
@@ -150,13 +134,8 @@ def few_rows_module(x: torch.Tensor) -> ModuleType | None:
         return None
     if _loaded != "" or _obstacle():
         return None
-    module = _matmul_module()
+    module = importlib.import_module(f"{__package__}.triton.matmul")
     return module if 0 < x.shape[0] <= module.ROWS else None
-
-
-@cache
-def _matmul_module() -> ModuleType:
-    return importlib.import_module(f"{__package__}.triton.matmul")
 
 
 def load() -> None:
@@ -176,8 +155,8 @@ def load() -> None:
     if asked == "reference":
         _loaded = f"{VARIABLE}=reference"
         return
-    OPERATORS["fprop"].register("cuda", _fprop_on_cuda)
-    OPERATORS["dgrad"].register("cuda", _dgrad_on_cuda)
+    for name in PRODUCTS:
+        OPERATORS[name].register("cuda", _product_on_cuda(name))
     if importlib.util.find_spec("triton") is None:
         _loaded = "Triton is not installed (pip install triton)"
         return

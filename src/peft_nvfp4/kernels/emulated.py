@@ -18,10 +18,10 @@ from torch import Tensor
 from .. import ops
 from ..numerics import reference
 from ..numerics.formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
+from ..numerics.matmul import full_precision_sums
 from ..numerics.products import BackwardLinear, Dgrad, Fprop
 from ..numerics.reference import without_scale_factor
 from ..ops import linear
-from .bf16_matmul import full_precision_sums
 from .triton import matmul, operands
 from .triton.launch import MAX_BLOCKS
 
@@ -169,11 +169,9 @@ def dgrad(p: Dgrad) -> Tensor:
     if first.dy.dtype != torch.bfloat16 or m <= SMALL_ROWS or k == 0 or wide:
         return reference.dgrad(p, matmul.matmul, ops.quantize)
     dx = first.dy.new_empty(m, k)
-    if len(p.linears) == 1 or m * columns * 2 <= OPERAND_BYTES:
-        _accumulate(dx, p.linears, p.g, p.a, True)
-        return dx
-    for i, item in enumerate(p.linears):
-        _accumulate(dx, [item], p.g if i == 0 else None, p.a if i == 0 else None, i == 0)
+    together = m * columns * 2 <= OPERAND_BYTES
+    for i, members in enumerate([p.linears] if together else [[item] for item in p.linears]):
+        _accumulate(dx, members, *((None, None) if i else (p.g, p.a)), i == 0)
     return dx
 
 

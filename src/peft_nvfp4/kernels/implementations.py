@@ -23,17 +23,10 @@ import torch
 from ..numerics import reference
 from ..numerics.products import Dgrad, Fprop
 from .fp4 import check, cutlass, native, scaled_mm
+from .fp4.native import Unavailable
 
 NAMES = ("cutlass", "scaled_mm", "emulated", "reference")
 """Best first."""
-
-
-class Unavailable(Exception):
-    """An implementation is not there. ``broken``: something is there, but does not work as it should, which the user is told."""
-
-    def __init__(self, reason: str, broken: bool = False):
-        super().__init__(reason)
-        self.broken = broken
 
 
 @dataclass(frozen=True)
@@ -57,34 +50,14 @@ class Choice:
 
 
 def _cutlass() -> native.Gemms:
-    library, reason = cutlass.load()
-    if library is None:
-        raise Unavailable(reason, broken=not reason.startswith("not built"))
+    cutlass.load()
     return cutlass.gemms
 
 
-def _scaled_mm() -> native.Gemms:
-    gemms, reason = scaled_mm.load()
-    if gemms is None:
-        raise Unavailable(reason)
-    return gemms
-
-
-NATIVE: dict[str, Callable[[], native.Gemms]] = {"cutlass": _cutlass, "scaled_mm": _scaled_mm}
+NATIVE: dict[str, Callable[[], native.Gemms]] = {"cutlass": _cutlass, "scaled_mm": lambda: scaled_mm.gemms}
 """FP4 implementation -> its products; raises :class:`Unavailable`."""
 ANYWHERE = ("scaled_mm",)
 """Implementations that are part of PyTorch, so there on GPUs of every kind: that they cannot run is nothing to warn about."""
-
-
-def _emulated(triton_obstacle: str) -> tuple[Callable, Callable, str]:
-    if triton_obstacle:
-        raise Unavailable(triton_obstacle)
-    emulated = importlib.import_module(f"{__package__}.emulated")
-    return emulated.fprop, emulated.dgrad, "dequantise, then the BF16 GEMM of PyTorch: exact products"
-
-
-def _reference() -> tuple[Callable, Callable, str]:
-    return reference.fprop, reference.dgrad, "plain PyTorch"
 
 
 def first_line(error: BaseException) -> str:
@@ -125,40 +98,32 @@ def _check_alive(name: str, device: torch.device, error: Exception) -> None:
         ) from lost
 
 
-def _with_fallback(gemms: native.Gemms, triton_obstacle: str) -> tuple[Callable, Callable, int]:
-    """fprop and dgrad on FP4 tensor cores where they compute the product, else what would have run without; and up to how many
-    rows fprop never does: few rows are bound by the weight's bytes, not by tensor cores, and the Triton product decodes in its
-    loop."""
-    fprop, dgrad, _ = _reference() if triton_obstacle else _emulated("")
-    small = 0 if triton_obstacle else importlib.import_module(f"{__package__}.emulated").SMALL_ROWS
-
-    def native_fprop(p: Fprop):
-        takes = p.terms[0].codes.shape[0] > small and native.takes_fprop(p)
-        return native.fprop(gemms, p) if takes else fprop(p)
-
-    def native_dgrad(p: Dgrad):
-        return native.dgrad(gemms, p) if native.takes_dgrad(p) else dgrad(p)
-
-    return native_fprop, native_dgrad, small
-
-
 def _try(name: str, device: torch.device, triton_obstacle: str) -> tuple[Callable, Callable, str]:
-    if name in NATIVE:
-        fprop, dgrad, small = _with_fallback(working_gemms(name, device), triton_obstacle)
-        few = f"; fprop of up to {small} rows: the Triton product" if small else ""
-        return fprop, dgrad, "FP4 tensor cores" + few
-    return _emulated(triton_obstacle) if name == "emulated" else _reference()
+    """fprop, dgrad and what to know about them. FP4 tensor cores compute what they take, and what would have run without them the
+    rest: few rows among it, which are bound by the weight's bytes, and which the Triton product decodes in its loop."""
+    if name == "reference":
+        return reference.fprop, reference.dgrad, "plain PyTorch"
+    emulated = None if triton_obstacle else importlib.import_module(f"{__package__}.emulated")
+    if name == "emulated":
+        if emulated is None:
+            raise Unavailable(triton_obstacle)
+        return emulated.fprop, emulated.dgrad, "dequantise, then the BF16 GEMM of PyTorch: exact products"
+    gemms, others = working_gemms(name, device), emulated or reference
+    small = emulated.SMALL_ROWS if emulated else 0
+
+    def fprop(p: Fprop):
+        takes = p.terms[0].codes.shape[0] > small and native.takes_fprop(p)
+        return native.fprop(gemms, p) if takes else others.fprop(p)
+
+    def dgrad(p: Dgrad):
+        return native.dgrad(gemms, p) if native.takes_dgrad(p) else others.dgrad(p)
+
+    return fprop, dgrad, "FP4 tensor cores" + (f"; fprop of up to {small} rows: the Triton product" if small else "")
 
 
 # ---------------------------------------------------------------------------------------------- the choice
 
 _warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=4)
 
 
 def choose(device: torch.device, forced: str, triton_obstacle: str) -> Choice:
@@ -182,8 +147,10 @@ def choose(device: torch.device, forced: str, triton_obstacle: str) -> Choice:
                     "see what is wrong with: peft-nvfp4 doctor"
                 ) from error
             skipped[name] = str(error)
-            if error.broken:
-                _warn_once(f"peft_nvfp4 does not use its '{name}' kernels, which do not work here: {error}")
+            message = f"peft_nvfp4 does not use its '{name}' kernels, which do not work here: {error}"
+            if error.broken and message not in _warned:
+                _warned.add(message)
+                warnings.warn(message, stacklevel=3)
             continue
         others = {} if not forced else {other: f"PEFT_NVFP4_KERNELS={forced}" for other in NAMES if other != forced}
         return Choice(name, note, fprop, dgrad, skipped or others)

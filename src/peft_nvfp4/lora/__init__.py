@@ -1,1 +1,1 @@
-"""The PEFT tuner: configuration, hooks into PEFT, LoRA layers over frozen linears and experts, starts, merging and its reports."""
+"""The PEFT tuner: configuration, hooks into PEFT, LoRA layers over frozen linears and experts, starts, merging and reports."""

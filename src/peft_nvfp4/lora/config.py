@@ -7,7 +7,6 @@ anyone can load it without this package and without a warning. The six fields go
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,13 +16,13 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import LoraConfig
 
+from ..nn.wrapping import WRAPPED
 from ..quantization.options import NAMES, Options, check_known, option
-from ._registered import registered
-from .inits import loftq_iterations
+from . import side_files
+from .inits import RESIDUAL_INITS, check_loftq
 from .merge_aware import check_merge_aware
 
 SIDE_CAR = "nvfp4_adapter.json"
-SIDE_CAR_VERSION = 1
 
 
 @dataclass
@@ -52,7 +51,7 @@ class NVFP4LoraConfig(LoraConfig):
         self._post_init_of_peft()
         for name, value in self.options.as_json().items():
             setattr(self, name, value)
-        if not registered():
+        if not WRAPPED:
             warnings.warn(
                 "peft_nvfp4 is not registered with PEFT: this config freezes nothing. Call peft_nvfp4.register()", stacklevel=3
             )
@@ -70,33 +69,26 @@ class NVFP4LoraConfig(LoraConfig):
 
     def _post_init_of_peft(self) -> None:
         """PEFT's own checks. Of LoftQ it knows its own formats, which need a package and a config; ours needs neither."""
-        init, settings = self.init_lora_weights, self.loftq_config
-        if init not in ("loftq", "eora"):
-            return super().__post_init__()
-        self.init_lora_weights, self.loftq_config = True, {}
+        init = self.init_lora_weights
+        if init in RESIDUAL_INITS:
+            if not self.inference_mode:  # a saved adapter, perhaps of stock PEFT, is past its start
+                check_loftq(self)
+            self.init_lora_weights, self.loftq_config = True, {}
         super().__post_init__()
-        if init == "eora" and settings:
-            raise ValueError("loftq_config is for init_lora_weights='loftq'")
-        self.init_lora_weights = init
-        self.loftq_config = (settings if isinstance(settings, dict) else vars(settings)) if settings else {}
-        if loftq_iterations(self) > 1 and self.calibration is not None:
-            raise ValueError("loftq_iter > 1 rounds the base anew, which would undo the calibration: use loftq_iter=1")
-        return None
+        if init in RESIDUAL_INITS:
+            self.init_lora_weights = init
 
     def to_dict(self) -> dict[str, Any]:
         """What stock PEFT may see: without this package's own fields."""
         known = {key: value for key, value in super().to_dict().items() if key not in NAMES}
-        if self.init_lora_weights in ("loftq", "eora"):  # done, and nothing that stock PEFT could repeat
-            known.update(init_lora_weights=True, loftq_config={})
+        if self.init_lora_weights in RESIDUAL_INITS:  # done, and nothing that stock PEFT could repeat
+            known["init_lora_weights"] = True
         return known
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write ``adapter_config.json`` (plain LoRA) and the side-car ``nvfp4_adapter.json``."""
         super().save_pretrained(save_directory, **kwargs)
-        side_car = {"format_version": SIDE_CAR_VERSION, **self.options.as_json()}
-        if self.init_lora_weights == "loftq" and self.loftq_config.get("loftq_iter", 1) > 1:
-            side_car["loftq_iter"] = self.loftq_config["loftq_iter"]  # the base is a different one, to be made again
-        (Path(save_directory) / SIDE_CAR).write_text(json.dumps(side_car, indent=2, sort_keys=True) + "\n")
+        side_files.write(Path(save_directory) / SIDE_CAR, self.options.as_json())
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> NVFP4LoraConfig:
@@ -112,10 +104,9 @@ class NVFP4LoraConfig(LoraConfig):
         path = _find_side_car(pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
         if path is None:
             return cls(**known)
+        own = side_files.read(path)
         try:
-            own = _read_side_car(path)
-            if rounds := own.pop("loftq_iter", None):
-                known.update(init_lora_weights="loftq", loftq_config={"loftq_iter": rounds})
+            check_known(own, NAMES)
             return cls(**known, **own)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
@@ -135,17 +126,3 @@ def _find_side_car(adapter: str, subfolder: str | None, hub_options: dict[str, A
         ) from error
     except EntryNotFoundError:
         return None
-
-
-def _read_side_car(path: Path) -> dict[str, Any]:
-    """The own fields in a side-car; the caller names the file in what is raised."""
-    try:
-        content = json.loads(path.read_text())
-        version = content.pop("format_version")
-        newer = version > SIDE_CAR_VERSION
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"not a valid side-car file ({error}); delete it to load the adapter with default settings") from error
-    if newer:
-        raise ValueError(f"format version {version}; this package reads up to {SIDE_CAR_VERSION}: upgrade peft_nvfp4")
-    check_known(content, (*NAMES, "loftq_iter"))
-    return content

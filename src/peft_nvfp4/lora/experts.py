@@ -26,8 +26,8 @@ from ..numerics.matmul import exact_matmul
 
 
 class ParamWrapper(PeftParamWrapper):
-    """LoRA over one projection of :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts`. (Named as PEFT's own, which looks for wrappers that
-    are there already by the name of their class.)"""
+    """LoRA over one projection of :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts`. (Named as PEFT's own, which
+    looks for wrappers that are there already by the name of their class.)"""
 
     _unmerged: dict[str, nn.Parameter] | None = None  # the frozen projection while adapters are merged
 

@@ -11,8 +11,6 @@ weights only may be taken for the same; different models, calibrations, initiali
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,61 +19,52 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from ..nn.experts.frozen_experts import FrozenExperts, is_experts
+from ..calibration.store import digest
+from ..nn.experts.frozen_experts import is_experts
 from ..quantization.freeze import frozen_matrices, frozen_modules
 from ..quantization.plan import kept_dense
+from . import side_files
 
 BASE_FILE = "nvfp4_base.json"
-BASE_VERSION = 1
 SAMPLE = 1 << 16
-DERIVED = ("backward_weight", "backward_scales", "backward_gscale", "input_offset", "output_offset")
-"""Endings of the names of packed tensors that follow from the others, or belong to the input."""
+DERIVED = ("backward_weight", "backward_scales", "backward_gscale", "output_offset")
+"""Endings of the names of packed tensors that follow from the others."""
 
 _RECORD = "_peft_nvfp4_base"
 
 
-def _sample(t: Tensor) -> bytes:
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    return digest({name: [*t.shape, _sample(t)] for name, t in tensors.items()})
+
+
+def _sample(t: Tensor) -> Tensor:
     flat = t.detach().reshape(-1)
     flat = flat[:: max(1, flat.numel() // SAMPLE) | 1][:SAMPLE]  # an odd step: it meets every column of a matrix
-    flat = flat.float() if flat.is_floating_point() else flat  # the same values in another dtype are the same weights
-    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    h = hashlib.sha256()
-    for name, t in sorted(tensors.items()):
-        h.update(f"{name}{tuple(t.shape)}".encode())
-        h.update(_sample(t))
-    return h.hexdigest()[:32]
+    return flat.float() if flat.is_floating_point() else flat  # the same values in another dtype are the same weights
 
 
 def base_record(model: nn.Module) -> dict[str, Any]:
     """Format and fingerprint of a model as a base for adapters.
 
     Returns:
-        ``format`` ("nvfp4", "nf4", or "bf16", which stands for any dense one), ``linears`` (how many), ``fingerprint`` of what
-        they store, ``inputs``: one of how they quantise their inputs, and ``source``: of the weights if they are dense.
+        ``format`` ("nvfp4", "nf4", or "bf16", which stands for any dense one), ``fingerprint`` of what its linears store and
+        how they quantise their inputs, and ``source``: of the weights if they are dense.
     """
     frozen = frozen_modules(model)
     backend = frozen[0][1].backend if frozen else "bf16"
-    experts = _dense_experts(model) if backend == "bf16" else {}
-    stored = experts if frozen else {**_dense_linears(model), **experts}
-    linears = len(stored) - len(experts) + sum(t.shape[0] for t in experts.values())
+    stored = _dense_experts(model) if backend == "bf16" else {}
+    if not frozen:
+        stored |= _dense_linears(model)
     for name, module in frozen:
         name = name.replace(".base_layer", "")
         packed = {key: t for key, t in module.packed_tensors().items() if not key.endswith(DERIVED)}
         stored |= {name if key == "weight" and backend == "bf16" else f"{name}.{key}": t for key, t in packed.items()}
-    inputs = hashlib.sha256()
-    for name, module, options in frozen_matrices(model):
-        linears += module.experts if isinstance(module, FrozenExperts) else 1
-        offset = getattr(module, "input_offset", None)
-        inputs.update(f"{name}{options.terms}".encode() + (b"" if offset is None else _sample(offset)))
+    for name, _, options in frozen_matrices(model) if backend == "nvfp4" else ():
+        stored[f"{name}.terms"] = torch.tensor(options.terms)
     weights = _digest(stored)
     return {
         "format": backend,
-        "linears": linears,
         "fingerprint": weights,
-        "inputs": inputs.hexdigest()[:32] if backend == "nvfp4" else None,
         "source": weights if backend == "bf16" else None,
     }
 
@@ -107,7 +96,6 @@ def remember(config: LoraConfig, model: nn.Module, source: str | None) -> None:
     record = base_record(model)
     record["source"] = record["source"] or source
     record["init"] = config.init_lora_weights if isinstance(config.init_lora_weights, str) else None
-    record["merge_aware"] = getattr(config, "merge_aware", False)
     setattr(config, _RECORD, record)  # not a field: adapter_config.json stays what stock PEFT knows
 
 
@@ -115,8 +103,7 @@ def write(config: LoraConfig, folder: str | Path) -> None:
     """Write the record of a config that has one."""
     record = getattr(config, _RECORD, None)
     if record is not None:
-        content = {"format_version": BASE_VERSION, **record}
-        (Path(folder) / BASE_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        side_files.write(Path(folder) / BASE_FILE, record)
 
 
 def read(folder: str | Path) -> dict[str, Any] | None:
@@ -128,14 +115,8 @@ def read(folder: str | Path) -> dict[str, Any] | None:
     path = Path(folder) / BASE_FILE
     if not path.is_file():
         return None
-    try:
-        content = json.loads(path.read_text())
-        version, _, _ = content.pop("format_version"), content["format"], content["fingerprint"]
-        newer = version > BASE_VERSION
-        if not newer and not isinstance(content.get("init"), str | None):
-            raise TypeError(f"init is {content['init']!r}")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is no valid record of a base ({error}); delete it to go on without") from error
-    if newer:
-        raise ValueError(f"{path}: format version {version}; this package reads up to {BASE_VERSION}: upgrade peft_nvfp4")
+    content = side_files.read(path)
+    for key, kind in (("format", str), ("fingerprint", str), ("init", str | None)):
+        if not isinstance(content.get(key), kind):
+            raise ValueError(f"{path} is damaged ({key} is {content.get(key)!r}); delete it to go on without it")
     return content

@@ -16,9 +16,9 @@ process, and would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,60 +33,41 @@ from ..fusion.attach import attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
+from ..nn.wrapping import WRAPPED, unwrap_all, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
-from ..quantization.groups import ACCURACY, input_terms
 from ..quantization.options import Options
 from ..training import distributed
 from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..transformers import published
 from ..transformers.config import pact_config
-from ._registered import ORIGINALS
 from .config import NVFP4LoraConfig
 from .experts import ParamWrapper
 from .fingerprint import remember, source_fingerprint, write
-from .inits import ResidualInit, residual_init
+from .inits import RESIDUAL_INITS, leave_factors
 from .layer import FrozenLoraLinear, refuse_unsupported
 from .merge_aware import refuse_dense
 
 
 def register() -> None:
     """Install the hooks. Done by ``import peft_nvfp4``; calling it again changes nothing."""
-    distributed.register()
-    if ORIGINALS:
+    if WRAPPED:
         return
+    distributed.install()
     published.install()
-    _wrap(LoraModel, "_prepare_model", _prepare_model)
-    _wrap(MixedModel, "_prepare_model", _prepare_model)
-    _wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
-    _wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
-    _wrap(BaseTuner, "inject_adapter", _inject_adapter)
-    _wrap(LoraConfig, "save_pretrained", _save_config)
+    wrap(LoraModel, "_prepare_model", _prepare_model)
+    wrap(MixedModel, "_prepare_model", _prepare_model)
+    wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
+    wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
+    wrap(BaseTuner, "inject_adapter", _inject_adapter)
+    wrap(LoraConfig, "save_pretrained", _save_config)
 
 
 def unregister() -> None:
-    """Remove the hooks: PEFT is as it was before the import. Models made before keep working; a new ``NVFP4LoraConfig`` would
-    freeze nothing (it warns), and a new adapter over a frozen layer could not be merged."""
-    published.remove()
-    distributed.unregister()
-    while ORIGINALS:
-        owner, name, original = ORIGINALS.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable, static: bool = False) -> None:
-    """Replace owner.name by a function that calls ``wrapper(original, *args)``."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    ORIGINALS.append((owner, name, owner.__dict__.get(name)))
-    setattr(owner, name, staticmethod(hooked) if static else hooked)
+    """Remove the hooks: PEFT, transformers, PyTorch and accelerate are as they were before the import. Models made before keep
+    working; a new ``NVFP4LoraConfig`` would freeze nothing (it warns), and a new adapter over a frozen layer could not be
+    merged."""
+    unwrap_all()
 
 
 def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig, model: nn.Module) -> None:
@@ -112,13 +93,11 @@ def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
     """Freeze a dense model in place as ``get_peft_model`` does before it adds an adapter with this config."""
     options = config.options
     saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
-    residuals = ResidualInit(config) if residual_init(config) else None
+    on_frozen = partial(leave_factors, config) if config.init_lora_weights in RESIDUAL_INITS else None
     with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
         if options.calibration is not None:
-            finish = None if residuals is None else residuals.later(model)
-            apply_calibration(model, options.calibration, weight_layouts=options.frozen.weight_layouts)
-            if finish is not None:
-                finish()
+            layouts = options.frozen.weight_layouts
+            apply_calibration(model, options.calibration, weight_layouts=layouts, on_frozen=on_frozen)
         freeze_model(
             model,
             options.backend,
@@ -126,7 +105,7 @@ def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
             weight_layouts=options.frozen.weight_layouts,
             activations=options.frozen.activations,
             skip_modules=[*options.skip_modules, *saved],
-            on_frozen=residuals,
+            on_frozen=on_frozen,
         )
 
 
@@ -142,8 +121,8 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
         if layer.backend != asked.backend or terms:
             raise ValueError(
                 f"the base is frozen already: {name} is {layer.backend!r} with terms={options.terms}, this config asks for "
-                f"{asked.backend!r} with terms={wanted.terms}{_presets(model, asked.accuracy)}. Give the same settings, use a "
-                "plain LoraConfig (which takes the base as it is), or reload the base model."
+                f"{asked.backend!r} with terms={wanted.terms} (accuracy={asked.accuracy!r}). Give the same settings, use a plain "
+                "LoraConfig (which takes the base as it is), or reload the base model."
             )
         more |= asked.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
     if more:
@@ -152,13 +131,6 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
             "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'",
             stacklevel=6,
         )
-
-
-def _presets(model: nn.Module, asked: str) -> str:
-    """Where terms differ and are those of a preset, which one."""
-    terms = {name: options.terms for name, layer, options in frozen_matrices(model) if layer.backend == "nvfp4"}
-    found = [word for word in ACCURACY if terms and all(n == input_terms(name, word) for name, n in terms.items())]
-    return f" (it was frozen with accuracy={found[0]!r}, this config says {asked!r})" if found and asked not in found else ""
 
 
 def _has_targets(config: LoraConfig, model: nn.Module) -> bool:
@@ -247,7 +219,8 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
     result = original(self, model, adapter_name, *args, **kwargs)
-    wrapped = [name for name, module in model.named_modules() if _is_foreign_layer(module) and modules.get(name) is not module]
+    new = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer) and modules.get(name) is not m]
+    wrapped = [n for n, m in new if isinstance(m.get_base_layer(), FrozenLinear) and not isinstance(m, FrozenLoraLinear)]
     if not wrapped:
         return result
     backend = model.get_submodule(wrapped[0]).get_base_layer().backend
@@ -267,15 +240,6 @@ def _keeps_codes(model: nn.Module, asked: Options) -> bool:
     if "nvfp4" in (asked.backend, asked.frozen.activations):
         return True
     return any(layer.options.activations == "nvfp4" for _, layer in frozen_layers(model))
-
-
-def _is_foreign_layer(module: nn.Module) -> bool:
-    """A tuner layer other than ours around a frozen linear."""
-    return (
-        isinstance(module, BaseTunerLayer)
-        and isinstance(module.get_base_layer(), FrozenLinear)
-        and not isinstance(module, FrozenLoraLinear)
-    )
 
 
 def _refuse_frozen_modules_to_save(model: nn.Module, modules_to_save: Iterable[str]) -> None:

@@ -6,9 +6,8 @@ with U (N, r) the leading left singular vectors of
     R            "loftq": the smallest |R - s B A|
     R H^(1/2)    "eora":  the smallest E|(R - s B A) x|^2 for inputs with second moments H = E[x x.T] (:func:`preprocess_eora`)
 
-(for the second, too, the best A is U.T R: H cancels). ``loftq_config={"loftq_iter": n}`` with n > 1 takes turns between the base,
-Q(W - s B A), and the adapter, as in LoftQ; the base is then another one, which only a reload through
-``NVFP4LoraConfig.from_pretrained`` and the dense model makes again.
+(for the second, too, the best A is U.T R: H cancels). LoftQ's further rounds (``loftq_iter``), which take turns between the base,
+Q(W - s B A), and the adapter, are refused: the base would be another one, which only this adapter fits.
 
 R exists while the dense weight does: factors are computed when a linear is frozen, layer by layer, and wait on the frozen layer
 until an adapter is made. On disk such an adapter is like any other (``init_lora_weights`` is true), but it belongs to its base:
@@ -44,26 +43,17 @@ _FACTORS = "_residual_factors"
 _MOMENTS = "_peft_nvfp4_moments"
 
 
-def residual_init(config: LoraConfig) -> str | None:
-    """ "loftq" or "eora" if the config asks for one."""
-    init = config.init_lora_weights
-    return init if isinstance(init, str) and init in RESIDUAL_INITS else None
-
-
-def loftq_iterations(config: LoraConfig) -> int:
-    """How often base and adapter are solved for.
+def check_loftq(config: LoraConfig) -> None:
+    """Raise on a ``loftq_config`` that asks for more than 4 bits and one round.
 
     Raises:
-        ValueError: bits other than 4, or no positive number.
+        ValueError: naming the setting.
     """
     settings = config.loftq_config or {}
     settings = settings if isinstance(settings, dict) else vars(settings)
-    bits, n = settings.get("loftq_bits", 4), settings.get("loftq_iter", 1)
-    if bits != 4:
-        raise ValueError(f"the base has 4 bits, got loftq_bits={bits}")
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"loftq_iter is a number of rounds from 1 up, got {n!r}")
-    return n
+    for name, supported in (("loftq_bits", 4), ("loftq_iter", 1)):
+        if settings.get(name, supported) != supported:
+            raise ValueError(f"{name}={settings[name]} is not supported: the base is frozen once, in 4 bits. Leave it out")
 
 
 # ---------------------------------------------------------------------------------------------- factors
@@ -71,7 +61,7 @@ def loftq_iterations(config: LoraConfig) -> int:
 
 def low_rank(residual: Tensor, rank: int, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(A (rank, K), B (N, rank)), balanced, whose product is the best approximation of ``residual`` (N, K) float32 for inputs
-    with second moments h: (K, K), or its diagonal (K,); all directions alike by default.
+    with second moments h (K, K); all directions alike by default.
 
     Through an eigenproblem of the smaller side. A is U.T R, so B A is a projection of R whatever the accuracy of U.
     """
@@ -79,8 +69,7 @@ def low_rank(residual: Tensor, rank: int, h: Tensor | None = None) -> tuple[Tens
     if rank > min(n, k):
         raise ValueError(f"rank {rank} is more than a layer of {n} x {k} has")
     with exact_matmul():
-        root = None if h is None else h.clamp_min(0).sqrt() if h.ndim == 1 else _root(h)
-        weighted = residual if root is None else residual * root if root.ndim == 1 else residual @ root
+        weighted = residual if h is None else residual @ _root(h)
         if n <= k:
             u = torch.linalg.eigh(weighted @ weighted.T).eigenvectors[:, -rank:]
         else:
@@ -97,57 +86,25 @@ def _root(h: Tensor) -> Tensor:
     return vectors * values.clamp_min(0).sqrt()
 
 
-class ResidualInit:
-    """Called with every linear that is frozen, and its frozen form: leaves the factors of its residual there.
-
-    Args:
-        config: of the adapter that will be made.
-    """
-
-    def __init__(self, config: LoraConfig):
-        self.config, self.init, self.rounds = config, residual_init(config), loftq_iterations(config)
-
-    def wants(self, name: str) -> bool:
-        targets = self.config.target_modules
-        return not targets or targets == "all-linear" or bool(check_target_module_exists(self.config, name))
-
-    def rank(self, name: str) -> int:
-        patterns = self.config.rank_pattern or {}
-        return patterns.get(get_pattern_key(patterns.keys(), name), self.config.r)
-
-    @torch.no_grad()
-    def __call__(self, name: str, linear: nn.Linear, frozen: FrozenLinear) -> None:
-        weight = linear.weight
-        if not self.wants(name) or not weight.is_floating_point() or hasattr(weight, "quant_state"):
-            return  # the last two: adopted from bitsandbytes; making the adapter will say so
-        h = None
-        if self.init == "eora":
-            moments = getattr(linear, _MOMENTS, None)
-            if moments is None or not moments.count:
-                raise ValueError(
-                    f"init_lora_weights='eora' weighs rounding errors by a layer's inputs, and none of {name} were seen: call "
-                    "peft_nvfp4.preprocess_eora(model, run_model) before, or use init_lora_weights='loftq'"
-                )
-            h = moments.h.to(weight.device)
-        weight = weight.float()
-        a, b = low_rank(weight - frozen.dequantize(torch.float32), self.rank(name), h)
-        for _ in range(1, self.rounds):
-            frozen.requantize_(weight - b @ a)
-            a, b = low_rank(weight - frozen.dequantize(torch.float32), self.rank(name), h)
-        setattr(frozen, _FACTORS, (a, b))
-
-    def later(self, model: nn.Module) -> Callable[[], None]:
-        """For layers that are frozen in a way of their own (from a calibration): holds on to the dense linears that are there
-        now; the function returned goes through what they have become."""
-        held = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and self.wants(n)}
-
-        def finish() -> None:
-            for name in list(held):
-                linear, now = held.pop(name), model.get_submodule(name)
-                if isinstance(now, FrozenLinear):
-                    self(name, linear, now)
-
-        return finish
+@torch.no_grad()
+def leave_factors(config: LoraConfig, name: str, linear: nn.Linear, frozen: FrozenLinear) -> None:
+    """For a linear that is about to be ``frozen``: leave the factors of its residual there, for an adapter of this config."""
+    weight, targets = linear.weight, config.target_modules
+    wanted = not targets or targets == "all-linear" or check_target_module_exists(config, name)
+    if not wanted or not weight.is_floating_point() or hasattr(weight, "quant_state"):
+        return  # the last two: adopted from bitsandbytes; making the adapter will say so
+    h = None
+    if config.init_lora_weights == "eora":
+        moments = getattr(linear, _MOMENTS, None)
+        if moments is None or not moments.count:
+            raise ValueError(
+                f"init_lora_weights='eora' weighs rounding errors by a layer's inputs, and none of {name} were seen: call "
+                "peft_nvfp4.preprocess_eora(model, run_model) before, or use init_lora_weights='loftq'"
+            )
+        h = moments.h.to(weight.device)
+    ranks = config.rank_pattern or {}
+    rank = ranks.get(get_pattern_key(ranks.keys(), name), config.r)
+    setattr(frozen, _FACTORS, low_rank(weight.float() - frozen.dequantize(torch.float32), rank, h))
 
 
 # ---------------------------------------------------------------------------------------------- making an adapter
@@ -183,14 +140,13 @@ def fill(layer: FrozenLoraLinear, adapter: str, factors: tuple[Tensor, Tensor]) 
 # ---------------------------------------------------------------------------------------------- statistics for "eora"
 
 
-def preprocess_eora(model: nn.Module, run_model: Callable[[], Any], *, diagonal: bool = False, device: Any = None) -> None:
+def preprocess_eora(model: nn.Module, run_model: Callable[[], Any], *, device: Any = None) -> None:
     """Collect the second moments of the inputs of a dense model's linears, for ``init_lora_weights="eora"``.
 
     Args:
         model: dense, before ``get_peft_model``.
         run_model: calls the model on calibration data (padding counts as input).
-        diagonal: keep the diagonal only, K numbers for each input instead of K^2 (4 K^2 bytes: 67 MB for 4096 inputs).
-        device: where the moments are kept; by default that of the weights.
+        device: where the moments are kept (4 K^2 bytes for K inputs: 67 MB for 4096); by default that of the weights.
 
     Raises:
         ValueError: no linear of the model would be frozen.
@@ -198,15 +154,15 @@ def preprocess_eora(model: nn.Module, run_model: Callable[[], Any], *, diagonal:
     names = plan(model, "bf16", ())
     if not names:
         raise ValueError("no linear layer of this model can be frozen")
-    moments: dict[str, Moments | DiagonalMoments] = {}
+    moments: dict[str, Moments] = {}
     handles = []
     for name in names:
         linear = model.get_submodule(name)
         leader = next(n for n in fused_siblings(name) if n in names)  # linears of one input share its moments
         if leader not in moments:
-            kind = DiagonalMoments if diagonal else Moments
-            moments[leader] = kind(linear.in_features, device or linear.weight.device)
-            handles.append(linear.register_forward_pre_hook(_collector(moments[leader])))
+            moments[leader] = Moments(linear.in_features, device or linear.weight.device)
+            add = moments[leader].add
+            handles.append(linear.register_forward_pre_hook(lambda module, args, add=add: add(args[0].detach().float())))
         setattr(linear, _MOMENTS, moments[leader])
     try:
         with torch.no_grad():
@@ -214,23 +170,3 @@ def preprocess_eora(model: nn.Module, run_model: Callable[[], Any], *, diagonal:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _collector(moments: Moments | DiagonalMoments) -> Callable:
-    def collect(module: nn.Module, args: tuple) -> None:
-        moments.add(args[0].detach().float())
-
-    return collect
-
-
-class DiagonalMoments:
-    """Running E[x_k^2] of ``k`` inputs; :class:`~peft_nvfp4.calibration.moments.Moments` with the diagonal alone."""
-
-    def __init__(self, k: int, device: torch.device | str = "cpu"):
-        self.h, self.count = torch.zeros(k, device=device), 0
-
-    def add(self, values: Tensor) -> None:
-        rows = values.reshape(-1, values.shape[-1]).to(self.h.device)
-        self.count += rows.shape[0]
-        share = rows.shape[0] / self.count
-        self.h.lerp_(rows.square().mean(0), share)

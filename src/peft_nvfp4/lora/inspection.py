@@ -14,7 +14,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class AdapterReport:
 
     Attributes:
         adapter: the folder.
+        binds: every weight of the adapter has its place in the base, and every target its weights.
         layers: adapted modules whose keys and shapes fit.
         ranks: their ranks.
         problems: why the adapter does not bind: keys without a place, wrong shapes, targets without weights.
@@ -51,6 +52,7 @@ class AdapterReport:
     """
 
     adapter: str
+    binds: bool = False
     layers: int = 0
     ranks: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -60,17 +62,9 @@ class AdapterReport:
     logit_change: float | None = None
     changed_choice: float | None = None
 
-    @property
-    def binds(self) -> bool:
-        """Whether every weight of the adapter has its place in the base, and every target its weights."""
-        return self.layers > 0 and not self.problems
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "binds": self.binds}
-
     def __str__(self) -> str:
         lines = [f"{self.adapter}: {'binds' if self.binds else 'DOES NOT BIND'} ({self.layers} layers, ranks {self.ranks})"]
-        lines.append(f"base: {self.base['format']}, {self.base['linears']} linears, {self.base['fingerprint'][:12]}")
+        lines.append(f"base: {self.base['format']}, {self.base['fingerprint'][:12]}")
         if self.trained_on is not None:
             lines.append(f"trained on: {self.trained_on['format']}, {self.trained_on['fingerprint'][:12]}")
         if self.logit_change is not None:
@@ -95,7 +89,7 @@ def inspect_adapter(base: nn.Module, adapter_dir: str | Path, *, probe: Any = Tr
     config, shapes = _read_adapter(folder)
     report = AdapterReport(str(folder), trained_on=fingerprint.read(folder), base=fingerprint.base_record(base))
     _bind(report, base, config, shapes)
-    merge_aware = _is_merge_aware(folder, report)
+    merge_aware = (folder / SIDE_CAR).is_file() and NVFP4LoraConfig.from_pretrained(str(folder)).merge_aware
     report.warnings = _compare_bases(report, merge_aware)
     if report.binds and probe is not False:
         _run_probe(report, base, folder, config, probe, merge_aware)
@@ -148,6 +142,7 @@ def _bind(report: AdapterReport, base: nn.Module, config: LoraConfig, shapes: Ma
     report.problems = [f"{module}: {', '.join(texts)}" for module, texts in problems.items()]
     report.layers = len(ranks.keys() - problems.keys())
     report.ranks = sorted({rank for module, rank in ranks.items() if module not in problems})
+    report.binds = report.layers > 0 and not problems
 
 
 def _split(key: str) -> tuple[str, str]:
@@ -157,12 +152,6 @@ def _split(key: str) -> tuple[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------- what it was trained on
-
-
-def _is_merge_aware(folder: Path, report: AdapterReport) -> bool:
-    if report.trained_on is not None:
-        return bool(report.trained_on.get("merge_aware"))
-    return (folder / SIDE_CAR).is_file() and NVFP4LoraConfig.from_pretrained(str(folder)).merge_aware
 
 
 def _compare_bases(report: AdapterReport, merge_aware: bool) -> list[str]:
@@ -184,11 +173,9 @@ def _compare_bases(report: AdapterReport, merge_aware: bool) -> list[str]:
             found.append("and it was trained on another model: the dense weights differ")
     elif then["fingerprint"] != now["fingerprint"]:
         found.append(
-            f"it was trained on another {now['format']} base: the stored weights differ (another model, calibration or "
-            "selection of layers, or an initialisation that rewrote the base)"
+            f"it was trained on another {now['format']} base: weights or input terms differ (another model, calibration, "
+            "accuracy preset or selection of layers, or an initialisation that rewrote the base)"
         )
-    elif then.get("inputs") != now.get("inputs"):
-        found.append("the weights are those it was trained on, but inputs are quantised otherwise (accuracy preset, offsets)")
     return found
 
 

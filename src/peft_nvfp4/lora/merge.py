@@ -46,7 +46,7 @@ from .report import (
     compare_logits,
     measure_layer,
     probe_logits,
-    rounding_step,
+    weighted,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -77,13 +77,14 @@ def merge(
     if adapters is not None:
         model.base_model.set_adapter(names)
     layers = {name: m for name, m in _lora_layers(model) if _adapters_of(m, names)}
-    report = MergeReport(to, names, merge_aware=_all_merge_aware(layers, names))
     batches = None if probe is None else as_batches(probe)
     if batches is not None:
         adapter = probe_logits(model, batches)
         with model.disable_adapter():
             base = probe_logits(model, batches)
-    report.layers = [_measure(name, layer, names, to) for name, layer in layers.items()]
+    measured = [_measure(name, layer, names, to) for name, layer in layers.items()]
+    aware = [set(_adapters_of(m, names)) <= getattr(m, "merge_aware_adapters", set()) for m in layers.values()]
+    report = MergeReport(to, names, measured, **weighted(measured), merge_aware=bool(aware) and all(aware))
     merged = _into_nvfp4(model, names) if to == "nvfp4" else _into_dense(model, names, DTYPES[to])
     if to == "nvfp4":
         report.unequal_scales = share_scales(merged)
@@ -136,21 +137,19 @@ def _adapters_of(layer: LoraLayer, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in layer.lora_A or name in layer.lora_embedding_A]
 
 
-def _all_merge_aware(layers: dict[str, LoraLayer], names: Sequence[str]) -> bool:
-    return bool(layers) and all(
-        isinstance(layer, FrozenLoraLinear) and layer.merge_aware_adapters.issuperset(_adapters_of(layer, names))
-        for layer in layers.values()
-    )
-
-
 @torch.no_grad()
 def _measure(name: str, layer: LoraLayer, names: Sequence[str], to: str) -> LayerReport:
     """What merging will do to one layer; it is left as it is."""
-    adapters = _adapters_of(layer, names)
-    if not isinstance(layer, FrozenLoraLinear | ParamWrapper):
-        return _measure_dense(name, layer, adapters, to)
-    with computing(layer.get_base_layer()):
-        return _measure_frozen(name, layer, adapters, to)
+    adapters, base = _adapters_of(layer, names), layer.get_base_layer()
+    if isinstance(layer, FrozenLoraLinear | ParamWrapper):
+        with computing(base):
+            return _measure_frozen(name, layer, adapters, to)
+    weight = getattr(base, getattr(layer, "parameter_name", None) or "weight")  # of a dense linear, experts or an embedding
+    dtype = DTYPES.get(to, weight.dtype)
+    stored = next((word for word, known in DTYPES.items() if known == dtype), str(dtype))
+    before = weight.detach().float()
+    wanted = before + sum(layer.get_delta_weight(adapter).float() for adapter in adapters)
+    return measure_layer(name, stored, before, wanted, wanted.to(dtype).float())
 
 
 def _measure_frozen(name: str, layer: FrozenLoraLinear | ParamWrapper, adapters: Sequence[str], to: str) -> LayerReport:
@@ -163,21 +162,10 @@ def _measure_frozen(name: str, layer: FrozenLoraLinear | ParamWrapper, adapters:
         linears, wanted = [base], wanted[None]
         requantize = to == "nvfp4" or layer.merge_aware_adapters.issuperset(adapters)
     before = torch.stack([linear.dequantize(torch.float32) for linear in linears])
-    after, step = wanted, None
+    after = wanted
     if requantize:
         after = torch.stack([ops.dequantize(requantized(linear, w)) for linear, w in zip(linears, wanted)])
-        step = torch.stack([rounding_step(linear.forward_layout, w) for linear, w in zip(linears, before)])
-    return measure_layer(name, to, before, wanted, after.to(DTYPES.get(to, torch.float32)).float(), step)
-
-
-def _measure_dense(name: str, layer: LoraLayer, adapters: Sequence[str], to: str) -> LayerReport:
-    """A layer of PEFT's own, over a dense weight (or parameter, or embedding)."""
-    weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", None) or "weight")
-    dtype = DTYPES.get(to, weight.dtype)
-    stored = next((word for word, known in DTYPES.items() if known == dtype), str(dtype))
-    before = weight.detach().float()
-    wanted = before + sum(layer.get_delta_weight(adapter).float() for adapter in adapters)
-    return measure_layer(name, stored, before, wanted, wanted.to(dtype).float(), None)
+    return measure_layer(name, to, before, wanted, after.to(DTYPES.get(to, torch.float32)).float())
 
 
 # ---------------------------------------------------------------------------------------------- the merge itself
@@ -220,12 +208,9 @@ def share_scales(model: nn.Module) -> list[list[str]]:
         Groups of dotted names in which it would.
     """
     layers = {n: m for n, m in frozen_layers(model) if isinstance(m, NVFP4FrozenLinear)}
-    unequal, seen = [], set()
-    for name in layers:
-        group = [n for n in fused_siblings(name) if n in layers]
-        if len(group) < 2 or group[0] in seen:
-            continue
-        seen.add(group[0])
+    unequal = []
+    for siblings in dict.fromkeys(map(fused_siblings, layers)):
+        group = [n for n in siblings if n in layers]
         scale = torch.stack([layers[n].forward_layout.gscale.cpu() for n in group]).amax(0)
         behind = [n for n in group if not torch.equal(layers[n].forward_layout.gscale.cpu(), scale)]
         moved = {n: _with_gscale(layers[n].forward_layout, scale) for n in behind}
@@ -247,24 +232,18 @@ def _with_gscale(q: QuantizedMatrix, gscale: Tensor) -> QuantizedMatrix | None:
 
 
 def _warnings(report: MergeReport) -> list[str]:
-    found = []
-    if not report.weights.size:
+    if not any(layer.size for layer in report.layers):
         return ["the adapter adds nothing to any weight (B A = 0): the merged model is the base model"]
-    if not report.merge_aware:
-        if report.to == "nvfp4" and report.steps is not None:
-            into, advice = report.to, "Merge to 'bf16' or 'fp32', or train with NVFP4LoraConfig(merge_aware=True)"
-            size = f"{report.steps:.2g} rounding steps of NVFP4, and "
-        else:  # into dense weights, of their own dtype where the rest of the model is NVFP4
-            into = "/".join(sorted({layer.stored for layer in report.layers}))
-            advice = "Merge to 'fp32', or keep base and adapter apart"
-            size = f"smaller than {into} can resolve: "
-        lost = report.retained < KEPT_WELL or report.to == "nvfp4" and report.probe and report.probe.retained < KEPT_WELL
-        if lost:
-            found.append(
-                f"near no-op: the adapter's delta is {size}{report.retained:.0%} of it is left in the merged weights. {advice}"
-            )
-        elif report.error > DROWNED:
-            found.append(f"rounding to {into} adds {report.error:.1f} times as much to the weights as the adapter does. {advice}")
+    found, stored = [], sorted({layer.stored for layer in report.layers})
+    if "nvfp4" in stored:
+        into, advice = "nvfp4", "Merge to 'bf16' or 'fp32', or train with NVFP4LoraConfig(merge_aware=True)"
+    else:  # into dense weights, of their own dtype where the rest of the model is NVFP4
+        into, advice = "/".join(stored), "Merge to 'fp32', or keep base and adapter apart"
+    lost = report.retained < KEPT_WELL or report.to == "nvfp4" and report.probe and report.probe.retained < KEPT_WELL
+    if lost and not report.merge_aware:
+        found.append(f"near no-op: rounding to {into} leaves {report.retained:.0%} of the adapter in the weights. {advice}")
+    elif report.error > DROWNED and not report.merge_aware:
+        found.append(f"rounding to {into} adds {report.error:.1f} times as much to the weights as the adapter does. {advice}")
     if report.unequal_scales:
         found.append(
             f"{len(report.unequal_scales)} groups of linears of one input (the first: {', '.join(report.unequal_scales[0])}) "

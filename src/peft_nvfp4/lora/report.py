@@ -5,23 +5,21 @@ W is the weight under the adapter, delta = s B A what the adapter adds, W' what 
     effect   = |delta| / |W|                         size of the adapter's change
     retained = <W' - W, delta> / <delta, delta>      1: all of it is there; 0: rounding swallowed it
     error    = |W' - (W + delta)| / |delta|          what rounding added, in units of the adapter
-    steps    = rms(delta) / rms(step)                step: distance of neighbouring NVFP4 values at each weight. A delta well
-                                                     below half a step moves few weights, or none
 
-On a probe set, the logits of base, adapter and merged model take the place of W, W + delta and W'.
+On a probe set, the logits of base, adapter and merged model take the place of W, W + delta and W'. Where the adapter adds
+nothing, effect is 0, retained 1 and error 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..fusion.probe import modes_kept
-from ..numerics.formats import BLOCK, QuantizedMatrix
 
 KEPT_WELL = 0.5
 """Below this share of the adapter, a merge is called a near no-op."""
@@ -31,83 +29,44 @@ DROWNED = 1.0
 
 
 @dataclass
-class Retention:
-    """What is left of a change, as sums that can be added over layers and batches; the module's docstring defines the ratios.
-
-    Attributes:
-        along: <W' - W, delta>.
-        size: <delta, delta>.
-        lost: |W' - (W + delta)|^2.
-        norm: |W|^2.
-    """
-
-    along: float = 0.0
-    size: float = 0.0
-    lost: float = 0.0
-    norm: float = 0.0
-
-    @classmethod
-    def between(cls, before: Tensor, wanted: Tensor, after: Tensor) -> Retention:
-        """Of W, W + delta and W', tensors of one shape in float32; sums are in float64."""
-        delta = wanted - before
-        products = ((after - before) * delta, delta.square(), (after - wanted).square(), before.square())
-        return Retention(*(product.sum(dtype=torch.float64).item() for product in products))
-
-    def __add__(self, other: Retention) -> Retention:
-        return Retention(self.along + other.along, self.size + other.size, self.lost + other.lost, self.norm + other.norm)
-
-    @property
-    def effect(self) -> float:
-        return (self.size / self.norm) ** 0.5 if self.norm else float("inf") if self.size else 0.0
-
-    @property
-    def retained(self) -> float:
-        """1 where the adapter adds nothing."""
-        return self.along / self.size if self.size else 1.0
-
-    @property
-    def error(self) -> float:
-        """0 where the adapter adds nothing."""
-        return (self.lost / self.size) ** 0.5 if self.size else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The ratios, and what else there is, without the sums."""
-        fields = {name: value for name, value in vars(self).items() if name not in ("along", "size", "lost", "norm")}
-        return fields | {"effect": self.effect, "retained": self.retained, "error": self.error}
-
-
-@dataclass(kw_only=True)
-class LayerReport(Retention):
+class LayerReport:
     """What is left of the adapter of one layer.
 
     Attributes:
         name: dotted name, without the adapter's wrapping.
         stored: format of the merged weight.
         changed: share of weights whose stored value is another one now.
-        steps: see the module's docstring; None where the weight is not stored in NVFP4.
+        size: <delta, delta>, the layer's weight in the figures of the whole merge.
+        effect, retained, error: see the module's docstring.
     """
 
     name: str
     stored: str
     changed: float
-    steps: float | None = None
+    size: float
+    effect: float
+    retained: float
+    error: float
 
 
-@dataclass(kw_only=True)
-class ProbeReport(Retention):
+@dataclass
+class ProbeReport:
     """What is left of the adapter's effect on the logits of a probe set.
 
     Attributes:
         positions: tokens whose logits were compared.
         same_choice: share of positions at which merged and adapter prefer the same token.
         changed_choice: share of positions at which the adapter prefers another token than the base.
-        kept_choice: of those, the share at which the merged model prefers the adapter's; None where there are none.
+        size, effect, retained, error: as in :class:`LayerReport`.
     """
 
     positions: int
     same_choice: float
     changed_choice: float
-    kept_choice: float | None
+    size: float
+    effect: float
+    retained: float
+    error: float
 
 
 @dataclass
@@ -117,8 +76,9 @@ class MergeReport:
     Attributes:
         to: format of the merged model.
         adapters: names of what was merged.
-        merge_aware: they were trained with the merged weight, so that the merged model *is* what was trained.
         layers: one entry for every adapted layer.
+        retained, error: over all layers, each weighted by its ``size``.
+        merge_aware: they were trained with the merged weight, so that the merged model *is* what was trained.
         probe: on the logits, if there was a probe set.
         unequal_scales: groups of linears of one input (q/k/v, gate/up) whose global scales differ now: engines that fuse such
             linears need equal ones.
@@ -127,44 +87,18 @@ class MergeReport:
 
     to: str
     adapters: list[str]
+    layers: list[LayerReport]
+    retained: float
+    error: float
     merge_aware: bool = False
-    layers: list[LayerReport] = field(default_factory=list)
     probe: ProbeReport | None = None
     unequal_scales: list[list[str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    @property
-    def weights(self) -> Retention:
-        """Over all layers, each weighted by the square of its delta."""
-        return sum(self.layers, Retention())
-
-    @property
-    def retained(self) -> float:
-        """Of all weights; 1 where the adapter adds nothing."""
-        return self.weights.retained
-
-    @property
-    def error(self) -> float:
-        """Of all weights; 0 where the adapter adds nothing."""
-        return self.weights.error
-
-    @property
-    def steps(self) -> float | None:
-        """Root mean square over layers; None where nothing is stored in NVFP4."""
-        known = [layer.steps for layer in self.layers if layer.steps is not None]
-        return (sum(s * s for s in known) / len(known)) ** 0.5 if known else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, in JSON's types."""
-        layers = [layer.as_dict() for layer in self.layers]
-        total = {"retained": self.retained, "error": self.error, "steps": self.steps}
-        return {**asdict(self), "layers": layers, "probe": self.probe and self.probe.as_dict(), "total": total}
-
     def __str__(self) -> str:
         aware = " (trained merge-aware: the merged model is the trained function)" if self.merge_aware else ""
         lines = [f"merged {', '.join(self.adapters)} into {self.to}{aware}"]
-        steps = "" if self.steps is None else f"; its delta is {self.steps:.2f} rounding steps"
-        lines.append(f"weights: {self.retained:.1%} of the adapter retained, error {self.error:.2f} x the adapter{steps}")
+        lines.append(f"weights: {self.retained:.1%} of the adapter retained, error {self.error:.2f} x the adapter")
         lines += [
             f"  {layer.name}: {layer.retained:.1%}, error {layer.error:.2f}, {layer.changed:.1%} changed"
             for layer in sorted(self.layers, key=lambda layer: layer.retained)[:3]
@@ -178,24 +112,32 @@ class MergeReport:
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
 
 
-# ---------------------------------------------------------------------------------------------- weights
+def figures(before: Sequence[Tensor], wanted: Sequence[Tensor], after: Sequence[Tensor]) -> dict[str, float]:
+    """size, effect, retained and error of W, W + delta and W', given in parts of one shape, float32; sums are in float64."""
+    along = size = lost = norm = 0.0
+    total = lambda t: t.sum(dtype=torch.float64).item()
+    for w, sum_, stored in zip(before, wanted, after):
+        delta = sum_ - w
+        along, size = along + total((stored - w) * delta), size + total(delta.square())
+        lost, norm = lost + total((stored - sum_).square()), norm + total(w.square())
+    effect = (size / norm) ** 0.5 if norm else float("inf") if size else 0.0
+    retained, error = (along / size, (lost / size) ** 0.5) if size else (1.0, 0.0)
+    return {"size": size, "effect": effect, "retained": retained, "error": error}
 
 
-def rounding_step(q: QuantizedMatrix, values: Tensor) -> Tensor:
-    """(R, K): distance from each of ``values`` = D(q) to the next larger NVFP4 magnitude under its block's scale (at 6, the next
-    smaller)."""
-    scale = q.scales.view(torch.float8_e4m3fn).float() * q.gscale[:, None]
-    scale = scale.repeat_interleave(BLOCK, dim=1)[:, : q.k]
-    magnitude = values.abs() / torch.where(scale > 0, scale, 1.0)
-    return scale * torch.where(magnitude < 1.75, 0.5, torch.where(magnitude < 3.5, 1.0, 2.0))
-
-
-def measure_layer(name: str, stored: str, before: Tensor, wanted: Tensor, after: Tensor, step: Tensor | None) -> LayerReport:
+def measure_layer(name: str, stored: str, before: Tensor, wanted: Tensor, after: Tensor) -> LayerReport:
     """Compare W, W + delta and W', all of one shape, float32."""
-    sums = Retention.between(before, wanted, after)
-    steps = None if step is None else (sums.size / max(step.square().sum(dtype=torch.float64).item(), 1e-300)) ** 0.5
     changed = (after != before).float().mean().item()
-    return LayerReport(**vars(sums), name=name, stored=stored, changed=changed, steps=steps)
+    return LayerReport(name, stored, changed, **figures([before], [wanted], [after]))
+
+
+def weighted(layers: Sequence[LayerReport]) -> dict[str, float]:
+    """retained and error of all layers together."""
+    size = sum(layer.size for layer in layers)
+    if not size:
+        return {"retained": 1.0, "error": 0.0}
+    lost = sum(layer.error**2 * layer.size for layer in layers)
+    return {"retained": sum(layer.retained * layer.size for layer in layers) / size, "error": (lost / size) ** 0.5}
 
 
 # ---------------------------------------------------------------------------------------------- logits
@@ -233,13 +175,6 @@ def probe_logits(model: nn.Module, batches: Iterable[Any]) -> list[Tensor]:
 
 def compare_logits(base: list[Tensor], adapter: list[Tensor], merged: list[Tensor]) -> ProbeReport:
     """From the logits of the same batches, see :func:`probe_logits`."""
-    sums = sum(map(Retention.between, base, adapter, merged), Retention())
     of_base, of_adapter, of_merged = (torch.cat([batch.argmax(-1) for batch in batches]) for batches in (base, adapter, merged))
-    changed, same = of_adapter != of_base, of_adapter == of_merged
-    return ProbeReport(
-        **vars(sums),
-        positions=len(same),
-        same_choice=same.double().mean().item(),
-        changed_choice=changed.double().mean().item(),
-        kept_choice=same[changed].double().mean().item() if changed.any() else None,
-    )
+    same, changed = (of_adapter == of_merged).double().mean().item(), (of_adapter != of_base).double().mean().item()
+    return ProbeReport(len(of_base), same, changed, **figures(base, adapter, merged))

@@ -13,14 +13,12 @@ GROUPS = ("weights", "adapters and optimizer", "activations", "logits and loss",
 COLOURS = ("#4C72B0", "#55A868", "#DD8452", "#C44E52", "#8C8C8C")
 
 
-def over_lengths(base: Estimate, lengths: Sequence[int] | None = None) -> list[Estimate]:
-    """The same at other sequence lengths, by default half to four times as long."""
-    sequence = base.settings.sequence
-    lengths = lengths or sorted({max(1, sequence // 2), sequence, 2 * sequence, 4 * sequence})
-    positions = base.settings.positions
+def over_lengths(base: Estimate) -> list[Estimate]:
+    """The same at sequences of half to four times the length."""
+    sequence, positions = base.settings.sequence, base.settings.positions
     return [
         estimate(base.shape, replace(base.settings, sequence=n, positions=None if positions is None else min(positions, n)))
-        for n in lengths
+        for n in sorted({max(1, sequence // 2), sequence, 2 * sequence, 4 * sequence})
     ]
 
 

@@ -57,20 +57,24 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     recomputed = layer if settings.checkpointing else {}
     last = added(layers, recomputed)
     first = added({kind: n // shape.layers for kind, n in layers.items()}, recomputed)
+    # one for the thread of forward and one for that of backward, one for products with an FP32 result, a recording's own
+    workspaces = 2 + (settings.backend == "nvfp4") + settings.cuda_graphs
     always = {
-        "cuBLAS workspaces": _workspaces(settings),
+        "cuBLAS workspaces": settings.workspace * workspaces,
         COPIES: kept.adapter_copies(shape, settings),
         **({GRADIENTS: kept.gradients(shape, settings)} if settings.accumulation > 1 else {}),
         **({RECORDING: 2 * hidden * tokens} if settings.cuda_graphs else {}),
     }
     gradients = {GRADIENTS: kept.gradients(shape, settings)}
+    # in transformers' FP32 arithmetic five matrices as wide as the residual stream; Liger: two of BF16
+    norm_backward = (2 * shape.dtype_bytes if settings.liger else 5 * FP32) * shape.hidden
     end = layers | {FINAL_NORM: kept.final_norm(shape, settings) * tokens}
     running = _mlp_forward(shape, settings)
     product, backward = _product_backward(shape, settings), _layer_backward(shape, settings)
     named = {
         "forward": added(layers, {k: max(n, 0) for k, n in running.items()} if settings.checkpointing else running),
         "loss": end | _loss(shape, settings),
-        "final norm": end | {ACTIVATION_GRADIENTS: _norm_backward(shape, settings) * tokens},
+        "final norm": end | {ACTIVATION_GRADIENTS: norm_backward * tokens},
         "recomputation": added(last, running) | {ACTIVATION_GRADIENTS: hidden * tokens} if settings.checkpointing else None,
         "MLP": None if product is None else added(last, product),
         "layer": added(last, backward),
@@ -80,17 +84,12 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     return {name: always | parts for name, parts in named.items() if parts is not None}
 
 
-def _workspaces(settings: Settings) -> int:
-    """One for the thread of forward and one for that of backward, and one for products with an FP32 result; a recording has its
-    own as well."""
-    return settings.workspace * (2 + (settings.backend == "nvfp4") + settings.cuda_graphs)
-
-
 # ---------------------------------------------------------------------------------------------- loss
 
 
 def _loss(shape: ModelShape, settings: Settings) -> Moment:
-    rows, v, d = settings.logit_rows, shape.vocabulary, shape.hidden * shape.dtype_bytes
+    rows = settings.batch * (settings.sequence if settings.positions is None else settings.positions)
+    v, d = shape.vocabulary, shape.hidden * shape.dtype_bytes
     gradient = d * settings.tokens  # of the hidden states, as wide as they are
     if settings.loss == "full":
         return {LOGITS: FULL_LOSS * v * rows, ACTIVATION_GRADIENTS: 0}
@@ -99,11 +98,6 @@ def _loss(shape: ModelShape, settings: Settings) -> Moment:
     else:
         chunk = max(1, CHUNK_BYTES // (4 * v))
     return {LOGITS: CHUNK_LOSS * v * min(rows, chunk) + d * rows, ACTIVATION_GRADIENTS: gradient}
-
-
-def _norm_backward(shape: ModelShape, settings: Settings) -> int:
-    """Bytes per token: in transformers' FP32 arithmetic five matrices as wide as the residual stream; Liger: two of BF16."""
-    return (2 * shape.dtype_bytes if settings.liger else 5 * FP32) * shape.hidden
 
 
 # ---------------------------------------------------------------------------------------------- operands
@@ -126,7 +120,8 @@ def _forward_operands(shape: ModelShape, settings: Settings) -> Moment:
         return {"operands": _dequantized(shape)}
     if settings.backend != "nvfp4" or settings.native_fp4:
         return {}
-    return {"operands": max(_emulated(settings.tokens, settings.terms("norm") * p.inputs, p.outputs) for p in shape.gate_and_up)}
+    terms, first = settings.terms("norm"), shape.reads("mlp", "experts")
+    return {"operands": max(_emulated(settings.tokens, terms * p.inputs, p.outputs) for p in first)}
 
 
 def _backward_operands(shape: ModelShape, settings: Settings) -> Moment:
@@ -135,7 +130,7 @@ def _backward_operands(shape: ModelShape, settings: Settings) -> Moment:
         return {"operands": _dequantized(shape)}
     if settings.backend != "nvfp4":
         return {}
-    p = max(shape.gate_and_up, key=lambda p: p.outputs)
+    p = max(shape.reads("mlp", "experts"), key=lambda p: p.outputs)
     count = settings.tokens * codes(p.outputs) if settings.native_fp4 else _emulated(settings.tokens, p.outputs, p.inputs)
     transposed = packed_bytes(p.inputs, p.outputs) if settings.frozen.weight_layouts == "transient" else 0
     return {"operands": count + transposed}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ..quantization.options import MEMORY
@@ -108,7 +109,19 @@ class Estimate:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the numbers leave out, and which of them are bounds."""
-        return (*self.shape.notes, *_notes(self.shape, self.settings))
+        shape, settings, notes = self.shape, self.settings, list(self.shape.notes)
+        if shape.mixture and settings.packs_experts(shape):
+            notes.append(
+                "what experts keep does not depend on the routing; an expert in flight is taken to get every token, and each of "
+                "its tensors to be rounded up by 511 bytes: upper bounds"
+            )
+            if settings.recompute_mlp:
+                notes.append(f"memory={settings.memory!r} recomputes nothing of experts")
+        elif shape.mixture:
+            notes.append("experts stay dense, computed by transformers' grouped_mm")
+            if any(map(settings.is_target, shape.experts)):
+                notes.append("PEFT adds adapters to the weights of all experts in each forward, and autograd keeps the sums")
+        return tuple(notes)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -133,24 +146,6 @@ class Estimate:
     def __str__(self) -> str:
         lines = [f"{name.ljust(40)}{n / GB:9.3f} GB" for name, n in self.categories().items()]
         return "\n".join([*lines, f"{'peak, at: ' + self.at:40}{self.peak / GB:9.3f} GB", *self.notes])
-
-
-def _notes(shape: ModelShape, settings: Settings) -> list[str]:
-    """What of a mixture's estimate is a bound, and what its settings do."""
-    if shape.mixture is None:
-        return []
-    if not settings.packs_experts(shape):
-        notes = ["experts stay dense, computed by transformers' grouped_mm"]
-        if any(map(settings.is_target, shape.experts)):
-            notes.append("PEFT adds adapters to the weights of all experts in each forward, and autograd keeps the sums")
-        return notes
-    notes = [
-        "what experts keep does not depend on the routing; an expert in flight is taken to get every token, and each of its "
-        "tensors to be rounded up by 511 bytes: upper bounds"
-    ]
-    if settings.recompute_mlp:
-        notes.append(f"memory={settings.memory!r} recomputes nothing of experts")
-    return notes
 
 
 def estimate(model: Any, settings: Settings | None = None) -> Estimate:
@@ -265,20 +260,6 @@ SACRIFICES: tuple[dict[str, Any], ...] = ({"memory": "small"}, {"checkpointing":
 """In the order of what they cost, least first: 6 %, then a quarter to a third of a step (H200), then the host's link."""
 
 
-def _candidates(asked: Settings) -> list[Settings]:
-    """The settings, then with more and more given up."""
-    candidates = [asked]
-    for change in SACRIFICES:
-        if (changed := sacrificed(candidates[-1], change)) != candidates[-1]:
-            candidates.append(changed)
-    return candidates
-
-
-def _given_up(asked: Settings, settings: Settings) -> tuple[str, ...]:
-    memory = (f"memory={settings.memory!r}",) if settings.memory != asked.memory else ()
-    return (*memory, "decoder layers are checkpointed") if settings.checkpointing > asked.checkpointing else memory
-
-
 def sacrificed(settings: Settings, change: dict[str, Any]) -> Settings:
     """The settings with one of :data:`SACRIFICES`; as they are where it is not to be had, or they give up more already."""
     if memory := change.get("memory"):
@@ -297,7 +278,7 @@ def fit(model: Any, settings: Settings, memory: int, wanted: int) -> Plan:
     """
     shape, best = model_shape(model), None
     enough = min(wanted, -(-BUSY_TOKENS // settings.sequence))
-    for candidate in _candidates(settings):
+    for candidate in accumulate(SACRIFICES, sacrificed, initial=settings):
         micro = largest_batch(shape, replace(candidate, accumulation=1), memory)
         if micro < wanted:  # several micro-batches: gradients are there during forward
             micro = largest_batch(shape, replace(candidate, accumulation=2), memory)
@@ -315,4 +296,6 @@ def fit(model: Any, settings: Settings, memory: int, wanted: int) -> Plan:
     micro, candidate = best
     micro = next(n for n in range(min(micro, wanted), 0, -1) if wanted % n == 0)
     chosen = replace(candidate, batch=micro, accumulation=wanted // micro)
-    return Plan(chosen, estimate(shape, chosen), _given_up(settings, chosen))
+    changed = [f"memory={chosen.memory!r}"] if chosen.memory != settings.memory else []
+    changed += ["decoder layers are checkpointed"] if chosen.checkpointing > settings.checkpointing else []
+    return Plan(chosen, estimate(shape, chosen), tuple(changed))

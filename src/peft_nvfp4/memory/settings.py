@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from accelerate.utils import convert_file_size_to_int
+
 from ..quantization.groups import ACCURACY
 from ..quantization.options import Options
 from ..quantization.plan import skipped
@@ -100,11 +102,6 @@ class Settings(Options):
         return self.batch * self.sequence
 
     @property
-    def logit_rows(self) -> int:
-        """Positions of one micro-batch whose logits are computed."""
-        return self.batch * (self.sequence if self.positions is None else self.positions)
-
-    @property
     def format(self) -> str:
         """Storage of the frozen linears."""
         return self.backend.partition("-")[0]
@@ -181,20 +178,16 @@ def _one_of(name: str, value: str, known) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
 
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_UNITS |= {letter + rest: 2 ** (10 * i) for i, letter in enumerate("KMG", 1) for rest in ("", "I", "IB")}
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes of ``"16GiB"`` (or ``"16G"``: powers of 1024), ``"16 GB"`` (of 1000), ``"500MiB"`` or a number.
+def parse_bytes(text: str) -> int:
+    """Bytes of ``"16GiB"``, ``"500MiB"`` (powers of 1024) or ``"16 GB"`` (of 1000).
 
     Raises:
         ValueError: anything else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", str(text).strip().upper())
-    if match is None or match[2] not in _UNITS | {"B": 1}:
-        raise ValueError(f"{text!r} is no amount of memory: write it as 16GiB, 16GB or 500MiB")
-    return int(float(match[1]) * _UNITS.get(match[2], 1))
+    try:
+        return convert_file_size_to_int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no amount of memory: write it as 16GiB, 16GB or 500MiB") from None
 
 
 # ---------------------------------------------------------------------------------------------- GPUs

@@ -7,16 +7,12 @@ what is not raises, with the missing name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError
-
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+from transformers import PreTrainedConfig
 
 SITES = ("attention", "o", "mlp", "down")
 """What feeds a linear: the norm before attention, attention itself, the norm before the MLP, the MLP's inner product."""
@@ -107,19 +103,14 @@ class ModelShape:
         """Width of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
-    def reads(self, site: str) -> list[Projection]:
-        """The linears fed by a site."""
-        return [p for p in self.projections if p.site == site]
-
-    @property
-    def gate_and_up(self) -> list[Projection]:
-        """The first linears of the MLP, or those of all experts."""
-        return self.reads("experts" if self.mixture else "mlp")
+    def reads(self, *sites: str) -> list[Projection]:
+        """The linears fed by some sites."""
+        return [p for p in self.projections if p.site in sites]
 
     @property
     def experts(self) -> list[Projection]:
         """Empty without a mixture."""
-        return [p for p in self.projections if p.of_experts]
+        return self.reads("experts", "expert")
 
     @property
     def parameters(self) -> int:
@@ -128,16 +119,16 @@ class ModelShape:
         return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
 
-def _projections(hidden: int, intermediate: int, q: int, kv: int, fused: bool, qkv_bias: bool, o_bias: bool) -> tuple:
+def _projections(hidden: int, width: int, q: int, kv: int, fused: bool = False, qkv_bias: bool = False, o_bias: bool = False):
     attention = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    mlp = (("gate_proj", intermediate), ("up_proj", intermediate))
+    mlp = (("gate_proj", width), ("up_proj", width))
     if fused:
-        attention, mlp = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * intermediate),)
+        attention, mlp = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * width),)
     return (
         *(Projection(name, hidden, n, "attention", qkv_bias) for name, n in attention),
         Projection("o_proj", q, hidden, "o", o_bias),
         *(Projection(name, hidden, n, "mlp") for name, n in mlp),
-        Projection("down_proj", intermediate, hidden, "down"),
+        Projection("down_proj", width, hidden, "down"),
     )
 
 
@@ -160,16 +151,8 @@ MIXTURES = {
 cannot be packed."""
 
 
-def _mixture(hidden: int, width: int, experts: int, old: Mapping[str, tuple[str, ...]]) -> tuple[Projection, ...]:
-    return (
-        Projection("gate", hidden, experts, "router", old=old.get("gate", ())),
-        Projection("gate_up_proj", hidden, 2 * width, "experts", count=experts, old=old.get("gate_up_proj", ())),
-        Projection("down_proj", width, hidden, "expert", count=experts, old=old.get("down_proj", ())),
-    )
-
-
 def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, tied: bool) -> ModelShape:
-    projections = _projections(hidden, intermediate, heads * head_dim, 8 * head_dim, False, False, False)
+    projections = _projections(hidden, intermediate, heads * head_dim, 8 * head_dim)
     return ModelShape(hidden, intermediate, layers, heads, 8, head_dim, 128256, tied, projections, name=name)
 
 
@@ -209,30 +192,17 @@ def model_shape(model: Any) -> ModelShape:
 
 
 def _read(model: str | Path) -> dict[str, Any]:
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        path = _downloaded(str(model)) or path
-    if not path.is_file():
+    """``config.json`` of a folder, of that name, or of a model on the Hub, from the local cache or fetched: never the weights."""
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(model)
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        if Path(model).exists():
+            raise ValueError(f"{model} holds no configuration ({error})") from error
+        content = None
+    if not content or not isinstance(content, dict):
         known = ", ".join(BUILTIN)
-        raise FileNotFoundError(f"{model} is neither one of {known} nor a folder or file with a config.json")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no configuration")
+        raise FileNotFoundError(f"{model} is neither one of {known} nor a folder, a file or a Hub id with a config.json")
     return content
-
-
-def _downloaded(name: str) -> Path | None:
-    """``config.json`` of a model on the Hub, from the local cache or, online, fetched: a kilobyte, never the weights."""
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return None
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, OSError, ValueError):
-        return None
 
 
 def _from_config(config: dict[str, Any], label: str) -> ModelShape:
@@ -266,8 +236,13 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
     if family is not None:
         normalised = bool(config.get(family.normalised)) if isinstance(family.normalised, str) else family.normalised
         mixture = Mixture(size(*EXPERTS), size("num_experts_per_tok"), normalised, family.wide_weights)
-        attention = tuple(p for p in projections if p.site in ("attention", "o"))
-        projections = attention + _mixture(hidden, intermediate, mixture.experts, family.old)
+        count, old = mixture.experts, family.old
+        projections = (
+            *(p for p in projections if p.site in ("attention", "o")),
+            Projection("gate", hidden, count, "router", old=old.get("gate", ())),
+            Projection("gate_up_proj", hidden, 2 * intermediate, "experts", False, count, old.get("gate_up_proj", ())),
+            Projection("down_proj", intermediate, hidden, "expert", False, count, old.get("down_proj", ())),
+        )
     elif kind not in UNDERSTOOD and not kind.startswith(tuple(UNDERSTOOD)):
         notes.append(f"{kind or 'this kind of model'} is counted as if it were a Llama of these sizes")
     tied = config.get("tie_word_embeddings", outer.get("tie_word_embeddings"))

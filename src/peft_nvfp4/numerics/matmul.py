@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
-class exact_matmul:
+@contextmanager
+def exact_matmul() -> Iterator[None]:
     """Within the context FP32 products on a GPU are FP32 products, whatever the user allows elsewhere (TF32 has 10 bits)."""
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
-    def __enter__(self) -> None:
-        self._before = torch.get_float32_matmul_precision()
-        if self._before != "highest":
-            torch.set_float32_matmul_precision("highest")
 
-    def __exit__(self, *exc) -> None:
-        if self._before != "highest":
-            torch.set_float32_matmul_precision(self._before)
+@contextmanager
+def full_precision_sums() -> Iterator[None]:
+    """cuBLAS may split K and add the parts in BF16 (seen on an H200 at M=3, K=1000: rounded twice). Not within this context."""
+    backend = torch.backends.cuda.matmul
+    before = backend.allow_bf16_reduced_precision_reduction
+    backend.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        backend.allow_bf16_reduced_precision_reduction = before

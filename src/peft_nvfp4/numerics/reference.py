@@ -18,7 +18,6 @@ The file is long because the definition is one piece: quantise, dequantise, and 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -79,11 +78,6 @@ def power_of_two_scale(amax: Tensor) -> Tensor:
     return torch.where(amax > 0, ((exponent + 127) << 23).view(torch.float32), 1.0)
 
 
-def _round_scale_up(v: Tensor, bits: Tensor) -> Tensor:
-    """The smallest E4M3 value that is not below v, given v's nearest: with it nothing in the block saturates."""
-    return torch.where((e4m3_decode(bits) < v) & (bits < E4M3_MAX_BITS), bits + 1, bits)
-
-
 def _squared_error(mag_g: Tensor, index: Tensor, s: Tensor, weights: Tensor | None) -> Tensor:
     """Sum over each block of (mag/g - grid * s)**2, summed by halving, or of its products with weights (nb, 16). mag_g
     (R, nb, 16), index alike, s (R, nb)."""
@@ -118,8 +112,8 @@ def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weight
     the searching rules compare, if they do not count alike."""
     v = amax / (g * E2M1_MAX)
     bits = e4m3_encode(v)
-    if fmt.stochastic:
-        return _round_scale_up(v, bits)
+    if fmt.stochastic:  # the smallest scale that is not below v: with it nothing in the block saturates
+        return torch.where((e4m3_decode(bits) < v) & (bits < E4M3_MAX_BITS), bits + 1, bits)
     if fmt.rule == "max6":
         return bits
     if fmt.rule == "four_over_six":
@@ -267,12 +261,6 @@ def powers_of_two(g: Tensor) -> bool:
     return not (g.view(torch.int32) & 0x7FFFFF).any()
 
 
-def scale_factor(g: Tensor) -> float:
-    """Significand of a global scale (1,), in [1, 2): 1 for a power of two (and for what is no normal number). Waits for a GPU."""
-    value = float(g)
-    return 2 * math.frexp(value)[0] if 2.0**-126 <= value < math.inf else 1.0
-
-
 def split_scale(g: Tensor) -> tuple[Tensor, Tensor]:
     """Global scales as (powers of two, significands in [1, 2)), whose products they are, exactly; what is no normal number as
     (itself, 1)."""
@@ -281,6 +269,11 @@ def split_scale(g: Tensor) -> tuple[Tensor, Tensor]:
     normal = (exponent > 0) & (exponent < 0x7F800000)
     power = torch.where(normal, exponent.view(torch.float32), g)
     return power, torch.where(normal, (bits & 0x7FFFFF | 0x3F800000).view(torch.float32), 1.0)
+
+
+def scale_factor(g: Tensor) -> float:
+    """Significand of a global scale (1,), in [1, 2): 1 for a power of two (and for what is no normal number). Waits for a GPU."""
+    return float(split_scale(g)[1])
 
 
 def without_scale_factor(q: QuantizedMatrix, scale_factor: float) -> QuantizedMatrix:
@@ -363,11 +356,6 @@ def with_hidden(p: Fprop, dequantize_terms: Callable = dequantize_terms) -> tupl
     return p._replace(linears=linears, a=None), h
 
 
-def _mm_float(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, r) @ b (r, N) in FP32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype != torch.float32 else a.float() @ b.float()
-
-
 def fprop(p: Fprop, matmul: Callable = matmul, dequantize_terms: Callable = dequantize_terms) -> list[Tensor]:
     """y (M, N) of every linear; after them, if the product has ``a``, h (M, sum of r) of its adapters.
 
@@ -379,7 +367,7 @@ def fprop(p: Fprop, matmul: Callable = matmul, dequantize_terms: Callable = dequ
     for weight, constant, factor, adapters in p.linears:
         y = matmul(p.terms, weight, constant, torch.float32 if adapters else p.dtype, p.values, factor)
         for adapter in adapters:
-            y += _mm_float(adapter.hidden, adapter.up.T)
+            y += mm(adapter.hidden, adapter.up.T, torch.float32)
         ys.append(y.to(p.dtype))
     return ys if h is None else [*ys, h]
 
@@ -395,4 +383,4 @@ def dgrad(p: Dgrad, matmul: Callable = matmul, quantize: Callable = quantize) ->
         q = quantize(dy, GRADIENT if seed is None else GRADIENT_STOCHASTIC, None, seed)
         part = matmul([q], weight, None, dtype if single else torch.float32)
         dx = part if dx is None else dx.add_(part)
-    return (dx if p.g is None else dx.add_(_mm_float(p.g, p.a))).to(dtype)
+    return (dx if p.g is None else dx.add_(mm(p.g, p.a, torch.float32))).to(dtype)

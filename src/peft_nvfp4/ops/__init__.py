@@ -1,6 +1,6 @@
 """The package's operators: schema, argument checks, fake (shape) function and autograd of each, in one place.
 
-    matrix.py     one matrix: quantize, dequantize, transpose_requantize, swizzle_scales
+    matrix.py     one matrix: quantize, dequantize, transpose_requantize
     linear.py     the path of an activation through frozen linears: quantize_input, dequantize_input, fprop, dgrad
     fused.py      producers that emit NVFP4, dropout, rotary embedding
     core.py       what an operator is
@@ -15,7 +15,6 @@ from .matrix import (
     quantize,
     quantize_weight,
     shared_gscale,
-    swizzle_scales,
     transpose_requantize,
     weight_gscale,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "quantize",
     "quantize_weight",
     "shared_gscale",
-    "swizzle_scales",
     "transpose_requantize",
     "weight_gscale",
 ]

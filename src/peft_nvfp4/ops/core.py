@@ -25,6 +25,13 @@ PLAIN = (Tensor, torch.nn.Parameter)
 OPERATORS: dict[str, Operator] = {}
 
 
+def first_tensor(args: tuple) -> Tensor:
+    """The first of some arguments, or of the first tuples in them: where it lives, an operator runs."""
+    while not isinstance(args, Tensor):
+        args = args[0]
+    return args
+
+
 class Operator:
     """One operator.
 
@@ -56,7 +63,7 @@ class Operator:
         self.flatten, self.unflatten, self.flat_result, self.result = flatten, unflatten, flat_result, result
         _LIBRARY.define(f"{name}{schema}")
         torch.library.impl(f"peft_nvfp4::{name}", "default", self.flat(reference))
-        torch.library.register_fake(f"peft_nvfp4::{name}", self._shapes(shapes))
+        torch.library.register_fake(f"peft_nvfp4::{name}", self._checked(shapes))
         torch.library.register_autograd(f"peft_nvfp4::{name}", self._refuse_derivative)
         self.library_operator = getattr(torch.ops.peft_nvfp4, name)
         OPERATORS[name] = self
@@ -72,9 +79,7 @@ class Operator:
 
         An implementation is called directly where no compiler or fake tensor is watching and autograd is off (with autograd on,
         the ``torch.library`` operator is needed so that a derivative is refused instead of being zero)."""
-        first = args[0]
-        while not isinstance(first, Tensor):
-            first = first[0]
+        first = first_tensor(args)
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(first) not in PLAIN:
             return self.from_flat(self.library_operator, args)
         return self.direct.get(first.device.type, self.reference)(*args)
@@ -92,19 +97,14 @@ class Operator:
     def flat(self, implementation: Callable) -> Callable:
         """The implementation as ``torch.library`` calls it: arguments, which are checked, and result as the schema has them."""
 
+        compute = self._checked(implementation)
+        return compute if self.flat_result is None else lambda *flat: self.flat_result(compute(*flat))
+
+    def _checked(self, function: Callable) -> Callable:
         def call(*flat):
             args = flat if self.unflatten is None else self.unflatten(*flat)
             self.check(*args)
-            result = implementation(*args)
-            return result if self.flat_result is None else self.flat_result(result)
-
-        return call
-
-    def _shapes(self, shapes: Callable) -> Callable:
-        def call(*flat):
-            args = flat if self.unflatten is None else self.unflatten(*flat)
-            self.check(*args)
-            return shapes(*args)
+            return function(*args)
 
         return call
 

@@ -70,10 +70,10 @@ quantize_input = Operator(
 two NVFP4 terms with a global scale per row; see :func:`peft_nvfp4.numerics.reference.quantize_terms`."""
 
 
-def check_matrices(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, k: int, per_row: bool) -> None:
+def check_matrices(op: str, terms: Sequence[QuantizedMatrix], rows: int, k: int, per_row: bool) -> None:
     """The terms of one matrix."""
-    check(len(codes) in (1, 2), lambda: f"{op}: a matrix has one or two terms, got {len(codes)}")
-    for c, s, g in zip(codes, scales, gscale):
+    check(len(terms) in (1, 2), lambda: f"{op}: a matrix has one or two terms, got {len(terms)}")
+    for c, s, g, _ in terms:
         check_packed(op, c, s, g, k)
         check(c.shape[0] == rows, lambda: f"{op}: the terms must have {rows} rows, got {c.shape[0]}")
         check(not per_row or g.shape[0] == rows, lambda: f"{op}: gscale must hold {rows} values, got {g.shape[0]}")
@@ -81,7 +81,7 @@ def check_matrices(op: str, codes: Sequence[Tensor], scales, gscale, rows: int, 
 
 def _check_dequantize_input(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> None:
     check(len(terms) in (1, 2), lambda: f"dequantize_terms: a matrix has one or two terms, got {len(terms)}")
-    check_matrices("dequantize_terms", *tensor_lists(terms), terms[0].codes.shape[0], terms[0].k, per_row=False)
+    check_matrices("dequantize_terms", terms, terms[0].codes.shape[0], terms[0].k, per_row=False)
     check_offset("dequantize_terms", offset, terms[0].k)
     check_float("dequantize_terms", dtype)
 

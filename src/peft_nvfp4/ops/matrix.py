@@ -1,4 +1,4 @@
-"""Operators on one matrix: quantize, dequantize, the backward layout of a weight, the swizzled layout of block scales.
+"""Operators on one matrix: quantize, dequantize, the backward layout of a weight.
 
 The public functions take and return :class:`~peft_nvfp4.numerics.formats.QuantizedMatrix`; the operators speak tensors.
 """
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..numerics import layout, reference
-from ..numerics.formats import BLOCK, SWIZZLE_COLS, SWIZZLE_ROWS, NVFP4Format, QuantizedMatrix, padded_k
+from ..numerics import reference
+from ..numerics.formats import BLOCK, NVFP4Format, QuantizedMatrix, padded_k
 from .core import FLOATS, Operator, check, check_packed, check_seed
 
 # ---------------------------------------------------------------------------------------------- quantize
@@ -147,22 +147,3 @@ def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format, factor: float = 1
     if fmt.stochastic or fmt.global_scale != "tensor":
         raise ValueError(f"transpose_requantize: a weight has one global scale and is rounded to nearest, got {fmt}")
     return QuantizedMatrix(*_transpose_requantize(*q, fmt.rule, factor), q.codes.shape[0])
-
-
-# ---------------------------------------------------------------------------------------------- layout of scales
-
-
-def _check_swizzle(scales: Tensor) -> None:
-    check(scales.dtype == torch.uint8, lambda: f"swizzle_scales: scales must be uint8, got {scales.dtype}")
-    check(scales.ndim == 2, lambda: f"swizzle_scales: scales must have 2 dimension(s), got shape {tuple(scales.shape)}")
-
-
-def _swizzled_shape(scales: Tensor) -> Tensor:
-    rows, cols = scales.shape
-    return scales.new_empty(-(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS * (-(-cols // SWIZZLE_COLS) * SWIZZLE_COLS))
-
-
-swizzle_scales = Operator(
-    "swizzle_scales", "(Tensor scales) -> Tensor", _check_swizzle, layout.swizzle_scales, _swizzled_shape
-)
-"""Block scales (R, nb) in the layout of FP4 tensor cores; see :func:`peft_nvfp4.numerics.layout.swizzle_scales`."""

@@ -21,6 +21,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..fusion.attach import detach
+from ..fusion.probe import share_hooks
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.registry import BACKENDS
@@ -142,14 +143,8 @@ def _shared_gscale(model: nn.Module, name: str, planned: set[str]) -> torch.Tens
 
 def _siblings(model: nn.Module, name: str, planned: set[str]) -> list[str]:
     """The linears, frozen or about to be, that read the same input as the named one (itself included)."""
-    return [s for s in fused_siblings(name) if s in planned or _is_frozen(model, s)]
-
-
-def _is_frozen(model: nn.Module, name: str) -> bool:
-    try:
-        return isinstance(model.get_submodule(name), FrozenLinear)
-    except AttributeError:
-        return False
+    children = model.get_submodule(name.rpartition(".")[0])._modules
+    return [s for s in fused_siblings(name) if s in planned or isinstance(children.get(s.rpartition(".")[2]), FrozenLinear)]
 
 
 def _reuse(frozen: FrozenLinear | None, linear: nn.Linear) -> FrozenLinear | None:
@@ -166,10 +161,7 @@ def _carry_attributes(linear: nn.Module, frozen: nn.Module) -> None:
     for attribute in ("eigens", "_peft_loraga_grad"):
         if hasattr(linear, attribute):
             setattr(frozen, attribute, getattr(linear, attribute))
-    for hooks in (
-        key for key in vars(linear) if key.startswith(("_forward_", "_backward_", "_is_full_backward_")) and "hook" in key
-    ):
-        setattr(frozen, hooks, getattr(linear, hooks))  # the same dictionaries: handles can still remove what they added
+    share_hooks(linear, frozen)
 
 
 def dense_share(model: nn.Module, skip_modules: Iterable[str] = ()) -> dict[str, float]:

@@ -3,12 +3,6 @@
 The six words stand here once, with their defaults, their checks, a line of help and their form in JSON.
 :class:`~peft_nvfp4.NVFP4LoraConfig`, ``PactConfig``, the commands and the memory estimator take them from this class.
 
-| ``memory`` | backend ``nvfp4`` | backends ``nf4`` and ``bf16`` |
-|---|---|---|
-| ``"fast"`` | both layouts of a weight are kept | activations are kept as they are |
-| ``"small"`` | one layout is kept, the MLP's inner activation is recomputed | activations are kept as NVFP4 codes |
-| ``"smallest"`` | as ``"small"``, weights on the host | as ``"small"``, weights on the host |
-
 Gradients in another rounding, and one of the savings of ``"small"`` without the other, are for ablations: freeze the base with
 :func:`peft_nvfp4.freeze_model` (``weight_layouts=``, ``gradients=``, ``activations=``) and fuse it with
 :func:`peft_nvfp4.attach` (``recompute_mlp=``).
@@ -112,7 +106,8 @@ class Options:
         return {name: getattr(self, name) for name in NAMES} | {"skip_modules": list(self.skip_modules)}
 
 
-NAMES = tuple(f.name for f in fields(Options))
+FIELDS = {f.name: f for f in fields(Options)}
+NAMES = tuple(FIELDS)
 
 
 def check_known(content: Iterable[str], known: Iterable[str], what: str = "settings") -> None:
@@ -127,10 +122,9 @@ def check_known(content: Iterable[str], known: Iterable[str], what: str = "setti
 
 def option(name: str) -> Any:
     """A field of another dataclass with the default and the help of :class:`Options`' field of this name."""
-    original = next(f for f in fields(Options) if f.name == name)
-    return field(default=original.default, metadata=dict(original.metadata))
+    return field(default=FIELDS[name].default, metadata=dict(FIELDS[name].metadata))
 
 
 def help_of(name: str) -> str:
     """The line of help on an option, for a command."""
-    return next(f.metadata["help"] for f in fields(Options) if f.name == name)
+    return FIELDS[name].metadata["help"]

@@ -7,6 +7,7 @@ kept in FP32, everything inside a tuner layer (LoRA's own A and B), and subclass
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -27,64 +28,66 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: 
     come: the names, without the checks of what they hold."""
     if loaded:
         _refuse_other_quantisation(model)
-    keep = kept_dense(model)
-    names, inside_tuner = [], ()
-    # PyTorch's own transformer layers have a fast path that reads .weight of their linears
-    opaque = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer))
     if isinstance(model, nn.Linear):
         raise ValueError("freeze_model replaces linears inside a module; a bare nn.Linear has no parent to be replaced in")
-    for name, module in model.named_modules(remove_duplicate=False):
-        _refuse_another_backend(name, module, backend)
-        if isinstance(module, BaseTunerLayer):
-            inside_tuner += (name + ".",)
-            base = module.get_base_layer()
-            if (
-                isinstance(base, nn.Linear)
-                and not isinstance(base, FrozenLinear)
-                and not skipped(name, skip_modules)
-                and id(base) not in keep
-            ):
-                _refuse_wrapped(name, backend)
-        if (
-            name.startswith(inside_tuner)
-            or not isinstance(module, nn.Linear)
-            or isinstance(module, FrozenLinear)
-            or id(module) in keep
-        ):
+    keep = kept_dense(model)
+    # PyTorch's own transformer layers have a fast path that reads .weight of their linears
+    opaque = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer))
+
+    def stays(name: str, module: nn.Module) -> bool:
+        if isinstance(module, FrozenLinear) or not isinstance(module, nn.Linear):
+            return True
+        return id(module) in keep or skipped(name, skip_modules)
+
+    names = []
+    for name, module, adapted in _walk(model, backend):
+        if isinstance(module, BaseTunerLayer) and not stays(name, module.get_base_layer()):
+            raise ValueError(
+                f"{name} already carries an adapter on a dense base; backend={backend!r} would have to replace that base under "
+                "it. Create the NVFP4LoraConfig adapter first, or freeze the base with peft_nvfp4.freeze_model before adding any "
+                "adapter."
+            )
+        if adapted or stays(name, module) or name.startswith(opaque):
             continue
-        if name.startswith(opaque) or skipped(name, skip_modules):
-            continue
-        if not (_convertible(name, module, backend) if loaded else type(module) is nn.Linear):
-            continue
-        names.append(name)
+        if _convertible(name, module, backend) if loaded else type(module) is nn.Linear:
+            names.append(name)
     return names
 
 
-def _refuse_another_backend(name: str, module: nn.Module, backend: str) -> None:
-    if isinstance(module, FrozenLinear | FrozenExperts) and module.backend != backend:
-        raise ValueError(
-            f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}. Reload the base "
-            "model, or make it dense with peft_nvfp4.dequantize_model"
-        )
+def _walk(model: nn.Module, backend: str, twice: bool = True) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(dotted name, module, whether it lies inside a tuner layer), after the check that nothing is frozen in another way.
+    ``twice``: a module of two names under both."""
+    inside_tuner: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=not twice):
+        if isinstance(module, FrozenLinear | FrozenExperts) and module.backend != backend:
+            raise ValueError(
+                f"{name} is already frozen as {module.backend!r}; one model has one backend, got {backend!r}. Reload the base "
+                "model, or make it dense with peft_nvfp4.dequantize_model"
+            )
+        if isinstance(module, BaseTunerLayer):
+            inside_tuner += (name + ".",)
+        yield name, module, name.startswith(inside_tuner)
 
 
 def plan_experts(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: bool = True) -> list[str]:
     """Dotted names of the modules to replace by frozen experts (:mod:`peft_nvfp4.nn.experts`), after the checks that
     :func:`plan` makes of linears. Experts that carry an adapter already stay dense, and so do all of a dense backend."""
-    lists = (getattr(model, key, None) for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
-    fp32 = tuple(name for kept in lists for name in kept or ())
-    names, inside_tuner = [], ()
-    for name, module in model.named_modules(remove_duplicate=not loaded):
-        _refuse_another_backend(name, module, backend)
-        if isinstance(module, BaseTunerLayer):
-            inside_tuner += (name + ".",)
-        passed_over = backend == "bf16" or name.startswith(inside_tuner) or skipped(name, skip_modules) or skipped(name, fp32)
-        if passed_over or not is_experts(module):
+    if backend == "bf16":
+        return []
+    names, stay = [], (*skip_modules, *_kept_in_fp32(model))
+    for name, module, adapted in _walk(model, backend, twice=loaded):
+        if adapted or skipped(name, stay) or not is_experts(module):
             continue
         for key, weight in module.named_parameters() if loaded else ():
             _check_weight(f"{name}.{key}", weight, backend)
         names.append(name)
     return names
+
+
+def _kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    """Names of modules that the model's class wants in FP32."""
+    lists = (getattr(model, key, None) for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    return tuple(name for names in lists for name in names or ())
 
 
 def expert_options(name: str, common: FrozenOptions, accuracy: str) -> dict[str, FrozenOptions]:
@@ -103,20 +106,16 @@ def _refuse_other_quantisation(model: nn.Module) -> None:
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     method = str(getattr(method, "value", method))
     if method not in ("bitsandbytes", "None"):
-        published = method in ("compressed-tensors", "modelopt")
-        way_out = (
-            "load it with quantization_config=PactConfig(), which reads NVFP4 checkpoints as they are"
-            if published
-            else ("load it without quantisation (or dequantise it) first")
-        )
+        way_out = "load it without quantisation (or dequantise it) first"
+        if method in ("compressed-tensors", "modelopt"):
+            way_out = "load it with quantization_config=PactConfig(), which reads NVFP4 checkpoints as they are"
         raise ValueError(f"the model is already quantised by {method!r}; {way_out}")
 
 
 def kept_dense(model: nn.Module) -> set[int]:
     """ids of linears that stay: output heads, tied to an embedding, wanted in FP32 by the model's class."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    lists = (getattr(model, key, None) for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
-    fp32 = tuple(name for names in lists for name in names or ())
+    fp32 = _kept_in_fp32(model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     keep = set() if head is None else {id(head)}
     for name, module in model.named_modules():
@@ -167,10 +166,3 @@ def _check_weight(what: str, weight: torch.Tensor, backend: str) -> None:
         raise ValueError(f"{what} is float64; cast the model to float32 or bfloat16 first")
     if backend != "bf16" and not torch.isfinite(weight).all():
         raise ValueError(f"{what} holds NaN or Inf; a quantised layer cannot represent them")
-
-
-def _refuse_wrapped(name: str, backend: str) -> None:
-    raise ValueError(
-        f"{name} already carries an adapter on a dense base; backend={backend!r} would have to replace that base under it. "
-        "Create the NVFP4LoraConfig adapter first, or freeze the base with peft_nvfp4.freeze_model before adding any adapter."
-    )

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -38,17 +38,7 @@ IGNORED = -100
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient that is NaN or Inf.
-
-    Attributes:
-        step: number of the step that was not applied, from 1.
-        parameter: dotted name of the first parameter whose gradient is not finite; None if the loss is not, or if all are not.
-        checkpoint: folder of the last checkpoint of the run; None if there is none.
-    """
-
-    def __init__(self, message: str, step: int, parameter: str | None, checkpoint: str | None):
-        super().__init__(message)
-        self.step, self.parameter, self.checkpoint = step, parameter, checkpoint
+    """A loss or a gradient is NaN or Inf; the message names the step that was not applied, the last checkpoint and what to do."""
 
 
 class StopOnNonFinite(TrainerCallback):
@@ -102,13 +92,18 @@ class StopOnNonFinite(TrainerCallback):
             flags.append(~torch.isfinite(norm).to(flags[0].device if flags else norm.device))
         if flags and torch.stack(flags).any():
             bad = [name for name, g in grads.items() if not torch.isfinite(g).all()]
-            parameter = bad[0] if 0 < len(bad) < len(grads) else None  # clipping by a norm spreads NaN to all of them
             what = "loss" if self.bad_loss is not None and self.bad_loss else "gradient"
-            what += f" of {parameter}" if parameter and what == "gradient" else ""
-            without_labels = no_label_counts(self.unsupervised)
+            if what == "gradient" and 0 < len(bad) < len(grads):  # clipping by a norm spreads NaN to all of them
+                what += f" of {bad[0]}"
+            without_labels = self._no_label_counts()
             self._remove()
-            raise _non_finite(what, parameter, without_labels, args, state, optimizer)
+            raise NonFiniteError(_explain_non_finite(what, without_labels, args, state, optimizer))
         self._start_step()
+
+    def _no_label_counts(self) -> bool:
+        """Whether a mean over labels is 0/0: of a micro-batch, or of the step if Trainer gave the number of all its labels."""
+        alone = any(bool(empty) for empty, own_mean in self.unsupervised if own_mean)
+        return alone or bool(self.unsupervised) and all(bool(empty) for empty, _ in self.unsupervised)
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -116,35 +111,21 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
-def no_label_counts(micro_batches: Sequence[tuple[Tensor, bool]]) -> bool:
-    """Whether a mean over labels is 0/0: for one micro-batch, or for the step if Trainer gave the number of all its labels.
-
-    Args:
-        micro_batches: of each, whether it has no label that counts, and whether its loss is the mean of its own labels.
-    """
-    alone = any(bool(empty) for empty, own_mean in micro_batches if own_mean)
-    return alone or bool(micro_batches) and all(bool(empty) for empty, _ in micro_batches)
-
-
-def _non_finite(
-    what: str, parameter: str | None, without_labels: bool, args: Any, state: Any, optimizer: Any
-) -> NonFiniteError:
-    step, checkpoint = state.global_step + 1, last_checkpoint(args.output_dir)
-    last = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+def _explain_non_finite(what: str, without_labels: bool, args: Any, state: Any, optimizer: Any) -> str:
+    checkpoint = last_checkpoint(args.output_dir)
+    last = f"The step was not applied; {f'the last checkpoint is {checkpoint}' if checkpoint else 'there is no checkpoint yet'}."
     if without_labels:
-        return NonFiniteError(
-            f"the {what} of step {step} is not finite: a micro-batch has no label that counts (all are {IGNORED}), so its mean "
-            f"is 0/0. The step was not applied; {last}. Rows that are nothing but prompt, or whose answer was cut off by the "
-            "maximum length, have no such label: leave them out, or raise that length",
-            *(step, None, checkpoint),
+        return (
+            f"the {what} of step {state.global_step + 1} is not finite: a micro-batch has no label that counts (all are "
+            f"{IGNORED}), so its mean is 0/0. {last} Rows that are nothing but prompt, or whose answer was cut off by the "
+            "maximum length, have no such label: leave them out, or raise that length"
         )
     rate = optimizer.param_groups[0]["lr"] if optimizer is not None else args.learning_rate
-    return NonFiniteError(
-        f"the {what} of step {step} is not finite (learning rate {rate:.3g}). The step was not applied; {last}. Lower the "
-        "learning rate or raise its warm-up, clip gradients (max_grad_norm), and look at the rows of this step for empty or "
-        "broken ones. TrainingArguments(debug='underflow_overflow') prints the first module whose output is not finite when the "
-        "run goes on from there",
-        *(step, parameter, checkpoint),
+    return (
+        f"the {what} of step {state.global_step + 1} is not finite (learning rate {rate:.3g}). {last} Lower the learning rate or "
+        "raise its warm-up, clip gradients (max_grad_norm), and look at the rows of this step for empty or broken ones. "
+        "TrainingArguments(debug='underflow_overflow') prints the first module whose output is not finite when the run goes on "
+        "from there"
     )
 
 
@@ -161,24 +142,24 @@ def cheaper(model: Any, settings: Settings) -> list[tuple[str, int]]:
     Args:
         model: what :func:`peft_nvfp4.memory.estimate` takes.
     """
-    shape, now = model_shape(model), estimate(model, settings).peak
-    changes: list[tuple[str, dict[str, Any]]] = []
-    if settings.batch > 1:
-        half = settings.batch // 2
-        changes.append((f"batch {half} (and {-(-settings.batch // half)} times the accumulation)", {"batch": half}))
-    changes += _savings(settings)
-    found = [(words, estimate(shape, replace(settings, **change)).peak) for words, change in changes]
-    found = [(words, peak) for words, peak in found if peak < now]
+    shape = model_shape(model)
+    peak = lambda change: estimate(shape, replace(settings, **change)).peak
+    found = [(words, change, peak(change)) for words, change in _savings(settings)]
+    found = [entry for entry in found if entry[2] < peak({})]
     if len(found) > 1:
-        everything = {key: value for words, change in changes if words in dict(found) for key, value in change.items()}
-        found.append(("all of these", estimate(shape, replace(settings, **everything)).peak))
-    return found
+        everything = {key: value for _, change, _ in found for key, value in change.items()}
+        found.append(("all of these", everything, peak(everything)))
+    return [(words, bytes_) for words, _, bytes_ in found]
 
 
 def _savings(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     """(in words, fields of the settings) of what can still be given up."""
-    possible = [change for change in SACRIFICES if sacrificed(settings, change) != settings]
-    return [("checkpointing" if "checkpointing" in change else f"memory={change['memory']!r}", change) for change in possible]
+    changes = [change for change in SACRIFICES if sacrificed(settings, change) != settings]
+    found = [("checkpointing" if "checkpointing" in change else f"memory={change['memory']!r}", change) for change in changes]
+    if settings.batch > 1:
+        half = settings.batch // 2
+        found.insert(0, (f"batch {half} (and {-(-settings.batch // half)} times the accumulation)", {"batch": half}))
+    return found
 
 
 def explain(model: Any, settings: Settings, memory: int | None = None) -> str:
@@ -190,7 +171,7 @@ def explain(model: Any, settings: Settings, memory: int | None = None) -> str:
     except ValueError as error:
         return (
             f"the GPU's memory is not enough for {asked}{there}. The estimator does not know this model ({error}); what takes "
-            f"less: {', '.join(['a smaller batch', *(words for words, _ in _savings(settings))])}"
+            f"less: {', '.join(words for words, _ in _savings(settings)) or 'a shorter sequence'}"
         )
     lines = "; ".join(f"{words}: {peak / 2**30:.2f} GiB" for words, peak in changes)
     return (
@@ -233,17 +214,13 @@ def memory_advice(trainer: Any) -> Iterator[None]:
             checkpointing=bool(checkpointing),
             optimizer=name if (name := str(getattr(args.optim, "value", args.optim))) in OPTIMIZERS else "adamw_torch_fused",
         )
-        raise OutOfMemory(explain(model.config, settings, memory_there())) from error
+        memory = None
+        if torch.cuda.is_available():
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            memory = int(total * torch.cuda.get_per_process_memory_fraction())
+        raise OutOfMemory(explain(model.config, settings, memory)) from error
     finally:
         handle.remove()
-
-
-def memory_there() -> int | None:
-    """Bytes of the current GPU that PyTorch may use; None without one."""
-    if not torch.cuda.is_available():
-        return None
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return int(total * torch.cuda.get_per_process_memory_fraction())
 
 
 # ---------------------------------------------------------------------------------------------- the same bits

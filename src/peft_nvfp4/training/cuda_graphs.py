@@ -25,7 +25,6 @@ several backwards.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import warnings
@@ -83,7 +82,6 @@ class _Entry:
     tape: SeedTape
     kind: type  # of the decoder's output
     parameters: list[Tensor]
-    model_state: tuple
 
 
 def _baked_in(p: nn.Parameter) -> tuple:
@@ -110,8 +108,8 @@ class GraphedForward:
         self.decoder, self.recorder = decoder, recorder
         self.plain = decoder.__dict__.get("forward")  # somebody else's hook on the instance
         self.status, self.pool = GraphStatus(), None
-        self.entries: dict[tuple, _Entry] = {}
-        self.failed: dict[tuple, tuple[tuple, str]] = {}  # what cannot be recorded: the model's state then, and why
+        self.entries: dict[tuple, _Entry | str] = {}  # a reason where it cannot be recorded
+        self.state: tuple = ()  # of the model that they were made of
         self.pending: weakref.ref[Ticket] | None = None
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
@@ -122,13 +120,9 @@ class GraphedForward:
             return self.plain(*args, **kwargs)
         return type(self.decoder).forward(self.decoder, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict) -> GraphedForward:
-        copied = GraphedForward(copy.deepcopy(self.decoder, memo), self.recorder)
-        copied.plain = copy.deepcopy(self.plain, memo)
-        return copied
-
     def __reduce__(self):
-        return GraphedForward, (self.decoder, self.recorder)
+        """Copies (and pickles) begin without recordings."""
+        return GraphedForward, (self.decoder, self.recorder), {"plain": self.plain}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and self.decoder.training):
@@ -150,19 +144,16 @@ class GraphedForward:
             tuple(constants.items()),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         )
-        entry, state = self.entries.get(key), self._model_state()
-        if entry is not None and entry.model_state != state:
-            self.status.discarded += 1
-            self.entries.clear()  # the others are as old
-            entry = None
-        if entry is None:
-            if key in self.failed and self.failed[key][0] == state:
-                raise Unsupported(self.failed[key][1])
+        if (state := self._model_state()) != self.state:
+            self.status.discarded += any(isinstance(entry, _Entry) for entry in self.entries.values())
+            self.entries, self.state = {}, state
+        if key not in self.entries:
             try:
-                entry = self.entries[key] = self._record(tensors, constants, state)
+                self.entries[key] = self._record(tensors, constants)
             except Unsupported as reason:
-                self.failed[key] = (state, str(reason))
-                raise
+                self.entries[key] = str(reason)
+        if isinstance(entry := self.entries[key], str):
+            raise Unsupported(entry)
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         self.status.graphs[shapes] = self.status.graphs.get(shapes, 0) + 1
         entry.tape.refill()
@@ -222,8 +213,9 @@ class GraphedForward:
 
     # -- recording
 
-    def _record(self, tensors: dict[str, Tensor], constants: dict[str, Any], state: tuple) -> _Entry:
-        if len(self.entries) >= MAX_GRAPHS:
+    def _record(self, tensors: dict[str, Tensor], constants: dict[str, Any]) -> _Entry:
+        recorded = sum(isinstance(entry, _Entry) for entry in self.entries.values())
+        if recorded >= MAX_GRAPHS:
             raise Unsupported(f"more than {MAX_GRAPHS} combinations of input shapes (pad_to_multiple_of gives fewer)")
         parameters = [p for p in self.decoder.parameters() if p.requires_grad]
         if not parameters:
@@ -246,7 +238,7 @@ class GraphedForward:
             kinds.add(type(output))
             return output.last_hidden_state
 
-        if not self.entries and device.type == "cuda":
+        if not recorded and device.type == "cuda":
             # not that of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does that),
             # and then cannot draw random numbers on the device any more
             self.pool = torch.cuda.graph_pool_handle()
@@ -264,7 +256,7 @@ class GraphedForward:
             raise Unsupported(f"recording failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
         finally:
             torch.set_autocast_cache_enabled(cached)
-        return _Entry(recording, tape, kinds.pop(), parameters, state)
+        return _Entry(recording, tape, kinds.pop(), parameters)
 
     def _maskless(self, inputs: dict[str, Tensor]) -> bool:
         """Whether causal attention needs no mask if all tokens are real. A config with sub-configs keeps its windows elsewhere,
@@ -294,18 +286,16 @@ class GraphedForward:
 # ---------------------------------------------------------------------------------------------- public
 
 
-def _decoder(model: nn.Module) -> nn.Module:
-    """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; ValueError where there is none."""
+def _decoder(model: nn.Module) -> nn.Module | None:
+    """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; None where there is none."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    decoder = _find_decoder(base)
-    if decoder is None:
-        raise ValueError(f"{type(base).__name__} has no decoder module of its own: CUDA graphs need a *ForCausalLM model")
-    return decoder
-
-
-def _find_decoder(base: nn.Module) -> nn.Module | None:
     decoder = getattr(base, getattr(base, "base_model_prefix", "") or "model", None)
     return decoder if isinstance(decoder, nn.Module) and hasattr(decoder, "config") else None
+
+
+def _graphed(model: nn.Module) -> GraphedForward | None:
+    forward = vars(decoder).get("forward") if (decoder := _decoder(model)) is not None else None
+    return forward if isinstance(forward, GraphedForward) else None
 
 
 def enable_cuda_graphs(model: nn.Module) -> None:
@@ -317,11 +307,13 @@ def enable_cuda_graphs(model: nn.Module) -> None:
             with ``merge_aware=True``.
     """
     decoder = _decoder(model)
+    if decoder is None:
+        raise ValueError(f"{type(model).__name__} has no decoder module of its own: CUDA graphs need a *ForCausalLM model")
     if any(ATTRIBUTE in vars(m) for m in decoder.modules()):
         raise ValueError("CUDA graphs and offload exclude each other: disable_offload(model) first")
     if any(getattr(m, "merge_aware_adapters", None) for m in decoder.modules()):
         raise ValueError("CUDA graphs do not go with merge_aware=True, which makes the merged weights anew in every pass")
-    if not isinstance(decoder.__dict__.get("forward"), GraphedForward):
+    if _graphed(model) is None:
         decoder.forward = GraphedForward(decoder)
         decoder._replicate_for_data_parallel = functools.partial(_replica, decoder)
 
@@ -341,9 +333,8 @@ def _replica(decoder: nn.Module) -> nn.Module:
 def disable_cuda_graphs(model: nn.Module) -> None:
     """Put the decoder's own forward back and free the recordings (deleting the model frees them at the next garbage collection
     only: it refers to itself). Nothing happens to a model without graphs."""
-    decoder = _find_decoder(model.get_base_model() if hasattr(model, "get_base_model") else model)
-    graphed = None if decoder is None else decoder.__dict__.get("forward")
-    if isinstance(graphed, GraphedForward):
+    if (graphed := _graphed(model)) is not None:
+        decoder = graphed.decoder
         del decoder.forward, decoder._replicate_for_data_parallel
         if graphed.plain is not None:
             decoder.forward = graphed.plain
@@ -351,5 +342,5 @@ def disable_cuda_graphs(model: nn.Module) -> None:
 
 def graph_status(model: nn.Module) -> GraphStatus:
     """What was replayed, and what was not and why."""
-    graphed = _decoder(model).__dict__.get("forward")
-    return graphed.status if isinstance(graphed, GraphedForward) else GraphStatus(reasons=Counter({"not enabled": 1}))
+    graphed = _graphed(model)
+    return GraphStatus(reasons=Counter({"not enabled": 1})) if graphed is None else graphed.status

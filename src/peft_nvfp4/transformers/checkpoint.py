@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -31,12 +31,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.quantizers import HfQuantizer
 
 from ..checkpoints.layouts import PARTS
-from ..checkpoints.load import Stored, first_set, stored_in, submodule
-from ..nn.experts.frozen_experts import frozen_experts
-from ..nn.experts.packing import stack_name
+from ..checkpoints.load import Stored, check_loaded, check_stored, stored_in, submodule
+from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
+from ..nn.experts.packing import packed_of, stack_name
 from ..nn.frozen_linear import FrozenOptions
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..numerics.formats import BLOCK, E4M3_MAX_BITS, QuantizedMatrix, padded_k
+from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
 from ..quantization.freeze import frozen_layers
 
 PACKED = ("weight", "weight_scales", "weight_gscale")
@@ -49,40 +49,46 @@ MADV_PAGEOUT = 21
 # ---------------------------------------------------------------------------------------------- before loading
 
 
-def stored_tensors(model: nn.Module, files: Sequence[str] | None, quantizer: HfQuantizer | None = None) -> dict[str, Stored]:
+def conversions(
+    model: nn.Module, quantizer: HfQuantizer | None = None
+) -> tuple[list[WeightRenaming], list[WeightConverter], tuple[str, dict[str, bool]]]:
+    """What transformers does on loading, with this quantizer: changes of names, of tensors, and what else
+    ``rename_source_key`` asks for."""
+    mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    renamings, converters = ([c for c in mapping if isinstance(c, kind)] for kind in (WeightRenaming, WeightConverter))
+    return renamings, converters, (model.base_model_prefix, dict.fromkeys(model.state_dict(keep_vars=True), True))
+
+
+def stored_tensors(model: nn.Module, files: Iterable[str], quantizer: HfQuantizer) -> dict[str, Stored]:
     """Name in the model -> the tensor that transformers will load there, with this quantizer. (A tensor that is split on loading
     is under the name of its first part.)"""
-    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
-    names = dict.fromkeys(model.state_dict(keep_vars=True), True)
+    renamings, converters, context = conversions(model, quantizer)
     found = {}
-    for file in files or ():
-        for stored in stored_in(file) if file.endswith(".safetensors") else ():
-            stem, dot, leaf = stored.key.rpartition(".")
-            part = leaf in PACKED[1:] or leaf in PARTS  # not in the model yet: named after its weight
-            name, converter = rename_source_key(
-                f"{stem}.weight" if part else stored.key, renamings, converters, model.base_model_prefix, names
-            )
-            name = f"{name.rpartition('.')[0]}{dot}{leaf}" if part else name
-            found[name] = replace(stored, converted=converter is not None)
+    for stored in stored_in(files):
+        stem, dot, leaf = stored.key.rpartition(".")
+        part = leaf in PACKED[1:] or leaf in PARTS  # not in the model yet: named after its weight
+        name, converter = rename_source_key(f"{stem}.weight" if part else stored.key, renamings, converters, *context)
+        name = f"{name.rpartition('.')[0]}{dot}{leaf}" if part else name
+        found[name] = replace(stored, converted=converter is not None)
     return found
 
 
-def packed_shapes(linear: nn.Linear) -> dict[str, tuple[int, ...]]:
-    """Shape of each packed tensor of a linear."""
-    n, width = linear.out_features, padded_k(linear.in_features)
-    return dict(zip(PACKED, ((n, width // 2), (n, width // BLOCK), (4,))))
+def packed_shapes(name: str, module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name in the model -> shape, of every packed tensor that the files hold of a linear or of experts."""
+    if isinstance(module, FrozenExperts):
+        projections = {(projection, (module.experts,)): size for projection, size in module.projections.items()}
+    else:
+        projections = {("weight", ()): (module.out_features, module.in_features)}
+    shapes = {}
+    for (projection, leading), (n, k) in projections.items():
+        for leaf, shape in zip(PACKED, ((n, padded_k(k) // 2), (n, padded_k(k) // BLOCK), (4,))):
+            shapes[f"{name}.{stack_name(projection, leaf)}"] = (*leading, *shape)
+    return shapes
 
 
 def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, Stored]) -> None:
-    """The files hold the packed tensors of the planned linears, in the right type and shape, and of no others.
-
-    Raises:
-        ValueError: naming tensor and file.
-    """
-    if not stored:
-        return  # a state_dict in place of files
+    """The files, where there are any (and not a state_dict in their place), hold the packed tensors of the planned linears and
+    experts, in the right type and shape, and of no other linears."""
     planned = set(planned)
     for name, tensor in stored.items():
         stem, _, leaf = name.rpartition(".")
@@ -91,31 +97,13 @@ def check_layout(model: nn.Module, planned: Iterable[str], stored: Mapping[str, 
                 f"{tensor} belongs to a packed linear, and {stem} of {type(model).__name__} stays dense "
                 "by its class or by skip_modules"
             )
-    for name in planned:
-        shapes = packed_shapes(model.get_submodule(name))
-        present = {leaf: stored[f"{name}.{leaf}"] for leaf in PACKED if f"{name}.{leaf}" in stored}
-        if missing := [f"{name}.{leaf}" for leaf in PACKED if leaf not in present]:
-            files = {tensor.file for tensor in present.values()} or {tensor.file for tensor in stored.values()}
-            raise ValueError(f"{', '.join(missing)} missing in {', '.join(sorted(files))}")
-        for leaf, tensor in present.items():
-            check_packed(tensor, shapes[leaf])
-
-
-def check_packed(tensor: Stored, shape: tuple[int, ...]) -> None:
-    """A packed tensor in a file is of this shape.
-
-    Raises:
-        ValueError: naming tensor and file.
-    """
-    if tensor.dtype != "U8":
-        raise ValueError(f"{tensor} is {tensor.dtype}, expected packed bytes (U8)")
-    if tensor.shape != shape:
-        raise ValueError(f"{tensor} has the shape {tensor.shape}, expected {shape}")
+    for name in planned if stored else ():
+        check_stored({key: ("U8", [shape]) for key, shape in packed_shapes(name, model.get_submodule(name)).items()}, stored)
 
 
 def empty_layer(linear: nn.Linear, options: FrozenOptions) -> NVFP4FrozenLinear:
     """A frozen layer on the meta device with the parameters that the files hold."""
-    codes, scales, _ = packed_shapes(linear).values()
+    codes, scales, _ = packed_shapes("", linear).values()
     w = QuantizedMatrix(
         torch.empty(codes, dtype=torch.uint8, device="meta"),
         torch.empty(scales, dtype=torch.uint8, device="meta"),
@@ -132,42 +120,28 @@ def empty_layer(linear: nn.Linear, options: FrozenOptions) -> NVFP4FrozenLinear:
 # ---------------------------------------------------------------------------------------------- after loading
 
 
-def check_loaded(layers: Mapping[str, NVFP4FrozenLinear], origin: Callable[[str], str]) -> None:
-    """Every parameter was loaded and holds what it can hold.
-
-    Raises:
-        ValueError: naming tensor and file.
-    """
-    flags: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        shapes = packed_shapes(layer)
-        for leaf, p in layer.named_parameters(recurse=False):
-            key, shape = f"{name}.{leaf}", shapes.get(leaf, (layer.out_features,))
-            if p.is_meta or not getattr(p, "_is_hf_initialized", False):
-                raise ValueError(f"{key} is missing in the checkpoint")
-            if tuple(p.shape) != shape:
-                raise ValueError(f"{origin(key)} has the shape {tuple(p.shape)}, expected {shape}")
-            if leaf == "weight_scales" and p.numel():
-                flags[key] = p.amax() > E4M3_MAX_BITS
-            elif leaf == "weight_gscale":
-                value = p.detach().clone().view(torch.float32)
-                flags[key] = ~(torch.isfinite(value) & (value > 0))[0]
-    raise_if_corrupt(flags, origin)
+def finish(model: nn.Module, names: Iterable[str], origin: Callable[[str], str]) -> None:
+    """Check the linears and experts of these names, which were loaded, and make what the files do not hold: backward layouts."""
+    modules = {name: model.get_submodule(name) for name in names}
+    parameters, shapes = {}, {}
+    for name, module in modules.items():
+        parameters |= {f"{name}.{leaf}": p for leaf, p in module.named_parameters(recurse=False)}
+        shapes |= packed_shapes(name, module)
+        if isinstance(module, NVFP4FrozenLinear):
+            shapes[f"{name}.bias"] = (module.out_features,)
+    check_loaded(parameters, origin, shapes)
+    for module in modules.values():
+        if isinstance(module, NVFP4FrozenLinear):
+            _complete(module)
+        else:
+            for projection in module.projections:
+                for layer in (layers := module.layers(projection)):
+                    _complete(layer)
+                module.store(projection, [packed_of(layer) for layer in layers])
 
 
-def raise_if_corrupt(flags: Mapping[str, Tensor], origin: Callable[[str], str]) -> None:
-    """``flags``: name of a packed tensor of scales -> whether it holds what it cannot hold.
-
-    Raises:
-        ValueError: naming tensor and file.
-    """
-    if (key := first_set(flags)) is not None:
-        what = "scales that are NaN or negative" if key.endswith("scales") else "a scale that is not finite and positive"
-        raise ValueError(f"{origin(key)} is corrupt: it holds {what}")
-
-
-def complete(layer: NVFP4FrozenLinear) -> None:
-    """Make what the files do not hold: the backward layout."""
+def _complete(layer: NVFP4FrozenLinear) -> None:
+    """Make the backward layout."""
     w = layer.forward_layout
     layer._store(w._replace(gscale=w.gscale.clone()))  # a copy: in a mapped file, four bytes may lie anywhere
 
@@ -177,14 +151,12 @@ def complete(layer: NVFP4FrozenLinear) -> None:
 
 def release(files: Iterable[str]) -> None:
     """Advise the kernel to drop the resident pages of all mappings of these files, which have been read. Where there is no such
-    call (other systems than Linux), the kernel decides alone, as it would have.
+    call (other systems than Linux), nothing happens.
 
-    safetensors files are mapped into memory, and what is read from a mapping counts as resident until the mapping goes: on a CPU,
-    with the last dense parameter of the file. Such pages cost nothing but the number: the kernel takes them back when it needs
-    them. But job schedulers and people look at that number, and a streaming load would seem to hold the whole BF16 model.
-
-    ``MADV_PAGEOUT`` drops clean pages of a file and never loses a byte: a page that is needed again is read again.
-    (``MADV_DONTNEED`` would throw away what somebody wrote into another private mapping of the same file.) On the same occasion
+    What is read from a mapped file counts as resident until the mapping goes: on a CPU, with the last dense parameter of the
+    file. The kernel takes such pages back when it needs them. But job schedulers and people look at that number, and a streaming
+    load would seem to hold the whole BF16 model. ``MADV_PAGEOUT`` drops clean pages of a file and never loses a byte
+    (``MADV_DONTNEED`` would throw away what somebody wrote into another private mapping of the same file). On the same occasion
     freed heap memory goes back, of which quantising on a CPU leaves much.
     """
     paths = {os.path.realpath(file) for file in files}
@@ -208,14 +180,10 @@ def release(files: Iterable[str]) -> None:
 
 
 def saved_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state dict without backward layouts, which :func:`complete` makes again; None where transformers saves an adapter.
-
-    Raises:
-        ValueError: the model carries PEFT's layers, whose names no model without them has; or a calibration.
-    """
+    """The state dict without backward layouts, which :func:`finish` makes again; None where transformers saves an adapter."""
     if getattr(model, "_hf_peft_config_loaded", False):
         return None
-    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):  # with names that no model without them has
         raise ValueError(
             "the model carries an adapter. Save the adapter (PeftModel.save_pretrained), or merge or unload it and save what "
             "that returns"

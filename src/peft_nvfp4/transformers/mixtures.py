@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import rename_source_key
 
 from ..checkpoints.layouts import PARTS
 from ..checkpoints.load import stored_in
@@ -27,7 +25,7 @@ from ..nn.experts.frozen_experts import FrozenExperts, first_of
 from ..nn.experts.packing import packed_of, stack_name
 from ..nn.frozen_linear import frozen
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..numerics.formats import BLOCK, E4M3_MAX_BITS, QuantizedMatrix, padded_k
+from ..numerics.formats import QuantizedMatrix
 from ..quantization.freeze import _carry_attributes
 from ..quantization.plan import expert_options
 from . import checkpoint
@@ -54,8 +52,10 @@ def collect(state: LoadState, model: nn.Module, key: str, weight: Tensor) -> Non
     held._is_hf_initialized = True  # nothing to initialise while the other projection is waited for
     experts.pack(projection, weight)
     experts.compute_dtype = weight.dtype
+    for p in experts.parameters():
+        p._is_hf_initialized = True
     if all(hasattr(experts, name) for name in experts.projections):
-        _place(state, model, name)
+        _place(model, name, state.half_packed.pop(name))
 
 
 def collect_rest(state: LoadState, model: nn.Module) -> None:
@@ -68,12 +68,11 @@ def collect_rest(state: LoadState, model: nn.Module) -> None:
                     collect(state, model, f"{name}.{projection}", getattr(original, projection).detach())
 
 
-def _place(state: LoadState, model: nn.Module, name: str) -> None:
-    experts, original = state.half_packed.pop(name), model.get_submodule(name)
+def _place(model: nn.Module, name: str, experts: FrozenExperts) -> None:
+    """Frozen experts take the place of dense ones, whose weights are let go."""
+    original = model.get_submodule(name)
     for projection in experts.projections:
         original.register_parameter(projection, None)
-    for p in experts.parameters():
-        p._is_hf_initialized = True
     _carry_attributes(original, experts)
     model.set_submodule(name, experts)
 
@@ -81,67 +80,17 @@ def _place(state: LoadState, model: nn.Module, name: str) -> None:
 # ---------------------------------------------------------------------------------------------- a saved model
 
 
-def packed_shapes(experts: FrozenExperts) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter that the files hold."""
-    shapes = {}
-    for name, (n, k) in experts.projections.items():
-        for leaf, shape in zip(checkpoint.PACKED, ((n, padded_k(k) // 2), (n, padded_k(k) // BLOCK), (4,))):
-            shapes[stack_name(name, leaf)] = (experts.experts, *shape)
-    return shapes
-
-
 def place_empty(state: LoadState, model: nn.Module) -> None:
-    """Put experts with empty parameters where the files hold packed ones; the others stay dense.
-
-    Raises:
-        ValueError: a parameter is missing, or of another type or shape; naming it and its file.
-    """
+    """Put experts with empty parameters where the files hold packed ones; the others stay dense."""
     for name in list(state.mixtures):
-        first = first_of(original := model.get_submodule(name))
+        first = first_of(model.get_submodule(name))
         if state.stored and not any(f"{name}.{stack_name(p, 'weight_scales')}" in state.stored for p in (first, "down_proj")):
             state.mixtures.remove(name)
             continue
         experts = empty(state, model, name)
-        for key, shape in packed_shapes(experts).items():
-            _check_stored(state, f"{name}.{key}", shape)
-            setattr(experts, key, frozen(torch.empty(shape, dtype=torch.uint8, device="meta")))
-        for projection in experts.projections:
-            original.register_parameter(projection, None)
-        model.set_submodule(name, experts)
-
-
-def _check_stored(state: LoadState, key: str, shape: tuple[int, ...]) -> None:
-    if not state.stored:
-        return  # a state_dict in place of files
-    if key not in state.stored:
-        raise ValueError(f"{key} missing in {', '.join(sorted({tensor.file for tensor in state.stored.values()}))}")
-    checkpoint.check_packed(state.stored[key], shape)
-
-
-def finish(state: LoadState, model: nn.Module) -> None:
-    """Check what was loaded, and make what the files do not hold: the backward layouts.
-
-    Raises:
-        ValueError: naming tensor and file.
-    """
-    for name in state.mixtures:
-        experts: FrozenExperts = model.get_submodule(name)
-        flags: dict[str, Tensor] = {}
-        for key in packed_shapes(experts):
-            p = getattr(experts, key)
-            if p.is_meta or not getattr(p, "_is_hf_initialized", False):
-                raise ValueError(f"{name}.{key} is missing in the checkpoint")
-            if key.endswith("_gscale"):
-                values = p.detach().clone().view(torch.float32)
-                flags[f"{name}.{key}"] = ~(values.isfinite() & (values > 0)).all()
-            elif key.endswith("_scales"):
-                flags[f"{name}.{key}"] = p.amax() > E4M3_MAX_BITS
-        checkpoint.raise_if_corrupt(flags, state.origin)
-        for projection in experts.projections:
-            layers = experts.layers(projection)
-            for layer in layers:
-                checkpoint.complete(layer)
-            experts.store(projection, [packed_of(layer) for layer in layers])
+        for key, shape in checkpoint.packed_shapes(name, experts).items():
+            setattr(experts, key.removeprefix(f"{name}."), frozen(torch.empty(shape, dtype=torch.uint8, device="meta")))
+        _place(model, name, experts)
 
 
 # ---------------------------------------------------------------------------------------------- packed by another tool
@@ -179,17 +128,10 @@ class OpenedExperts(nn.Module):
 
 def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
     """Put :class:`OpenedExperts` where the files hold packed experts, and enter their linears in ``state.planned``. Experts
-    that are dense in the files stay dense.
-
-    Raises:
-        ValueError: some of a model's experts are packed and others are not; naming a tensor and its file.
-    """
-    conversions = get_model_conversion_mapping(model)
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
-    context = model.base_model_prefix, dict.fromkeys(model.state_dict(keep_vars=True), True)
+    that are dense in the files stay dense."""
+    renamings, converters, context = checkpoint.conversions(model)
     roles: dict[str, dict[str, tuple[str, int]]] = {}
-    for stored in (stored for file in files if file.endswith(".safetensors") for stored in stored_in(file)):
+    for stored in stored_in(files):
         stem, _, leaf = stored.key.rpartition(".")
         plain = rename_source_key(f"{stem}.weight", renamings, [], *context)[0]
         found = _LINEAR.fullmatch(plain.removesuffix(".weight")) if leaf in PARTS else None
@@ -214,11 +156,7 @@ def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
 
 
 def close(state: LoadState, model: nn.Module) -> None:
-    """Make frozen experts of the opened ones, whose linears are frozen now: gate and up of an expert become one matrix, by rows.
-
-    Raises:
-        ValueError: gate and up of an expert have different global scales.
-    """
+    """Make frozen experts of the opened ones, whose linears are frozen now; gate and up of an expert become one matrix."""
     for name in state.opened:
         opened: OpenedExperts = model.get_submodule(name)
         model.set_submodule(name, opened.original)
@@ -226,8 +164,7 @@ def close(state: LoadState, model: nn.Module) -> None:
         for projection in experts.projections:
             leaves = [leaf for leaf, role in opened.roles.items() if role[0] == projection]
             experts.store(projection, [_joined(experts, projection, name, e, m, leaves) for e, m in opened.named_children()])
-            opened.original.register_parameter(projection, None)
-        model.set_submodule(name, experts)
+        _place(model, name, experts)
         for linear in opened.linears():
             del state.planned[f"{name}.{linear}"]
 
@@ -244,11 +181,8 @@ def _joined(
         )
     codes, scales = (torch.cat(tensors) for tensors in list(zip(*parts))[:2])
     (n, k), options = experts.projections[projection], experts.options[projection]
-    forward_only = replace(options, weight_layouts="transient")
     w = QuantizedMatrix(codes, scales, parts[0].gscale, k)
-    layer = NVFP4FrozenLinear(k, n, None, experts.compute_dtype, forward_only, w)
-    layer.options = options
-    checkpoint.complete(layer)
+    layer = NVFP4FrozenLinear(k, n, None, experts.compute_dtype, options, w)
     for leaf in leaves:
         delattr(expert, leaf)
     return packed_of(layer)

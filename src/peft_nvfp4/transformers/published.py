@@ -13,9 +13,8 @@ Without a ``PactConfig`` nothing changes: the checkpoint goes to compressed-tens
 from __future__ import annotations
 
 import copy
-import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +23,26 @@ from transformers import modeling_utils
 
 from ..checkpoints import load
 from ..checkpoints.settings import Published, published_method, read_settings
-from . import checkpoint
+from ..nn.wrapping import wrap
 from .config import PactConfig
 from .state import LoadState
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
-_ORIGINAL: list[Any] = []
-
 
 def install() -> None:
-    """Wrap transformers' ``get_hf_quantizer``. Calling it again changes nothing."""
-    if _ORIGINAL:
-        return
-    _ORIGINAL.append(original := modeling_utils.get_hf_quantizer)
-
-    @functools.wraps(original)
-    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
-        published = _take_settings(config) if isinstance(quantization_config, PactConfig) else None
-        if published is None:
-            return original(config, quantization_config, *args, **kwargs)
-        result = original(config, copy.deepcopy(quantization_config), *args, **kwargs)
-        quantizer = result[0]  # a PactQuantizer
-        quantizer.state.published, quantizer.pre_quantized = published, True
-        return result
-
-    modeling_utils.get_hf_quantizer = get_hf_quantizer
+    """Wrap transformers' ``get_hf_quantizer``, until :func:`~peft_nvfp4.nn.wrapping.unwrap_all`."""
+    wrap(modeling_utils, "get_hf_quantizer", _get_hf_quantizer)
 
 
-def remove() -> None:
-    """Undo :func:`install`."""
-    if _ORIGINAL:
-        modeling_utils.get_hf_quantizer = _ORIGINAL.pop()
+def _get_hf_quantizer(original: Callable, config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+    published = _take_settings(config) if isinstance(quantization_config, PactConfig) else None
+    if published is None:
+        return original(config, quantization_config, *args, **kwargs)
+    result = original(config, copy.deepcopy(quantization_config), *args, **kwargs)
+    quantizer = result[0]  # a PactQuantizer
+    quantizer.state.published, quantizer.pre_quantized = published, True
+    return result
 
 
 def _take_settings(config: Any) -> Published | None:
@@ -72,11 +59,7 @@ def _take_settings(config: Any) -> Published | None:
 
 
 def beside(files: Sequence[str]) -> Published | None:
-    """The settings in a ``hf_quant_config.json`` in the folder of a checkpoint's files.
-
-    Raises:
-        ValueError: it is no JSON, or see :func:`~peft_nvfp4.checkpoints.settings.read_settings`.
-    """
+    """The settings in a ``hf_quant_config.json`` in the folder of a checkpoint's files."""
     for folder in dict.fromkeys(Path(file).parent for file in files):
         path = folder / HF_QUANT_CONFIG
         if path.is_file():
@@ -96,9 +79,7 @@ def place(state: LoadState, model: nn.Module) -> None:
     packed = load.packed_linears(model, state.published, state.stored, state.planned)
     dense = [name for name in state.planned if name not in packed]
     state.planned = {
-        name: tuple(sibling for sibling in group if sibling in packed)
-        for name, group in state.planned.items()
-        if name in packed
+        name: tuple(sibling for sibling in group if sibling in packed) for name, group in state.planned.items() if name in packed
     }
     state.config.skip_modules = [*state.config.skip_modules, *dense]
     tied = {key for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for key in pair}
@@ -110,15 +91,12 @@ def place(state: LoadState, model: nn.Module) -> None:
 
 
 def finish(state: LoadState, model: nn.Module) -> None:
-    """Turn what was placed into frozen layers, or into dense ones where this package does not freeze.
-
-    Raises:
-        ValueError: a tensor that was not loaded, or is corrupt; naming it and its file.
-    """
-    load.check_loaded(state.placed, state.origin)
+    """Turn what was placed into frozen layers, or into dense ones where this package does not freeze."""
+    parameters = {f"{name}.{leaf}": p for name, packed in state.placed.items() for leaf, p in packed.named_parameters()}
+    load.check_loaded(parameters, state.origin)
     for name in list(state.placed):
         packed = state.placed.pop(name)
         if name in state.planned:
-            state.put(model, name, load.frozen_layer(packed, state.options(name), checkpoint.complete))
+            state.put(model, name, load.frozen_layer(packed, state.options(name)))
         else:
             model.set_submodule(name, load.dense_linear(packed))

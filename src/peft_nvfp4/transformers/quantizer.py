@@ -63,11 +63,7 @@ class PactQuantizer(HfQuantizer):
     # -- where a model may go
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
-        """Every part of the model must be where it computes.
-
-        Raises:
-            ValueError: a device_map that offloads to the CPU or the disk.
-        """
+        """Every part of the model must be where it computes."""
         devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
         if "disk" in devices or "cpu" in devices and len(devices) > 1:
             raise ValueError(
@@ -109,15 +105,15 @@ class PactQuantizer(HfQuantizer):
         if self.state.published is None and not self.pre_quantized:
             self.state.published = published.beside(self._files)
             self.pre_quantized = self.state.published is not None
-        check_files(checkpoint_files, packed=self.pre_quantized)
+        check_files(self._files, packed=self.pre_quantized)
         if self.state.published is not None:
             mixtures.open_up(self.state, model, self._files)
-        self.state.stored = checkpoint.stored_tensors(model, checkpoint_files, self)
+        self.state.stored = checkpoint.stored_tensors(model, self._files, self)
         if self.state.published is not None:
             published.place(self.state, model)
         elif self.pre_quantized:
-            checkpoint.check_layout(model, self.state.planned, self.state.stored)
             mixtures.place_empty(self.state, model)
+            checkpoint.check_layout(model, [*self.state.planned, *self.state.mixtures], self.state.stored)
             for name in self.state.planned:
                 self.state.put(model, name, checkpoint.empty_layer(model.get_submodule(name), self.state.options(name)))
         elif foreign := [stored for name, stored in self.state.stored.items() if name.rpartition(".")[2] in PARTS]:
@@ -152,27 +148,23 @@ class PactQuantizer(HfQuantizer):
         """Take a weight: of experts, to be quantised; of a planned linear, to be quantised with its group if it is the last."""
         name, _, leaf = key.rpartition(".")
         linear = model.get_submodule(name)
-        problem = None
         if self._failure is None:
-            expected = tuple(getattr(linear, leaf).shape)
+            expected, origin = tuple(getattr(linear, leaf).shape), self.state.origin(key)
             if tuple(weight.shape) != expected:
-                problem = f"has the shape {tuple(weight.shape)}, {type(model).__name__} has {expected}"
+                self._failure = f"{origin} has the shape {tuple(weight.shape)}, {type(model).__name__} has {expected}"
             elif not all(torch.isfinite(extreme) for extreme in weight.aminmax()):  # NaN is both; no temporaries
-                problem = "holds NaN or Inf; a quantised layer cannot represent them"
-        if problem is not None:
-            self._failure = f"{self.state.origin(key)} {problem}"
+                self._failure = f"{origin} holds NaN or Inf; a quantised layer cannot represent them"
         if self._failure is not None:
             linear._parameters[leaf] = nn.Parameter(weight.new_empty(0), requires_grad=False)  # what follows can move it
             linear._is_hf_initialized = True
-            return
-        if name in self.state.mixtures:
+        elif name in self.state.mixtures:
             mixtures.collect(self.state, model, key, weight)
             self._account(weight)
-            return
-        self._held[name] = weight
-        linear._is_hf_initialized = True  # nothing to initialise while it waits
-        if all(sibling in self._held for sibling in self.state.planned[name]):
-            self._freeze_group(model, self.state.planned[name])
+        else:
+            self._held[name] = weight
+            linear._is_hf_initialized = True  # nothing to initialise while it waits
+            if all(sibling in self._held for sibling in self.state.planned[name]):
+                self._freeze_group(model, self.state.planned[name])
 
     def _freeze_group(self, model: nn.Module, names: tuple[str, ...]) -> None:
         """Quantise held weights under one global scale; as :func:`freeze_model` does for linears that are there."""
@@ -218,11 +210,7 @@ class PactQuantizer(HfQuantizer):
             published.finish(self.state, model)
             mixtures.close(self.state, model)
         elif self.pre_quantized:
-            layers = {name: model.get_submodule(name) for name in self.state.planned}
-            checkpoint.check_loaded(layers, self.state.origin)
-            for layer in layers.values():
-                checkpoint.complete(layer)
-            mixtures.finish(self.state, model)
+            checkpoint.finish(model, [*self.state.planned, *self.state.mixtures], self.state.origin)
         else:
             self._freeze_rest(model)
             mixtures.collect_rest(self.state, model)

@@ -49,8 +49,6 @@ class LoadState:
         """A frozen layer takes the place of the planned linear of this dotted name."""
         layer.shares_input = len(self.planned[name]) > 1
         _carry_attributes(model.get_submodule(name), layer)
-        for p in layer.parameters():
-            p.requires_grad_(False)
         model.set_submodule(name, layer)
 
     def origin(self, name: str) -> str:

@@ -50,11 +50,18 @@ class Score:
     samples: list[dict[str, str]] = field(default_factory=list)
 
 
-def encode(rows: Rows, tokenizer: Any, max_length: int) -> list[dict[str, list[int]] | None]:
-    """``input_ids`` and ``labels`` of every row; None where nothing is left to score within ``max_length`` tokens."""
+def encode(rows: Rows, tokenizer: Any, max_length: int) -> dict[int, dict[str, list[int]]]:
+    """Number of a row -> its ``input_ids`` and ``labels``, where these are not empty within ``max_length`` tokens.
+
+    Raises:
+        ValueError: every row's prompt fills ``max_length``.
+    """
     eos = "" if rows.conversational else tokenizer.eos_token or ""  # a template writes it itself
     pairs = rows.rendered(tokenizer)
-    return [_encode(p, c.removesuffix(eos) + eos, tokenizer, max_length, rows.conversational) for p, c in pairs]
+    found = [_encode(p, c.removesuffix(eos) + eos, tokenizer, max_length, rows.conversational) for p, c in pairs]
+    if not any(found):
+        raise ValueError(f"no row has anything to learn or to score within {max_length} tokens: raise --max-length")
+    return {number: row for number, row in enumerate(found) if row is not None}
 
 
 def _encode(prompt: str, completion: str, tokenizer: Any, max_length: int, templated: bool) -> dict[str, list[int]] | None:
@@ -87,20 +94,14 @@ def evaluate(
 
     Args:
         generate: also let it answer (of ``prompt`` and ``chat``), which takes most of the time.
-
-    Raises:
-        ValueError: every row's prompt fills ``max_length``.
     """
     model.eval()
     format, rows = rows.format, rows.by_turn()
     encoded = encode(rows, tokenizer, max_length)
-    kept = [i for i, row in enumerate(encoded) if row is not None]
-    if not kept:
-        raise ValueError(f"no row has anything to score within {max_length} tokens: raise --max-length")
-    losses, counts = _losses(model, tokenizer, [encoded[i] for i in kept], batch)
+    losses, counts = _losses(model, tokenizer, list(encoded.values()), batch)
     nll = float(losses.sum() / counts.sum())
-    score = Score(format, len(kept), len(encoded) - len(kept), {"nll": nll, "perplexity": math.exp(min(nll, 700.0))})
-    prompts, expected = zip(*(pair for pair, row in zip(rows.pairs(), encoded) if row is not None))
+    score = Score(format, len(encoded), len(rows.data) - len(encoded), {"nll": nll, "perplexity": math.exp(min(nll, 700.0))})
+    prompts, expected = zip(*(pair for number, pair in enumerate(rows.pairs()) if number in encoded))
     if rows.format == "classification":
         answers = _labels(model, tokenizer, prompts, rows.labels, batch, max_length)
         score.scores = {**_label_scores(answers, expected, rows.labels), **score.scores}
@@ -130,9 +131,7 @@ def _losses(model: nn.Module, tokenizer: Any, rows: Sequence[dict], size: int) -
     return losses, counts
 
 
-def _labels(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[str], labels: Sequence[str], size: int, length: int
-) -> list[str]:
+def _labels(model: nn.Module, tokenizer: Any, prompts: Sequence[str], labels: Sequence[str], size: int, length: int) -> list[str]:
     """The likeliest completion of every prompt: by the mean log-likelihood of its tokens."""
     candidates = [_encode(prompt, label, tokenizer, length, False) for prompt in prompts for label in labels]
     if None in candidates:

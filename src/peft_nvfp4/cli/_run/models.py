@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str) -> torch.dtype:
     """``"auto"`` is BF16 on a GPU, and FP32 on a CPU, most of which multiply BF16 slowly."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     if name not in DTYPES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
@@ -42,14 +41,10 @@ def config_of(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
-        raise FileNotFoundError(_absent(name)) from error
-
-
-def _absent(name: str) -> str:
-    return (
-        f"no model {name!r}: give a folder with a config.json and weights, or the id of a model on the Hub (downloaded, or "
-        "within reach)"
-    )
+        raise FileNotFoundError(
+            f"no model {name!r}: give a folder with a config.json and weights, or the id of a model on the Hub (downloaded, or "
+            "within reach)"
+        ) from error
 
 
 def _packed(name: str, options: Options) -> dict[str, Any]:
@@ -63,40 +58,38 @@ def _packed(name: str, options: Options) -> dict[str, Any]:
 
 def load(
     name: str,
-    dtype: torch.dtype | str,
-    device: torch.device,
+    dtype: str = "auto",
     layers: int | None = None,
     options: Options | None = None,
+    device: torch.device | None = None,
     **kwargs: Any,
 ) -> tuple[nn.Module, Any]:
-    """(model, tokenizer). The model is on ``device`` if its dense weights leave room there, on the CPU otherwise: what packs it
-    uses the GPU all the same.
+    """(model, tokenizer). The model is on the GPU, if there is one and its dense weights leave room there; what packs it uses the
+    GPU all the same.
 
     Args:
+        dtype: a word of :func:`choose_dtype`, or ``"stored"``.
         layers: keep only the first ones, for a quick look at the mechanics.
         options: of the ``NVFP4LoraConfig`` to come, for a model that is packed already.
+        device: another one.
         kwargs: of ``from_pretrained``.
 
     Raises:
         FileNotFoundError: there is no such model.
     """
-    kwargs = _packed(name, options or Options()) | kwargs
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except OSError as error:
-        present = (Path(name) / "config.json").is_file()
-        raise FileNotFoundError(str(error) if present else _absent(name)) from error
-    _truncate(model, layers)
+    kwargs, device = _packed(name, options or Options()) | kwargs, device or default_device()
+    kwargs |= {"dtype": "auto" if dtype == "stored" else choose_dtype(dtype)}
+    model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if layers is not None:
+        _truncate(model, layers)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if device.type == "cuda" and _dense_bytes(model) < 0.7 * torch.cuda.mem_get_info(device)[0]:
+    if device.type == "cuda" and sum(p.nbytes for p in model.parameters()) < 0.7 * torch.cuda.mem_get_info(device)[0]:
         model.to(device)
     return model, tokenizer
 
 
-def _truncate(model: nn.Module, layers: int | None) -> None:
-    if layers is None:
-        return
+def _truncate(model: nn.Module, layers: int) -> None:
     decoder = model.base_model
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise ValueError(f"layers={layers}: {type(model).__name__} has no list of layers to cut")
@@ -106,26 +99,7 @@ def _truncate(model: nn.Module, layers: int | None) -> None:
         model.config.layer_types = model.config.layer_types[:layers]
 
 
-def _dense_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def base_of_adapter(adapter: str | Path) -> str:
-    """The base model that an adapter's config names.
-
-    Raises:
-        ValueError: it is no adapter, or names none.
-    """
-    path = Path(adapter) / "adapter_config.json"
-    if not path.is_file():
-        raise ValueError(f"{adapter} holds no adapter (no adapter_config.json)")
-    try:
-        name = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no config of an adapter: {error}") from error
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{path} does not name its base model: give it with --model")
-    return name
+# ---------------------------------------------------------------------------------------------- adapters
 
 
 def trained_layers(adapter: str | Path) -> int | None:
@@ -135,16 +109,21 @@ def trained_layers(adapter: str | Path) -> int | None:
     return layers if isinstance(layers, int) and layers > 0 else None
 
 
-def load_with_adapter(
-    name: str | None, adapter: str | Path | None, dtype: torch.dtype, device: torch.device, layers: int | None = None
-) -> tuple[nn.Module, Any]:
+def load_base(adapter: str, name: str | None, dtype: str, layers: int | None) -> tuple[NVFP4LoraConfig, nn.Module, Any]:
+    """(config of an adapter, the base it was trained on or the one that is named, tokenizer)."""
+    config = NVFP4LoraConfig.from_pretrained(adapter)
+    if not (name := name or config.base_model_name_or_path):
+        raise ValueError(f"{adapter} does not name its base model: give it with --model")
+    return config, *load(name, dtype, layers or trained_layers(adapter), config.options)
+
+
+def load_with_adapter(name: str | None, adapter: str | None, dtype: str, layers: int | None) -> tuple[nn.Module, Any]:
     """(model with the adapter over the frozen base it was trained on, tokenizer); without an adapter, the model as it is."""
     if adapter is None:
         if name is None:
             raise ValueError("give a model, an adapter, or both")
-        model, tokenizer = load(name, dtype, device, layers)
-        return model.to(device), tokenizer
-    config = NVFP4LoraConfig.from_pretrained(str(adapter))
-    layers = layers or trained_layers(adapter)
-    base, tokenizer = load(name or base_of_adapter(adapter), dtype, device, layers, config.options)
-    return PeftModel.from_pretrained(base, str(adapter), config=config).to(device), tokenizer
+        model, tokenizer = load(name, dtype, layers)
+    else:
+        config, base, tokenizer = load_base(adapter, name, dtype, layers)
+        model = PeftModel.from_pretrained(base, adapter, config=config)
+    return model.to(default_device()), tokenizer

@@ -71,14 +71,11 @@ class TrainOptions:
     lr: float = option(2e-4, "Peak learning rate (2e-4).", sft="learning_rate")
     scheduler: str = option("linear", "linear, cosine, constant, ...", sft="lr_scheduler_type")
     warmup: float = option(0.05, "Share of the steps (0.05).", sft="warmup_steps")
-    weight_decay: float = option(0.0, sft="weight_decay")
-    max_grad_norm: float = option(1.0, sft="max_grad_norm")
     optimizer: str = option("adamw_torch_fused", "adamw_torch_fused, paged_adamw_8bit, ...", sft="optim")
     checkpointing: bool = option(False, "Keep only the inputs of decoder layers for backward.", sft="gradient_checkpointing")
     deterministic: bool = option(False, "Two runs are equal bit for bit; slower attention.")
     max_memory: str | None = option(None, "16GiB: batch, accumulation, memory, checkpointing are chosen to fit.")
     save_every: int = option(0, "Steps between checkpoints (a tenth).")
-    keep: int = option(2, sft="save_total_limit")
     log_every: int = option(0, "Steps between lines of the log.")
     seed: int = option(0, "Of data order, adapter and dropout (0).", sft="seed")
     dtype: str = option("auto", "auto, bf16, fp16 or fp32.")
@@ -106,25 +103,19 @@ class TrainOptions:
 
 
 def adapter_config(options: TrainOptions) -> NVFP4LoraConfig:
-    """The config of the adapter and of the base's freezing. Only here do options become fields of ``NVFP4LoraConfig``."""
-    words = [word.strip() for word in options.targets.split(",") if word.strip()]
-    targets = options.targets if words == ["all-linear"] else words
-    known = {f.name for f in fields(NVFP4LoraConfig)}
-    shared = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
-    lora = {"r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout, "target_modules": targets}
-    return frozen_config({**shared, **lora, "task_type": "CAUSAL_LM", **options.lora})
-
-
-def frozen_config(settings: dict[str, Any]) -> Any:
-    """An ``NVFP4LoraConfig`` from names of fields.
+    """The config of the adapter and of the base's freezing. Only here do options become fields of ``NVFP4LoraConfig``.
 
     Raises:
-        ValueError: a field that it has not.
+        ValueError: under ``lora`` is a field that it has not.
     """
     known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
-    if unknown := sorted(map(str, settings.keys() - known)):
+    if unknown := sorted(map(str, options.lora.keys() - known)):
         raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")
-    return NVFP4LoraConfig(**settings)
+    words = [word.strip() for word in options.targets.split(",") if word.strip()]
+    targets = options.targets if words == ["all-linear"] else words
+    shared = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
+    lora = {"r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout, "target_modules": targets}
+    return NVFP4LoraConfig(**{**shared, **lora, "task_type": "CAUSAL_LM", **options.lora})
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

@@ -12,7 +12,6 @@ Files: .jsonl, .json, .csv, .tsv, .parquet, .txt. Any other name is that of a da
 
 from __future__ import annotations
 
-import csv
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 from trl import apply_chat_template, maybe_convert_to_chatml
 
 datasets.disable_progress_bars()  # the commands print their own progress and errors
@@ -114,7 +114,11 @@ def read(
     data = data if limit is None else data.select(range(min(limit, len(data))))
     if not len(data):
         raise ValueError(f"{name} holds no rows")
-    data = _renamed(name, data, columns or {})
+    for wanted, there in (columns or {}).items():
+        if there not in data.column_names:
+            raise ValueError(f"{name} has no column {there}; it has {', '.join(data.column_names)}")
+        if wanted != there:
+            data = data.remove_columns({wanted} & set(data.column_names)).rename_column(there, wanted)
     if "conversations" in data.column_names:
         data = data.map(maybe_convert_to_chatml, remove_columns="conversations")
     format = _format_of(name, format, data.column_names)
@@ -136,36 +140,17 @@ def _load(name: str, split: str) -> datasets.Dataset:
     try:
         if kind is None:
             return datasets.load_dataset(name, split=split)
-        return datasets.load_dataset(kind, data_files=str(path), split="train", **_settings(path, kind))
+        if kind == "csv":  # all text: otherwise the label 01 would become the number 1, and NA nothing
+            cells = {"sep": "\t" if path.suffix.lower() == ".tsv" else ",", "dtype": str, "keep_default_na": False}
+            return datasets.Dataset.from_pandas(pandas.read_csv(path, index_col=False, encoding="utf-8-sig", **cells))
+        settings = {"sample_by": "paragraph"} if kind == "text" else {}
+        return datasets.load_dataset(kind, data_files=str(path), split="train", **settings)
     except Exception as error:  # whatever the library raises for a name or a file that it cannot read: said, with the ways out
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         words = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         if kind is None:
             raise FileNotFoundError(f"no data at {name} ({words}): give a file that ends in {known}") from error
         raise ValueError(f"{name} has no rows, or cannot be read as {kind} ({words})") from error
-
-
-def _settings(path: Path, kind: str) -> dict[str, Any]:
-    """Of the builder. A table's cells are all text: otherwise the label 01 would become the number 1, and NA nothing."""
-    if kind == "text":
-        return {"sample_by": "paragraph"}
-    if kind != "csv":
-        return {}
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        names = next(csv.reader(file, delimiter=separator), [])
-    features = datasets.Features({name: datasets.Value("string") for name in names})
-    return {"sep": separator, "keep_default_na": False, "features": features, "encoding": "utf-8-sig"}
-
-
-def _renamed(name: str, data: datasets.Dataset, columns: Mapping[str, str]) -> datasets.Dataset:
-    for wanted, there in columns.items():
-        if there not in data.column_names:
-            raise ValueError(f"{name} has no column {there}; it has {', '.join(data.column_names)}")
-        if wanted != there:
-            others = [column for column in data.column_names if column != wanted]
-            data = data.select_columns(others).rename_column(there, wanted)
-    return data
 
 
 def _format_of(name: str, format: str, there: Sequence[str]) -> str:

@@ -9,9 +9,10 @@ what came after its last checkpoint.
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,14 @@ def run(options: TrainOptions, resume: bool = False, say: Say = print) -> Result
     if not resume and any(output.glob("checkpoint-*")):
         raise ValueError(f"{output} holds checkpoints of an earlier run: go on with --resume, or choose another output folder")
     with deterministic() if options.deterministic else nullcontext():
-        trainer, options = _trainer(options, say)
+        stop = StopWhenAsked(say)
+        trainer, options = _trainer(options, say, stop)
         options.save(output)
         last = last_checkpoint(output)  # a whole one: what was killed while it wrote one goes on from the one before
         if resume:
             say(f"going on from {last}" if last else "no whole checkpoint yet: starting from the beginning")
         start = time.perf_counter()
-        with _interruptible(trainer, say), memory_advice(trainer):
+        with stop, memory_advice(trainer):
             loss = trainer.train(resume_from_checkpoint=last).training_loss
             steps, finished = trainer.state.global_step, trainer.state.global_step >= trainer.state.max_steps
             score = trainer.evaluate()["eval_loss"] if finished and trainer.eval_dataset is not None else None
@@ -91,20 +93,22 @@ def run(options: TrainOptions, resume: bool = False, say: Say = print) -> Result
 # ---------------------------------------------------------------------------------------------- before
 
 
-def _trainer(options: TrainOptions, say: Say) -> tuple[SFTTrainer, TrainOptions]:
+def _trainer(options: TrainOptions, say: Say, *callbacks: TrainerCallback) -> tuple[SFTTrainer, TrainOptions]:
     """The trainer, after all that can be wrong with the options; and the options with what was chosen to fit ``max_memory``."""
     device = models.default_device()
-    dtype = models.choose_dtype(options.dtype, device)
-    train, test = _rows(options)
-    config = adapter_config(options)  # raises before anything large is loaded
+    models.choose_dtype(options.dtype)  # raise before anything large is loaded
     models.config_of(options.model)
+    train, test = _rows(options)
+    config = adapter_config(options)
     torch.manual_seed(options.seed)
     home = torch.device("cpu") if config.options.offload else device
-    base, tokenizer = models.load(options.model, dtype, home, options.layers, config.options)
+    base, tokenizer = models.load(options.model, options.dtype, options.layers, config.options, home)
     if options.max_memory is not None:
         options = _planned(options, base.config, _longest(options, train, tokenizer), say)
         config = adapter_config(options)
-        _cap(options, device)
+        if device.type == "cuda":  # held to it, so that a wrong estimate shows here and not on the smaller card
+            share = (parse_bytes(options.max_memory) - CONTEXT) / torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
     model = get_peft_model(base, config).to(device)
     if options.cuda_graphs:
         enable_cuda_graphs(model)
@@ -118,12 +122,12 @@ def _trainer(options: TrainOptions, say: Say) -> tuple[SFTTrainer, TrainOptions]
         train_dataset=data,
         eval_dataset=held_out,
         processing_class=tokenizer,
-        callbacks=[StopWhenAsked(), StopOnNonFinite()],
+        callbacks=[*callbacks, StopOnNonFinite()],
     )
     for parameter in model.parameters():
         if parameter.requires_grad:  # TRL makes them BF16 on a base that was packed before: a resumed run would not be the same
             parameter.data = parameter.data.float()
-    _check_prepared(options, len(data), trainer.train_dataset, say)
+    _say_prepared(options, len(data), trainer.train_dataset, say)
     return trainer, options
 
 
@@ -142,38 +146,47 @@ def _rows(options: TrainOptions) -> tuple[texts.Rows, texts.Rows | None]:
 def _template_marks_turns(tokenizer: Any) -> bool:
     """Whether TRL can tell the assistant's turns from the others: the template says so, or TRL knows one for it that does."""
     texts.check_chat_template(tokenizer)
-    try:
+    with suppress(ValueError):
         get_training_chat_template(tokenizer)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
-def _check_prepared(options: TrainOptions, given: int, prepared: Dataset, say: Say) -> None:
-    """Say what became of the rows.
+def _say_prepared(options: TrainOptions, given: int, prepared: Dataset, say: Say) -> None:
+    """What became of the rows.
 
     Raises:
         ValueError: nothing is left to learn from.
     """
-    if not len(prepared):
-        raise ValueError(f"no row has anything to learn within {options.max_length} tokens: raise max_length")
     lengths = [len(ids) for ids in prepared["input_ids"]]
+    if not lengths:
+        raise ValueError(f"no row has anything to learn within {options.max_length} tokens: raise max_length")
     say(f"{given} rows became {len(lengths)} sequences, the longest of {max(lengths)} tokens (at most {options.max_length})")
     if len(lengths) < given and not options.packing:
         say(f"{given - len(lengths)} rows were left out: their prompt alone takes {options.max_length} tokens")
 
 
 def _longest(options: TrainOptions, rows: texts.Rows, tokenizer: Any) -> int:
-    """Tokens of the longest row, as it will be trained."""
+    """Tokens of the longest row, as it will be trained: with its end, and where rows are packed all of a batch."""
     if options.packing:
-        return options.max_length * options.batch  # TRL makes one long row of a batch
-    return min(options.max_length, 1 + max(len(tokenizer(p + c).input_ids) for p, c in rows.rendered(tokenizer)))  # 1: its end
+        return options.max_length * options.batch
+    return min(options.max_length, 1 + max(len(tokenizer(p + c).input_ids) for p, c in rows.rendered(tokenizer)))
 
 
 def _planned(options: TrainOptions, config: Any, longest: int, say: Say) -> TrainOptions:
-    """The options with what the estimator chose to fit ``max_memory``."""
+    """The options with what the estimator chose to fit ``max_memory``, for a micro-batch whose longest row has so many tokens."""
+    adapter, known = adapter_config(options), {f.name for f in fields(Settings)}
+    settings = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
+    settings |= {"sequence": -(-longest // 8) * 8, "padded": True}
+    settings |= {"targets": adapter.target_modules, "skip_modules": tuple(adapter.skip_modules or ())}
+    if options.optimizer not in OPTIMIZERS:
+        settings["optimizer"] = "adamw_torch_fused"
+    if torch.cuda.is_available():
+        used = next(o.implementation for o in kernels.status().operators if o.operator == "fprop")
+        large = torch.cuda.get_device_capability()[0] in (9, 10)
+        settings |= {"workspace": 32 << 20 if large else 8320 << 10, "native_fp4": used in implementations.NATIVE}
     wanted = options.batch * options.accumulation
-    plan = fit(model_shape(config), _estimated(options, longest), parse_bytes(options.max_memory), wanted)
+    plan = fit(model_shape(config), Settings(**settings), parse_bytes(options.max_memory), wanted)
     s = plan.settings
     say(
         f"for {options.max_memory}: {s.accumulation} x {s.batch} rows a step; {'; '.join(plan.changed) or 'nothing given up'}"
@@ -181,28 +194,6 @@ def _planned(options: TrainOptions, config: Any, longest: int, say: Say) -> Trai
     )
     chosen = ("batch", "accumulation", "memory", "checkpointing")
     return replace(options, **{name: getattr(s, name) for name in chosen})
-
-
-def _estimated(options: TrainOptions, longest: int) -> Settings:
-    """The estimator's settings for a micro-batch whose longest row has so many tokens."""
-    config, known = adapter_config(options), {f.name for f in fields(Settings)}
-    found = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
-    found |= {"sequence": -(-longest // 8) * 8, "padded": True}
-    found |= {"targets": config.target_modules, "skip_modules": tuple(config.skip_modules or ())}
-    if options.optimizer not in OPTIMIZERS:
-        found["optimizer"] = "adamw_torch_fused"
-    if torch.cuda.is_available():
-        used = next(o.implementation for o in kernels.status().operators if o.operator == "fprop")
-        large = torch.cuda.get_device_capability()[0] in (9, 10)
-        found |= {"workspace": 32 << 20 if large else 8320 << 10, "native_fp4": used in implementations.NATIVE}
-    return Settings(**found)
-
-
-def _cap(options: TrainOptions, device: torch.device) -> None:
-    """Hold PyTorch to ``max_memory``, so that a wrong estimate shows here and not on the smaller card."""
-    if device.type == "cuda":
-        share = (parse_bytes(options.max_memory) - CONTEXT) / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
 
 
 def _arguments(options: TrainOptions, device: torch.device, assistant_only_loss: bool, scored: bool) -> SFTConfig:
@@ -224,6 +215,7 @@ def _arguments(options: TrainOptions, device: torch.device, assistant_only_loss:
         "bf16": False,  # the model's own dtype
         "logging_steps": options.log_every or 1 / LINES,
         "save_steps": every,
+        "save_total_limit": 2,
         "eval_strategy": "steps" if scored else "no",
         "eval_steps": every,
         "prediction_loss_only": True,
@@ -238,34 +230,30 @@ def _arguments(options: TrainOptions, device: torch.device, assistant_only_loss:
 
 
 class StopWhenAsked(TrainerCallback):
-    """Ends a run after the step in which ``asked`` became true, with a checkpoint."""
+    """Ends a run after the step in which ``asked`` became true, with a checkpoint. As a context: a first SIGINT or SIGTERM asks,
+    a second raises KeyboardInterrupt."""
 
     asked = False
+
+    def __init__(self, say: Say):
+        self.say = say
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self.asked:
             control.should_save = control.should_training_stop = True
         return control
 
-
-@contextmanager
-def _interruptible(trainer: SFTTrainer, say: Say) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks for the end after this step; the second raises KeyboardInterrupt."""
-    stop = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, StopWhenAsked))
-
-    def ask(number: int, frame: Any) -> None:
-        if stop.asked:
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.asked:
             raise KeyboardInterrupt
-        stop.asked = True
-        say("stopping after this step, with a checkpoint (once more: at once)")
+        self.asked = True
+        self.say("stopping after this step, with a checkpoint (once more: at once)")
 
-    try:
-        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: nobody sends it signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> None:
+        self.before = {}
+        if threading.current_thread() is threading.main_thread():  # nobody sends signals to another one
+            self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
             signal.signal(number, handler)

@@ -8,12 +8,15 @@ same step with the reference's products. Shapes are small: all of it takes secon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from peft import get_peft_model
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ...kernels import dispatch, implementations
@@ -25,12 +28,6 @@ from ...ops.core import OPERATORS
 from . import oracle
 from .conformance_gemm import gemm_checks, product_checks
 from .results import FAILED, NOT_RUN, Result, checked, require
-
-
-def reference_checks() -> Iterator[Result]:
-    for name, compare in oracle.CHECKS.items():
-        yield checked("reference", name, compare)
-
 
 # ---------------------------------------------------------------------------------------------- kernels
 
@@ -69,8 +66,11 @@ def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
     }
 
 
-def _flat(value) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [t for v in value for t in _flat(v)]
+def _kernel(operator: str) -> tuple[Callable, Callable]:
+    """(what runs on a GPU, the reference) of an operator."""
+    found = OPERATORS[operator]
+    fast = dispatch.triton_kernel(operator) if operator in dispatch.KERNELS else found.reference
+    return found.flat(fast), found.flat(found.reference)
 
 
 EXACT_ON_ANY_DEVICE = ("quantize", "dequantize", "transpose_requantize", "dropout")
@@ -79,29 +79,24 @@ GPU."""
 
 
 def _same_bits(name: str, arguments: tuple) -> str:
-    operator = OPERATORS[name.split(" ")[0]]
-    got = _flat(operator.flat(dispatch.triton_kernel(operator.name))(*arguments))
-    if operator.name in EXACT_ON_ANY_DEVICE:
+    operator = name.split(" ")[0]
+    function, expected = _kernel(operator)
+    got = [t.cpu() for t in tree_leaves(function(*arguments))]
+    if operator in EXACT_ON_ANY_DEVICE:
         arguments = [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
-    for i, (g, r) in enumerate(zip(got, _flat(operator.flat(operator.reference)(*arguments)))):
-        g, r = g.cpu(), r.cpu()
-        wrong = (g != r) & ~(g.isnan() & r.isnan() if g.is_floating_point() else torch.zeros_like(g, dtype=torch.bool))
-        if bool(wrong.any()):
-            at = tuple(wrong.nonzero()[0].tolist())
-            raise AssertionError(
-                f"output {i}: {int(wrong.sum())} of {g.numel()} differ, first at {at}: {g[at].item()}, expected {r[at].item()}"
-            )
+    right = [t.cpu() for t in tree_leaves(expected(*arguments))]
+    torch.testing.assert_close(got, right, rtol=0, atol=0, equal_nan=True)
     return f"{sum(t.nbytes for t in got):,} bytes equal"
 
 
 def kernel_checks(device: torch.device) -> Iterator[Result]:
     """The Triton kernels."""
-    obstacle = dispatch._obstacle() or dispatch._loaded
+    if obstacle := dispatch._obstacle() or dispatch._loaded:
+        yield Result("kernels", "all", NOT_RUN, obstacle)
+        return
     for dtype in (torch.bfloat16, torch.float32):
         for name, arguments in _operators(device, dtype).items():
-            label = f"{name} {str(dtype)[6:]}"
-            compare = partial(_same_bits, name, arguments)
-            yield Result("kernels", label, NOT_RUN, obstacle) if obstacle else checked("kernels", label, compare)
+            yield checked("kernels", _same_bits, name, arguments, name=f"{name} {str(dtype)[6:]}")
 
 
 # ---------------------------------------------------------------------------------------------- products
@@ -125,18 +120,13 @@ def implementation_checks(device: torch.device) -> Iterator[Result]:
         yield from gemm_checks(name, gemms, device)
 
 
+REFERENCE = implementations.Choice("reference", "", reference.fprop, reference.dgrad, {})
+
+
 def chosen_checks(device: torch.device) -> Iterator[Result]:
     """What fprop and dgrad run on this device."""
-    try:
-        chosen = dispatch.choice(device) if device.type == "cuda" and dispatch._forced != "reference" else reference_choice()
-    except RuntimeError as error:
-        yield Result("chosen products", "choice", FAILED, str(error))
-        return
+    chosen = dispatch.choice(device) if device.type == "cuda" and dispatch._forced != "reference" else REFERENCE
     yield from product_checks(f"chosen products ({chosen.implementation})", chosen.fprop, chosen.dgrad, device)
-
-
-def reference_choice() -> implementations.Choice:
-    return implementations.Choice("reference", "", reference.fprop, reference.dgrad, {})
 
 
 # ---------------------------------------------------------------------------------------------- a training step
@@ -170,12 +160,10 @@ def separate_gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bf
     return ys if outs is None else [y if out is None else out.copy_(y) for y, out in zip(ys, outs)]
 
 
-def separate_choice() -> implementations.Choice:
-    products = partial(native.fprop, separate_gemms), partial(native.dgrad, separate_gemms)
-    return implementations.Choice("reference", "", *products, {})
+SEPARATE = replace(REFERENCE, fprop=partial(native.fprop, separate_gemms), dgrad=partial(native.dgrad, separate_gemms))
 
 
-def _training(device: torch.device) -> str:
+def a_lora_step_of_a_tiny_llama(device: torch.device) -> str:
     """The step with the chosen implementation against the one with the reference's products, rounded where the implementation
     rounds: a value moved by one rounding to BF16 moves a few over a rounding to 4 bits, which later layers see (rounding the
     low-rank part or not alone turns this model's gradients to a cosine of 0.984). What is left is the order of the sums within a
@@ -186,14 +174,9 @@ def _training(device: torch.device) -> str:
         require(bool(grads.isfinite().all()) and loss == loss, f"loss {loss}, gradients finite: {bool(grads.isfinite().all())}")
         if device.type != "cuda" or dispatch._forced == "reference":
             return f"loss {loss:.4f} (only the reference runs here)"
-        before = dispatch.choice(device)
-        try:
-            native_fp4 = before.implementation in implementations.NATIVE
-            dispatch._choices[device] = separate_choice() if native_fp4 else reference_choice()
-            right_loss, right = _step(model, device)
-        finally:
-            dispatch._choices[device] = before
-    return _agree(before.implementation, (loss, grads), (right_loss, right))
+        chosen = dispatch.choice(device).implementation
+        with patch.dict(dispatch._choices, {device: SEPARATE if chosen in implementations.NATIVE else REFERENCE}):
+            return _agree(chosen, (loss, grads), _step(model, device))
 
 
 def _agree(implementation: str, got: tuple[float, Tensor], right: tuple[float, Tensor]) -> str:
@@ -204,19 +187,17 @@ def _agree(implementation: str, got: tuple[float, Tensor], right: tuple[float, T
     return said
 
 
-def training_checks(device: torch.device) -> Iterator[Result]:
-    yield checked("training", "a LoRA step of a tiny Llama", lambda: _training(device))
-
-
 def all_checks(device: torch.device) -> Iterator[Result]:
     """In the order in which a failure explains those after it."""
-    yield from reference_checks()
+    for compare in oracle.CHECKS:
+        yield checked("reference", compare)
     if device.type != "cuda":
         yield from (Result(group, "all", NOT_RUN, "no CUDA device") for group in ("kernels", *implementations.NATIVE))
     on_gpu = (kernel_checks, implementation_checks) if device.type == "cuda" else ()
-    for checks in (*on_gpu, chosen_checks, training_checks):
+    for checks in (*on_gpu, chosen_checks):
         try:
             yield from checks(device)
         except RuntimeError as error:  # the GPU cannot be used any more: nothing after this would mean anything
             yield Result(checks.__name__, "all", FAILED, str(error))
             return
+    yield checked("training", a_lora_step_of_a_tiny_llama, device)

@@ -17,50 +17,30 @@ from .results import FAILED, Noticed, Result, checked, require
 
 # ---------------------------------------------------------------------------------------------- FP4 matrix products
 
+LAYER = (40, 48), (512, 2048)
+"""Rows and outputs of a product of the size of a layer: on a CPU, on a GPU."""
 TAILS = [(m, n, k) for m in (1, 127, 129, 260) for n in (8, 33, 136) for k in (32, 96, 160, 416)]
 
 
-def _right(gemm: Callable, case: Case, device: torch.device) -> Tensor:
-    """The GEMM's answer, which must be right."""
-    got = check.run(gemm, case, device)
-    wrong = check.compare(case, got)
-    require(not wrong, wrong)
-    return got
-
-
-def _tails(gemm: Callable, device: torch.device) -> str:
-    """Ends of tiles in M, N and K, exact."""
+def tails_of_tiles(gemm: Callable, device: torch.device) -> str:
+    """In M, N and K; exact."""
     for i, (m, n, k) in enumerate(TAILS):
         x = check.matrix(check.codes(m, k, i), check.powers(m, k, i + 1))
         w = check.matrix(check.codes(n, k, i + 2), check.powers(n, k, i + 3))
-        _right(gemm, Case(f"M={m} N={n} K={k}", (x,), w), device)
+        case = Case(f"M={m} N={n} K={k}", (x,), w)
+        wrong = check.compare(case, check.run(gemm, case, device))
+        require(not wrong, wrong)
     return f"{len(TAILS)} shapes"
 
 
-def _two_terms(gemm: Callable, device: torch.device) -> str:
-    _right(gemm, check.gaussian("two terms of random values", 133, 48, 416, 5, terms=2), device)
-    return "the second term's scales are far smaller, and subnormal in part"
+def further_cases(device: torch.device) -> Iterator[Case]:
+    """Beyond those by which an implementation is chosen. The second term's scales are far smaller, and subnormal in part."""
+    yield check.gaussian("two terms of random values", 133, 48, 416, 5, terms=2)
+    yield check.gaussian("the size of a layer", *LAYER[device.type == "cuda"], 2048, 6)
 
 
-def _layer(device: torch.device, seed: int) -> Case:
-    """A product of a real layer's size."""
-    m, n, k = (512, 2048, 2048) if device.type == "cuda" else (40, 48, 2048)
-    return check.gaussian(f"M={m} N={n} K={k}", m, n, k, seed)
-
-
-def _large(gemm: Callable, device: torch.device) -> str:
-    """How many outputs are the correctly rounded ones tells how wide sums are."""
-    case = _layer(device, 6)
-    got = _right(gemm, case, device)
-    share = (got == check.expected(case).to(got.dtype)).double().mean().item()
-    said = f"{share:.4%} of the outputs are the correctly rounded value"
-    if share < 0.99:
-        raise Noticed(said + "; sums of FP32 width give more than 99.9 %")
-    return said
-
-
-def _same_again(gemm: Callable, device: torch.device) -> str:
-    case = _layer(device, 7)
+def the_same_bits_again(gemm: Callable, device: torch.device) -> str:
+    case = check.gaussian("", *LAYER[device.type == "cuda"], 2048, 7)
     first = check.run(gemm, case, device)
     for _ in range(4):
         require(torch.equal(first, check.run(gemm, case, device)), "the same product gave other bits when it was computed again")
@@ -76,7 +56,7 @@ def poisoned(t: Tensor, before: int = 512) -> tuple[Tensor, Tensor]:
     return inside, memory
 
 
-def _within_bounds(gemm: Callable, device: torch.device) -> str:
+def bounds_and_padding(gemm: Callable, device: torch.device) -> str:
     """Operands and output lie among NaN, and memory that was freed is full of NaN: what a kernel reads or writes outside
     shows."""
     x, w = check.matrix(check.codes(131, 96, 1)), check.matrix(check.codes(40, 96, 2))
@@ -95,7 +75,7 @@ def _within_bounds(gemm: Callable, device: torch.device) -> str:
     return "nothing outside of operands and output was used"
 
 
-def _sums(gemm: Callable, device: torch.device) -> str:
+def width_of_sums(gemm: Callable, device: torch.device) -> str:
     bits = check.sum_bits(gemm, device)
     said = f"{bits[0]} significant bits among the products of one instruction, {bits[1]} across (FP32: 24)"
     require(not check.narrow_sums(bits), "".join(check.narrow_sums(bits)))
@@ -104,15 +84,8 @@ def _sums(gemm: Callable, device: torch.device) -> str:
     return said
 
 
-FURTHER = {
-    "width of sums": _sums,
-    "tails in M, N and K": _tails,
-    "two terms, random values": _two_terms,
-    "a layer's size": _large,
-    "the same bits again": _same_again,
-    "bounds and padding": _within_bounds,
-}
-"""What is checked of a product beyond the cases by which an implementation is chosen."""
+FURTHER = (width_of_sums, tails_of_tiles, the_same_bits_again, bounds_and_padding)
+"""What is checked of a product beyond single cases."""
 
 
 def gemm_checks(group: str, gemms: native.Gemms, device: torch.device) -> Iterator[Result]:
@@ -127,11 +100,13 @@ def gemm_checks(group: str, gemms: native.Gemms, device: torch.device) -> Iterat
         return "the correctly rounded value, bit for bit" if case.exact else "within one rounding"
 
     for case in check.cases():
-        yield checked(group, case.name, lambda: known(case))
+        yield checked(group, known, case, name=case.name)
     if name := check.diagnose(answers):
         yield Result(group, "what is wrong", FAILED, name)
-    for name, further in FURTHER.items():
-        yield checked(group, name, lambda: further(gemm, device))
+    for case in further_cases(device):
+        yield checked(group, known, case, name=case.name)
+    for further in FURTHER:
+        yield checked(group, further, gemm, device)
     yield from product_checks(group, partial(native.fprop, gemms), partial(native.dgrad, gemms), device)
 
 
@@ -144,13 +119,11 @@ def _random(*shape: int, seed: int, device: torch.device, scale: float = 1.0) ->
     return (torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu") * scale).bfloat16().to(device)
 
 
-def _within(got: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], constant: Tensor | None, roundings: int, what: str) -> None:
-    """got is the sum of a @ b.T over the pairs, and the constant. BF16 rounds by at most 2**-8 of the value each time; 2**-13 of
+def _within(got: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], roundings: int, what: str) -> None:
+    """got is the sum of a @ b.T over the pairs. BF16 rounds by at most 2**-8 of the value each time; 2**-13 of
     the magnitudes: the order, and the width, of sums."""
     pairs = [(a.cpu().double(), b.cpu().double()) for a, b in pairs]
     right, magnitude = sum(a @ b.T for a, b in pairs), sum(a.abs() @ b.abs().T for a, b in pairs)
-    if constant is not None:
-        right, magnitude = right + constant.cpu().double(), magnitude + constant.cpu().double().abs()
     got = got.cpu().double()
     excess = (got - right).abs() - (2.0**-8 * (right.abs() + (roundings - 1) * magnitude) + 2.0**-13 * magnitude)
     at = tuple((excess == excess.nan_to_num(torch.inf).max()).nonzero()[0].tolist())
@@ -158,7 +131,7 @@ def _within(got: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], constant: Tenso
     require(bool((excess <= 0).all()), said)
 
 
-def _fprop(fprop: Callable, device: torch.device) -> str:
+def fprop_with_lora(fprop: Callable, device: torch.device) -> str:
     x = _random(M, K, seed=1, device=device).float()
     first = reference.quantize(x, ACTIVATION)
     terms = [first, reference.quantize(x - reference.dequantize(first), ACTIVATION, gscale=first.gscale)]
@@ -174,11 +147,12 @@ def _fprop(fprop: Callable, device: torch.device) -> str:
         for i, (y, w, constant) in enumerate(zip(ys, weights, constants)):
             pairs = [(reference.dequantize(p), reference.dequantize(w)) for p in parts]
             pairs += [(hidden[i], ups[i])] if i < 2 else []
-            _within(y, pairs, constant, 2, f"{len(parts)} terms, linear {i}")
+            pairs += [] if constant is None else [(torch.ones(M, 1), constant[:, None])]
+            _within(y, pairs, 2, f"{len(parts)} terms, linear {i}")
     return "one and two terms, constants"
 
 
-def _dgrad(dgrad: Callable, device: torch.device) -> str:
+def dgrad_with_lora(dgrad: Callable, device: torch.device) -> str:
     dys = [_random(M, n, seed=30 + i, device=device, scale=2.0**-6) for i, n in enumerate(OUTPUTS)]
     dense = [_random(K, n, seed=40 + i, device=device, scale=0.1) for i, n in enumerate(OUTPUTS)]
     weights = [reference.quantize(w, WEIGHT_BACKWARD) for w in dense]
@@ -188,11 +162,11 @@ def _dgrad(dgrad: Callable, device: torch.device) -> str:
             dx = dgrad(Dgrad([BackwardLinear(*linear) for linear in zip(dys, weights, seeds)], g, a))
         rounding, fmt = ("to nearest", GRADIENT) if seeds[0] is None else ("stochastically", GRADIENT_STOCHASTIC)
         rounded = [reference.dequantize(reference.quantize(dy, fmt, seed=seed)) for dy, seed in zip(dys, seeds)]
-        _within(dx, [*zip(rounded, map(reference.dequantize, weights)), (g, a.T)], None, 4, rounding)
+        _within(dx, [*zip(rounded, map(reference.dequantize, weights)), (g, a.T)], 4, rounding)
     return "to nearest and stochastically"
 
 
 def product_checks(group: str, fprop: Callable, dgrad: Callable, device: torch.device) -> Iterator[Result]:
     """The operators ``fprop`` and ``dgrad`` of an implementation."""
-    yield checked(group, "fprop with LoRA, several linears", lambda: _fprop(fprop, device))
-    yield checked(group, "dgrad with LoRA, several linears", lambda: _dgrad(dgrad, device))
+    yield checked(group, fprop_with_lora, fprop, device)
+    yield checked(group, dgrad_with_lora, dgrad, device)

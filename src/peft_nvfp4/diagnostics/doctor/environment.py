@@ -5,24 +5,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
+import re
 import subprocess
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ..._version import __version__
 from ...kernels import dispatch
 from ...kernels.fp4 import cutlass
+from ...kernels.fp4.native import Unavailable
+from .results import FAILED, WARNING, Result
 
-PACKAGES = {"torch": "2.10", "transformers": "5.12", "peft": "0.20", "triton": "", "bitsandbytes": "0.50", "accelerate": ""}
-"""Reported packages, and the oldest version that is supported."""
-NEWEST = {"peft": "0.23"}
-"""The first version that is not."""
+PACKAGES = ("torch", "transformers", "peft", "triton", "bitsandbytes", "accelerate")
 VARIABLES = (
     dispatch.VARIABLE,
     "PEFT_NVFP4_EXTENSION",
@@ -35,14 +35,6 @@ FP4_CAPABILITY = 10
 """GPUs from this compute capability on have FP4 tensor cores. Only for advice: what runs is found out by trying."""
 
 
-@dataclass(frozen=True)
-class Advice:
-    """Something about the set-up. ``wrong``: training does not work, or not as well as it could."""
-
-    wrong: bool
-    text: str
-
-
 def installed(package: str) -> str:
     try:
         return version(package)
@@ -50,28 +42,21 @@ def installed(package: str) -> str:
         return ""
 
 
-def _release(text: str) -> tuple[int, ...]:
-    """Numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
-    return Version(text).release
-
-
 def _query_driver() -> list[str]:
     """``name, driver`` of every GPU as the driver reports them; empty without one."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in run.stdout.splitlines() if line.strip()] if run.returncode == 0 else []
 
 
 def _extension() -> str:
     """One line about the compiled extension."""
-    library, reason = cutlass.load()
-    if library is None:
-        return reason
+    try:
+        library = cutlass.load()
+    except Unavailable as reason:
+        return str(reason)
     return f"{library.path}: " + ", ".join(f"{key} {value}" for key, value in library.info.items())
 
 
@@ -108,93 +93,94 @@ def describe() -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------- advice
 
 
-def advice() -> list[Advice]:
-    """What is wrong, or could be better, about this set-up."""
+def advice() -> list[Result]:
+    """What is wrong (training does not work, or not as well as it could) or worth noticing about this set-up."""
     return [*_versions(), *_cuda(), *_gpus(), *_variables(), *_bitsandbytes()]
 
 
-def _versions() -> Iterator[Advice]:
-    for package, oldest in PACKAGES.items():
-        have, newest = installed(package), NEWEST.get(package)
-        if have and oldest and _release(have) < _release(oldest):
-            yield Advice(True, f"{package} {have} is too old: pip install -U '{package}>={oldest}'")
-        if have and newest and _release(have) >= _release(newest):
-            yield Advice(True, f"{package} {have} is newer than what this version knows: pip install '{package}<{newest}'")
+wrong = partial(Result, "set-up", "wrong", FAILED)
+note = partial(Result, "set-up", "note", WARNING)
 
 
-def _cuda() -> Iterator[Advice]:
+def _versions() -> Iterator[Result]:
+    """Against what this package requires, bitsandbytes included."""
+    for requirement in map(Requirement, requires("peft_nvfp4") or ()):
+        wanted, have = requirement.specifier, installed(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "nf4"}):
+            continue
+        if have and not wanted.contains(have, prereleases=True):
+            yield wrong(f"{requirement.name} {have} is not supported: pip install -U '{requirement.name}{wanted}'")
+
+
+def _cuda() -> Iterator[Result]:
     if torch.cuda.is_available():
         return
     if not _query_driver():
-        yield Advice(False, "no NVIDIA driver was found: everything runs on the CPU, exactly but slowly")
+        yield note("no NVIDIA driver was found: everything runs on the CPU, exactly but slowly")
     elif torch.version.cuda is None:
         build = "this torch is a build for CPUs: install one for CUDA (see https://pytorch.org/get-started)"
-        yield Advice(True, f"there is an NVIDIA GPU, but {build}")
+        yield wrong(f"there is an NVIDIA GPU, but {build}")
     else:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             torch.cuda.is_available()
         why = f" ({' '.join(str(said[0].message).split())[:300]})" if said else ""
-        yield Advice(
-            True,
+        yield wrong(
             f"there is an NVIDIA GPU, but torch, built for CUDA {torch.version.cuda}, cannot use it{why}: usually the driver "
             "is too old for this CUDA, or CUDA_VISIBLE_DEVICES hides the GPU",
         )
 
 
-def _gpus() -> Iterator[Advice]:
+def _gpus() -> Iterator[Result]:
     if not torch.cuda.is_available():
         return
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if len(capabilities) > 1:
-        yield Advice(False, "the GPUs differ; only the first one is checked here (CUDA_VISIBLE_DEVICES selects another)")
+        yield note("the GPUs differ; only the first one is checked here (CUDA_VISIBLE_DEVICES selects another)")
     major, minor = torch.cuda.get_device_capability()
     targets = torch.cuda.get_arch_list()
     if targets and not any(_runs_on(target, major, minor) for target in targets):
-        yield Advice(
-            True,
+        yield wrong(
             f"this torch has no code for compute capability {major}.{minor} (it has {' '.join(targets)}), which shows as 'no "
             "kernel image is available': install a build for a newer CUDA (RTX 50xx: CUDA 12.8 or later)",
         )
-    if major >= FP4_CAPABILITY and torch.version.cuda and _release(torch.version.cuda) < (12, 8):
-        yield Advice(True, f"FP4 tensor cores need CUDA 12.8 or later; this torch is built for CUDA {torch.version.cuda}")
+    if major >= FP4_CAPABILITY and torch.version.cuda and Version(torch.version.cuda).release < (12, 8):
+        yield wrong(f"FP4 tensor cores need CUDA 12.8 or later; this torch is built for CUDA {torch.version.cuda}")
     if importlib.util.find_spec("triton") is None:
         package = "triton-windows" if os.name == "nt" else "triton"
-        yield Advice(True, f"without Triton the quantising kernels are plain PyTorch, which is slow: pip install {package}")
+        yield wrong(f"without Triton the quantising kernels are plain PyTorch, which is slow: pip install {package}")
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
     if free < total / 4:
-        yield Advice(False, f"only {free:.1f} of {total:.1f} GiB of GPU memory are free: another process holds the rest")
+        yield note(f"only {free:.1f} of {total:.1f} GiB of GPU memory are free: another process holds the rest")
     if torch.version.hip:
-        yield Advice(True, "this torch is built for ROCm; the kernels are for NVIDIA GPUs")
+        yield wrong("this torch is built for ROCm; the kernels are for NVIDIA GPUs")
 
 
 def _runs_on(target: str, major: int, minor: int) -> bool:
     """Whether code for a target ("sm_90a", "compute_120") runs on a GPU: of the same generation and not newer, or PTX."""
-    kind, _, number = target.partition("_")
-    digits = "".join(c for c in number if c.isdigit())
-    if not digits:
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", target)
+    if found is None:
         return False
-    its_major, its_minor = int(digits[:-1]), int(digits[-1])
-    if number[-1] == "a":
-        return (its_major, its_minor) == (major, minor)
-    if kind == "compute" and number[-1] != "f":
-        return (its_major, its_minor) <= (major, minor)
-    return its_major == major and its_minor <= minor
+    kind, generation, step, only = found.groups()
+    built = int(generation), int(step)
+    if only == "a":
+        return built == (major, minor)
+    return built <= (major, minor) and (built[0] == major or kind == "compute" and not only)
 
 
-def _variables() -> Iterator[Advice]:
+def _variables() -> Iterator[Result]:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        yield Advice(True, "TRITON_INTERPRET=1: Triton kernels run in an interpreter, thousands of times slower. Unset it")
+        yield wrong("TRITON_INTERPRET=1: Triton kernels run in an interpreter, thousands of times slower. Unset it")
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield Advice(False, "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait for the one before: for debugging only")
+        yield note("CUDA_LAUNCH_BLOCKING=1 makes every kernel wait for the one before: for debugging only")
     forced = os.environ.get(dispatch.VARIABLE, "").strip().lower()
     if forced and forced != "auto":
-        yield Advice(False, f"{dispatch.VARIABLE}={forced} forces what runs; unset it for the best that works")
+        yield note(f"{dispatch.VARIABLE}={forced} forces what runs; unset it for the best that works")
 
 
-def _bitsandbytes() -> Iterator[Advice]:
+def _bitsandbytes() -> Iterator[Result]:
     if not installed("bitsandbytes"):
         need = "backend='nf4' and 8-bit or paged optimizers need it (pip install 'peft_nvfp4[nf4]')"
-        yield Advice(False, f"bitsandbytes is absent: {need}")
+        yield note(f"bitsandbytes is absent: {need}")
     elif is_wsl() or os.name == "nt":
-        yield Advice(False, "paged optimizers (optim='paged_adamw_8bit') are known to fail on Windows and WSL: take 'adamw_8bit'")
+        yield note("paged optimizers (optim='paged_adamw_8bit') are known to fail on Windows and WSL: take 'adamw_8bit'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,26 +19,25 @@ class Result:
     name: str
     outcome: str
     detail: str = ""
-    seconds: float = 0.0
 
 
 class Noticed(Exception):
     """Not wrong, but worth saying."""
 
 
-def checked(group: str, name: str, check: Callable[[], str]) -> Result:
-    """Runs a check: it returns what to say, or raises AssertionError with what is wrong or :class:`Noticed`."""
-    start = time.perf_counter()
+def checked(group: str, check: Callable[..., str], *arguments: object, name: str = "") -> Result:
+    """Runs a check: it returns what to say, or raises AssertionError with what is wrong or :class:`Noticed`. Its name is that of
+    the function if no other is given."""
     try:
-        outcome, detail = PASSED, check()
+        outcome, detail = PASSED, check(*arguments)
     except Noticed as reason:
         outcome, detail = WARNING, str(reason)
     except AssertionError as wrong:
-        outcome, detail = FAILED, str(wrong)
+        outcome, detail = FAILED, " ".join(str(wrong).split())
     except Exception as error:  # the report is for finding out what happens on unknown machines: everything is kept
         frame = traceback.extract_tb(error.__traceback__)[-1]
         outcome, detail = FAILED, f"{first_line(error)} ({frame.name}, line {frame.lineno})"
-    return Result(group, name, outcome, detail, round(time.perf_counter() - start, 3))
+    return Result(group, name or check.__name__.replace("_", " "), outcome, detail)
 
 
 def require(condition: bool, message: str) -> None:

@@ -3,15 +3,14 @@
 On a GPU with FP4 tensor cores this is the acceptance test: nothing about such a GPU is taken for granted, and every mistake that
 was thought of has a name (:mod:`~peft_nvfp4.kernels.fp4.check`). The report is made to be pasted into an issue.
 
->>> from peft_nvfp4.cli._run import doctor
->>> report = doctor.run()
->>> print(report)
+>>> from peft_nvfp4.diagnostics.doctor.run import run
+>>> print(run())
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -19,8 +18,9 @@ from ... import kernels
 from ...kernels import dispatch, implementations
 from ...kernels.report import Status
 from . import conformance, environment
-from .environment import Advice
 from .results import FAILED, NOT_RUN, PASSED, WARNING, Result
+
+ORDER = (PASSED, WARNING, FAILED.lower(), NOT_RUN)
 
 
 @dataclass
@@ -29,47 +29,39 @@ class Report:
 
     Attributes:
         machine: versions, GPUs, settings.
-        advice: what is wrong or could be better about the set-up.
         kernels: implementation of every operator.
-        checks: what was computed and compared.
+        checks: what is wrong or could be better about the set-up, and what was computed and compared.
     """
 
     machine: dict[str, str]
-    advice: list[Advice]
     kernels: Status
-    checks: list[Result] = field(default_factory=list)
+    checks: list[Result]
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong: no check failed, and no advice says that something does not work."""
-        return not any(c.outcome == FAILED for c in self.checks) and not any(a.wrong for a in self.advice)
+        """Nothing is wrong."""
+        return not any(check.outcome == FAILED for check in self.checks)
 
     @property
     def verdict(self) -> str:
         """One line."""
-        counts = {outcome: sum(c.outcome == outcome for c in self.checks) for outcome in (PASSED, WARNING, FAILED, NOT_RUN)}
-        wrong = sum(a.wrong for a in self.advice)
-        checks = ", ".join(f"{n} {outcome.lower()}" for outcome, n in counts.items() if n)
-        setup = f"; set-up: {wrong} wrong" if wrong else ""
-        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: checks: {checks}{setup}"
+        counts = Counter(check.outcome.lower() for check in self.checks)
+        words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ORDER if counts[outcome])
+        return f"{'Nothing is wrong' if self.ok else 'SOMETHING IS WRONG'}: {words}"
 
     def as_dict(self) -> dict:
         """For JSON."""
         return {"ok": self.ok, "verdict": self.verdict, **asdict(self)}
 
     def __str__(self) -> str:
-        width = max(len(name) for name in self.machine)
+        width = max(map(len, self.machine))
         lines = ["peft_nvfp4 doctor", "", *(f"{name.ljust(width)}  {value}" for name, value in self.machine.items())]
-        if self.advice:
-            lines += ["", "set-up", *(f"  {'WRONG' if a.wrong else 'note'}: {a.text}" for a in self.advice)]
         lines += ["", str(self.kernels), "", "checks"]
-        for check in self.checks:
-            detail = f" ({check.detail})" if check.detail else ""
-            lines.append(f"  {check.outcome.ljust(8)}{check.group}: {check.name}{detail}")
+        lines += [f"  {c.outcome:8}{c.group}: {c.name}{c.detail and f' ({c.detail})'}" for c in self.checks]
         return "\n".join([*lines, "", self.verdict])
 
 
-def _fp4_advice(status: Status) -> list[Advice]:
+def _fp4_advice(status: Status) -> list[Result]:
     """A GPU that has FP4 tensor cores, and nothing that uses them."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < environment.FP4_CAPABILITY:
         return []
@@ -77,20 +69,12 @@ def _fp4_advice(status: Status) -> list[Advice]:
     if used in implementations.NATIVE or dispatch._forced in ("emulated", "reference"):
         return []
     why = "; ".join(f"{name}: {reason}" for name, reason in status.skipped.items()) or "see the kernels below"
-    return [Advice(True, f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]
+    return [environment.wrong(f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]
 
 
-def run(say: Callable[[Result], None] | None = None) -> Report:
-    """Looks at everything. Changes nothing; takes seconds.
-
-    Args:
-        say: called with every result as it comes.
-    """
+def run() -> Report:
+    """Looks at everything. Changes nothing; takes seconds."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     status = kernels.status()
-    report = Report(environment.describe(), environment.advice() + _fp4_advice(status), status)
-    for result in conformance.all_checks(device):
-        report.checks.append(result)
-        if say is not None:
-            say(result)
-    return report
+    checks = [*environment.advice(), *_fp4_advice(status), *conformance.all_checks(device)]
+    return Report(environment.describe(), status, checks)

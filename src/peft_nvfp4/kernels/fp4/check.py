@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...numerics import layout, reference
-from ...numerics.formats import ACTIVATION, E4M3_NAN, WEIGHT, QuantizedMatrix, padded_k
+from ...numerics.formats import E4M3_NAN, WEIGHT, QuantizedMatrix, padded_k
 
 EXACT_BITS = 20
 MIN_BITS = 16
@@ -33,18 +34,14 @@ Change = Callable[[QuantizedMatrix], QuantizedMatrix]
 
 @dataclass(frozen=True)
 class Case:
-    """One product: ``sum of terms @ weight.T + constant + add``, on the CPU.
-
-    Attributes:
-        exact: all partial sums are exact in :data:`EXACT_BITS` bits.
-    """
+    """One product: ``sum of terms @ weight.T + constant + add``, on the CPU."""
 
     name: str
     terms: tuple[QuantizedMatrix, ...]
     weight: QuantizedMatrix
     constant: Tensor | None = None  # (N,) float32
     add: Tensor | None = None  # (M, N) bfloat16
-    exact: bool = True
+    exact: bool = True  # all partial sums are exact in EXACT_BITS bits
 
 
 # ---------------------------------------------------------------------------------------------- operands
@@ -95,22 +92,14 @@ def gaussian(name: str, m: int, n: int, k: int, seed: int, terms: int = 1) -> Ca
     x = torch.randn(m, k, generator=_rng(seed), dtype=torch.float32, device="cpu") * row_scales(m, seed + 1)[:, None]
     if terms == 2:  # blocks of all sizes: so that the second term, under the first one's global scale, has subnormal scales, too
         x *= torch.randint(-12, 1, (1, k // 16), generator=_rng(seed + 3), device="cpu").float().exp2().repeat_interleave(16, 1)
-    parts = [reference.quantize(x, ACTIVATION)]
-    if terms == 2:
-        parts.append(reference.quantize(x - reference.dequantize(parts[0]), ACTIVATION, gscale=parts[0].gscale))
     w = reference.quantize(torch.randn(n, k, generator=_rng(seed + 2), dtype=torch.float32, device="cpu") * 0.02, WEIGHT)
-    return Case(name, tuple(parts), w, exact=False)
+    return Case(name, reference.quantize_terms(x, None, terms), w, exact=False)
 
 
 def _with_scale(q: QuantizedMatrix, row, block, byte: int) -> QuantizedMatrix:
     scales = q.scales.clone()
     scales[row, block] = byte
     return q._replace(scales=scales)
-
-
-def _full(rows: int, k: int, code: int) -> QuantizedMatrix:
-    """One code everywhere, under the largest block scale."""
-    return matrix(codes(rows, k, 0, [code]), powers(rows, k, 0, [0x7E]))
 
 
 def cases() -> list[Case]:
@@ -129,6 +118,7 @@ def cases() -> list[Case]:
     x_small_rows = x_small._replace(gscale=row_scales(7, 19))
     x_subnormal = matrix(codes(9, 64, 15), powers(9, 64, 16, range(1, 8)))
     w_subnormal = matrix(codes(24, 64, 17), powers(24, 64, 18, range(1, 8)))
+    x_full, w_full = (matrix(codes(r, 128, 0, [c]), powers(r, 128, 0, [0x7E])) for r, c in ((3, 7), (16, 15)))
     constant, add = integers(33, seed=13), integers(7, 33, seed=14).bfloat16()
     return [
         Case("products of all 16 x 16 codes", (matrix(every),), matrix(every)),
@@ -146,7 +136,7 @@ def cases() -> list[Case]:
         Case("NaN scales", (_with_scale(x_scaled, 5, 3, E4M3_NAN),), _with_scale(w_scaled, 70, 16, E4M3_NAN)),
         Case("zero scales", (x_zero,), _with_scale(w_scaled, 40, slice(9, 12), 0)),
         Case("subnormal scales", (x_subnormal,), w_subnormal),
-        Case("the largest codes and scales", (_full(3, 128, 7),), _full(16, 128, 15)),
+        Case("the largest codes and scales", (x_full,), w_full),
         gaussian("random values", 133, 48, 416, 20),
     ]
 
@@ -162,9 +152,8 @@ def values(q: QuantizedMatrix) -> Tensor:
 def expected(case: Case) -> Tensor:
     """The exact value, FP64 (M, N)."""
     w = values(case.weight)
-    y = sum(values(t) @ w.T for t in case.terms)
-    y = y if case.constant is None else y + case.constant.double()
-    return y if case.add is None else y + case.add.double()
+    added = [t.double() for t in (case.constant, case.add) if t is not None]
+    return sum([values(t) @ w.T for t in case.terms] + added)
 
 
 def magnitude(case: Case) -> Tensor:
@@ -175,15 +164,11 @@ def magnitude(case: Case) -> Tensor:
 
 def run(gemm: Callable, case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The GEMM's answer, on the CPU."""
-
-    def there(q: QuantizedMatrix, rows: bool) -> QuantizedMatrix:
-        g = q.gscale.expand(q.codes.shape[0]).contiguous() if rows else q.gscale
-        return QuantizedMatrix(q.codes.to(device), q.scales.to(device), g.to(device), q.k)
-
-    constant, add = (None if t is None else t.to(device) for t in (case.constant, case.add))
+    terms = [t._replace(gscale=t.gscale.expand(t.codes.shape[0]).contiguous()) for t in case.terms]
+    operands = (terms, case.weight, {"constant": case.constant, "add": case.add})
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        terms = [there(t, rows=True) for t in case.terms]
-        return gemm(terms, there(case.weight, rows=False), constant=constant, add=add, dtype=dtype).cpu()
+        terms, weight, added = tree_map_only(Tensor, lambda t: t.to(device), operands)
+        return gemm(terms, weight, **added, dtype=dtype).cpu()
 
 
 def _differ(a: Tensor, b: Tensor) -> Tensor:
@@ -324,26 +309,23 @@ def sum_bits(gemm: Callable, device: torch.device) -> tuple[int, int]:
     Row i adds 2**n, 1 and -2**n, n = 8 .. 27, all times a common factor, at k = 0, 16, 32 or at k = 0, 64, 128. If the 1 comes
     out, the sum had n + 1 bits or more. (A sum of fewer bits that takes 2**n and -2**n first would be seen as wide; for both
     places at once that takes an odd order.)"""
-    within, across = (_sum_bits(gemm, device, step) for step in (16, 64))
-    return within, across
-
-
-def _sum_bits(gemm: Callable, device: torch.device, step: int) -> int:
     exponents = torch.arange(8, 28, device="cpu")
-    rows, k = len(exponents), 192
-    x, w = (torch.zeros(r, k, dtype=torch.uint8, device="cpu") for r in (rows, 16))
-    x[:, 0], x[:, step], x[:, 2 * step] = 2, 2, 10  # 1, 1, -1
-    w[:, 0], w[:, step], w[:, 2 * step] = 6, 2, 6  # 4, 1, 4
-    xs, ws = powers(rows, k, 0, [0]), powers(16, k, 0, [0x38])
-    for scales in (xs, ws):
-        scales[:, 0] = scales[:, 2 * step // 16] = 0x78  # 256
-    ones = (18 - exponents).float().exp2()  # 2**10 .. 2**-9; those above 256 need the code 4
-    x[ones > 256, step] = 6
-    xs[:, step // 16] = reference.e4m3_encode(torch.where(ones > 256, ones / 4, ones))
-    case = Case("bits of sums", (matrix(x, xs),), matrix(w, ws))
-    kept = (run(gemm, case, device) == expected(case).bfloat16()).all(dim=1)
-    lost = (~kept).nonzero()
-    return min(24, 1 + int(exponents[lost[0, 0]] - 1 if len(lost) else exponents[-1]))
+    rows, k, found = len(exponents), 192, []
+    for step in (16, 64):
+        x, w = (torch.zeros(r, k, dtype=torch.uint8, device="cpu") for r in (rows, 16))
+        x[:, 0], x[:, step], x[:, 2 * step] = 2, 2, 10  # 1, 1, -1
+        w[:, 0], w[:, step], w[:, 2 * step] = 6, 2, 6  # 4, 1, 4
+        xs, ws = powers(rows, k, 0, [0]), powers(16, k, 0, [0x38])
+        for scales in (xs, ws):
+            scales[:, 0] = scales[:, 2 * step // 16] = 0x78  # 256
+        ones = (18 - exponents).float().exp2()  # 2**10 .. 2**-9; those above 256 need the code 4
+        x[ones > 256, step] = 6
+        xs[:, step // 16] = reference.e4m3_encode(torch.where(ones > 256, ones / 4, ones))
+        case = Case("bits of sums", (matrix(x, xs),), matrix(w, ws))
+        kept = (run(gemm, case, device) == expected(case).bfloat16()).all(dim=1)
+        lost = (~kept).nonzero()
+        found.append(min(24, 1 + int(exponents[lost[0, 0]] - 1 if len(lost) else exponents[-1])))
+    return tuple(found)
 
 
 def narrow_sums(bits: tuple[int, int]) -> list[str]:
@@ -351,10 +333,8 @@ def narrow_sums(bits: tuple[int, int]) -> list[str]:
     if min(bits) >= MIN_BITS:
         return []
     kind = ": accumulated in BF16" if min(bits) <= 9 else ": accumulated in FP16" if min(bits) <= 12 else ""
-    within, across = bits
-    return [
-        f"sums have {within} significant bits within an instruction and {across} across, at least {MIN_BITS} are needed{kind}"
-    ]
+    width = "{} significant bits within an instruction and {} across".format(*bits)
+    return [f"sums have {width}, at least {MIN_BITS} are needed{kind}"]
 
 
 def failures(gemm: Callable, device: torch.device) -> list[str]:

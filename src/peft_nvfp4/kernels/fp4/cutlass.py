@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...numerics.formats import BLOCK, K_ALIGN, QuantizedMatrix
+from ...numerics.formats import QuantizedMatrix
 from . import tiles as tile_table
+from .native import Unavailable
 from .tiles import Problem, Tile
 
 VARIABLE = "PEFT_NVFP4_EXTENSION"
@@ -110,20 +111,19 @@ class Library:
 
 
 @cache
-def _open(path: Path) -> tuple[Library | None, str]:
-    """A library, or why it is none."""
+def _open(path: Path) -> Library:
     if not path.is_file():
         build = "see 'make build-ext', or csrc/build.py for what it needs"
         how = f"{VARIABLE} names no file" if os.environ.get(VARIABLE) else build
-        return None, f"not built: {path} does not exist ({how})"
+        raise Unavailable(f"not built: {path} does not exist ({how})")
     try:
-        return Library(path), ""
+        return Library(path)
     except OSError as error:
-        return None, f"{path} cannot be loaded: {error}"
+        raise Unavailable(f"{path} cannot be loaded: {error}", broken=True) from error
     except AttributeError as error:
-        return None, f"{path} is not the extension, or another version of it: {error}"
+        raise Unavailable(f"{path} is not the extension, or another version of it: {error}", broken=True) from error
     except (ValueError, KeyError) as error:
-        return None, f"{path} does not fit: {error}"
+        raise Unavailable(f"{path} does not fit: {error}", broken=True) from error
 
 
 def _path() -> Path:
@@ -131,74 +131,25 @@ def _path() -> Path:
     return Path(os.environ.get(VARIABLE) or Path(__file__).resolve().parents[2] / FILE)
 
 
-def load() -> tuple[Library | None, str]:
-    """``(library, "")``, or ``(None, why)``: not built, broken, of another version, or for other GPUs. Never raises. (That a
-    library also works is another question: :mod:`check`.)"""
-    library, reason = _open(_path())
-    if library is None or not torch.cuda.is_available():
-        return library, reason
+def load() -> Library:
+    """The library. (That it also works is another question: :mod:`check`.)
+
+    Raises:
+        Unavailable: it is not built, broken, of another version, or for other GPUs.
+    """
+    library = _open(_path())
+    if not torch.cuda.is_available():
+        return library
     devices = range(torch.cuda.device_count())
     capabilities = ["{}.{}".format(*torch.cuda.get_device_capability(i)) for i in devices]
     if any(arch.rstrip("af") in capabilities for arch in library.archs):
-        return library, ""
+        return library
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in devices}))
     archs = ", ".join(library.archs)
-    return None, f"not built for this machine: {library.path} holds code for {archs}, which {names} cannot run"
+    raise Unavailable(f"not built for this machine: {library.path} holds code for {archs}, which {names} cannot run")
 
 
-def loaded() -> Library:
-    """The library.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    library, reason = load()
-    if library is None:
-        raise RuntimeError(f"the FP4 extension is not there: {reason}")
-    return library
-
-
-# ---------------------------------------------------------------------------------------------- arguments
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(f"gemm: {message}")
-
-
-def _check_matrix(name: str, q: QuantizedMatrix, rows: int, kp: int) -> None:
-    dtypes = f"{q.codes.dtype}, {q.scales.dtype}"
-    _require(q.codes.dtype == q.scales.dtype == torch.uint8, f"{name}: codes and scales are uint8, got {dtypes}")
-    for part, t, shape in (("codes", q.codes, (rows, kp // 2)), ("scales", q.scales, (rows, kp // BLOCK))):
-        _require(tuple(t.shape) == shape, f"{name}: {part} must be {shape}, got {tuple(t.shape)}")
-    _require(q.gscale.dtype == torch.float32, f"{name}: the global scale is float32, got {q.gscale.dtype}")
-    _require(all(t.is_contiguous() for t in q[:3]), f"{name}: codes, scales and global scale must be contiguous")
-
-
-def _check(terms: Sequence[QuantizedMatrix], weights: Sequence[QuantizedMatrix], constants, adds, outs, dtype) -> None:
-    """All arguments of :func:`gemms`; the library checks addresses and alignment."""
-    _require(dtype in DTYPES, f"dtype is bfloat16 or float32, got {dtype}")
-    _require(1 <= len(terms) <= TERMS, f"an input has one or two terms, got {len(terms)}")
-    _require(len(weights) > 0, "at least one weight")
-    m, kp = terms[0].codes.shape[0], terms[0].codes.shape[1] * 2
-    _require(m > 0 and kp > 0 and kp % K_ALIGN == 0, f"x must not be empty, and K a multiple of {K_ALIGN}, got ({m}, {kp})")
-    for i, x in enumerate(terms):
-        _check_matrix(f"term {i}", x, m, kp)
-        _require(x.gscale.numel() in (1, m), f"term {i}: one global scale, or one for each of {m} rows, got {x.gscale.numel()}")
-    for i, w in enumerate(weights):
-        n, scales = w.codes.shape[0], w.gscale.numel()
-        _check_matrix(f"weight {i}", w, n, kp)
-        _require(n > 0 and scales == 1, f"weight {i}: at least one row and one global scale, got {n} and {scales}")
-        _require(w.k == terms[0].k, f"weight {i}: has K={w.k}, the input K={terms[0].k}")
-        if (constant := constants[i]) is not None:
-            floats = constant.dtype in DTYPES and constant.is_contiguous()
-            _require(floats and tuple(constant.shape) == (n,), f"constant {i}: contiguous ({n},) float32 or bfloat16")
-        for name, t in (("add", adds[i]), ("out", outs[i])):
-            fits = t is None or (t.dtype == dtype and tuple(t.shape) == (m, n) and t.stride(1) == 1)
-            _require(fits, f"{name} {i}: must be ({m}, {n}) {dtype} with adjacent columns")
-    device = terms[0].codes.device
-    tensors = [*(t for q in (*terms, *weights) for t in q[:3]), *(t for t in (*constants, *adds, *outs) if t is not None)]
-    _require(all(t.device == device for t in tensors), "all tensors must be on one device")
+# ---------------------------------------------------------------------------------------------- calling
 
 
 def _aligned(t: Tensor) -> bool:
@@ -212,9 +163,6 @@ def _empty(m: int, n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(m, -(-n // per_row) * per_row, dtype=dtype, device=like.device)[:, :n]
 
 
-# ---------------------------------------------------------------------------------------------- calling
-
-
 def gemms(
     terms: Sequence[QuantizedMatrix],
     weights: Sequence[QuantizedMatrix],
@@ -225,26 +173,22 @@ def gemms(
     dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
 ) -> list[Tensor]:
-    """For each weight ``y = g_row * g_weight * sum over terms of x @ W.T + constant + add``, summed in FP32, rounded once.
+    """The implementation's products; see :mod:`native` for the arguments, which the operators have checked. Weights with and
+    those without something to add are a launch each, of at most four.
 
     Args:
-        terms: one or two matrices (M, K) with the same global scales.
-        weights: (N_i, K) each. Those with and those without something to add are a launch each, of at most four.
-        constants: (N_i,) FP32 or BF16, or None.
-        adds: (M, N_i) in ``dtype``, or None.
-        outs: where to write, or None; may be the add.
+        constants: FP32 or BF16.
         dtype: bfloat16 or float32.
         tile: overrides the choice of :mod:`tiles`.
 
     Raises:
-        ValueError: an argument that does not fit.
-        RuntimeError: there is no extension, or it refuses.
+        Unavailable: there is no extension.
+        RuntimeError: it refuses.
+        ValueError: it has no instance of the tile, or of the types.
     """
     nothing = [None] * len(weights)
-    constants, adds, outs = list(constants or nothing), list(adds or nothing), list(outs or nothing)
-    _require(len(weights) == len(constants) == len(adds) == len(outs), "as many constants, adds and outs as weights")
-    _check(terms, weights, constants, adds, outs, dtype)
-    library, codes = loaded(), terms[0].codes
+    constants, adds, outs = constants or nothing, adds or nothing, outs or nothing
+    library, codes = load(), terms[0].codes
     ys = [
         out if out is not None and _aligned(out) else _empty(codes.shape[0], w.codes.shape[0], codes, dtype)
         for w, out in zip(weights, outs)
@@ -270,7 +214,8 @@ def _launch(library: Library, terms: Sequence[QuantizedMatrix], parts: Sequence[
         file = tile_table.cache_file(torch.cuda.get_device_name(), library.info["source"])
         tile = tile_table.choose_once(problem, _built(library, *types), sms, file)
     name = (tile.name, *types)
-    _require(name in library.instances, f"the extension has no instance {'_'.join(name)}; it has {sorted(library.instances)}")
+    if name not in library.instances:
+        raise ValueError(f"gemm: the extension has no instance {'_'.join(name)}; it has {sorted(library.instances)}")
     # the rounded-up copies made here live until the launch is queued: their memory is reused in the order of the stream
     adds = [
         None if add is None else add if _aligned(add) else _empty(*add.shape, add, dtype).copy_(add) for _, _, add, _ in parts
@@ -298,6 +243,7 @@ def _launch(library: Library, terms: Sequence[QuantizedMatrix], parts: Sequence[
 def _built(library: Library, c: str, d: str) -> tuple[Tile, ...]:
     """Tiles of a library with these types."""
     built = tuple(tile for tile in library.tiles if (tile.name, c, d) in library.instances)
-    names = ", ".join("_".join(name) for name in library.instances)
-    _require(bool(built), f"{library.path} was built without instances for c={c}, d={d}; it has {names}")
+    if not built:
+        names = ", ".join("_".join(name) for name in library.instances)
+        raise ValueError(f"gemm: {library.path} was built without instances for c={c}, d={d}; it has {names}")
     return built

@@ -39,6 +39,14 @@ from ...ops import linear
 Gemms = Callable[..., list[Tensor]]
 
 
+class Unavailable(Exception):
+    """An implementation is not there. ``broken``: something is there, but does not work as it should, which the user is told."""
+
+    def __init__(self, reason: str, broken: bool = False):
+        super().__init__(reason)
+        self.broken = broken
+
+
 def single(gemms: Gemms) -> Callable[..., Tensor]:
     """``gemms`` as a function of one weight."""
 

@@ -11,29 +11,20 @@ scales, adds what is to be added, and rounds once. Two terms under the same glob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import ops
+from ...numerics import layout
 from ...numerics.formats import SWIZZLE_ROWS, QuantizedMatrix
 
 N_ALIGN = 16
 PRODUCT_BYTES = 256 << 20
 """Of an unscaled product at a time. Larger ones are computed by groups of rows: 8192 rows of 8192 outputs are one."""
 
-_scaled_mm: Callable[..., Tensor] | None = getattr(F, "scaled_mm", None)
-
-
-def load() -> tuple[Callable | None, str]:
-    """``(gemms, "")``, or ``(None, why)`` where this PyTorch has not what it takes."""
-    missing = [f"torch.nn.functional.{name}" for name in ("scaled_mm", "ScalingType", "SwizzleType") if not hasattr(F, name)]
-    missing += [] if hasattr(torch, "float4_e2m1fn_x2") else ["torch.float4_e2m1fn_x2"]
-    if missing:
-        return None, f"torch {torch.__version__} has no {', '.join(missing)}: FP4 products without the extension need torch 2.10"
-    return gemms, ""
+_scaled_mm = F.scaled_mm
 
 
 def _operand(matrices: Sequence[QuantizedMatrix], align: int = 1) -> tuple[Tensor, Tensor]:
@@ -41,8 +32,7 @@ def _operand(matrices: Sequence[QuantizedMatrix], align: int = 1) -> tuple[Tenso
     codes, scales = (torch.cat(parts, dim=1) if len(matrices) > 1 else parts[0] for parts in list(zip(*matrices))[:2])
     if missing := -codes.shape[0] % align:
         codes = F.pad(codes, (0, 0, 0, missing))
-    swizzled = ops.swizzle_scales(scales)
-    return codes.view(torch.float4_e2m1fn_x2), swizzled.view(torch.float8_e4m3fn)
+    return codes.view(torch.float4_e2m1fn_x2), layout.swizzle_scales(scales).view(torch.float8_e4m3fn)
 
 
 def _product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, gscale: Tensor) -> Tensor:

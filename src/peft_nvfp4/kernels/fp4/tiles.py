@@ -23,6 +23,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import ceil
 from pathlib import Path
 
 
@@ -73,21 +74,16 @@ class Rates:
 ESTIMATED = Rates()
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def modelled_us(problem: Problem, tile: Tile, sms: int, rates: Rates = ESTIMATED) -> float:
+def modelled_us(problem: Problem, tile: Tile, sms: int) -> float:
     """Time of a launch by the model above."""
-    tiles = _ceil(problem.m, tile.m) * sum(_ceil(n, tile.n) for n in problem.ns)
-    mine = _ceil(tiles, sms)
+    mine = ceil(ceil(problem.m / tile.m) * sum(ceil(n / tile.n) for n in problem.ns) / sms)
     area = tile.m * tile.n / 128**2
-    loop = problem.terms * _ceil(problem.k, tile.k) * (area * tile.k / 128 * rates.block + rates.step)
+    loop = problem.terms * ceil(problem.k / tile.k) * (area * tile.k / 128 * ESTIMATED.block + ESTIMATED.step)
     width = 2 if problem.d == "f32" else 1
-    epilogue = area * width * (rates.epilogue + (rates.addend if problem.c else 0))
+    epilogue = area * width * (ESTIMATED.epilogue + (ESTIMATED.addend if problem.c else 0))
     exposed = epilogue if tile.schedule == "pingpong" else mine * epilogue
-    fill = rates.fill * (tile.m + tile.n) * tile.k / (2 * 128**2)
-    return mine * loop + exposed + fill + rates.start
+    fill = ESTIMATED.fill * (tile.m + tile.n) * tile.k / (2 * 128**2)
+    return mine * loop + exposed + fill + ESTIMATED.start
 
 
 def choose(problem: Problem, tiles: Sequence[Tile], sms: int, measured: dict[str, str] | None = None) -> Tile:

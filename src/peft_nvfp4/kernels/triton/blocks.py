@@ -1,7 +1,7 @@
-"""NVFP4 quantisation in Triton, of rows held as in :mod:`triton_rows`: scales, blocks, whole rows, their way to and from memory.
+"""NVFP4 quantisation in Triton, of rows held as in :mod:`.rows`: scales, blocks, whole rows, their way to and from memory.
 
-Every kernel of the package is made of these functions. The reference is :mod:`peft_nvfp4.numerics.reference`; how codes are found without
-changing a bit, :mod:`triton_codes`.
+Every kernel of the package is made of these functions. The reference is :mod:`peft_nvfp4.numerics.reference`; how codes are found
+without changing a bit, :mod:`.codes`.
 """
 
 import triton
@@ -26,7 +26,7 @@ from .pairs import (
     two_roundings,
     unpack,
 )
-from .rows import BLOCK, HALF, INF, block_amax, block_sum, padded_k, rounded, row_max, to_floats
+from .rows import BLOCK, HALF, INF, block_amax, block_sum, load_row, padded_k, row_max, store_values, to_floats
 
 RULES = {"max6": 0, "four_over_six": 1, "mse": 2}
 MAX6 = tl.constexpr(0)
@@ -129,7 +129,7 @@ def round_blocks(x, s, g, finite, NB: tl.constexpr, MODE: tl.constexpr, BOUNDED:
     else:
         lo, hi = x
         sg, ok = sg[:, None], ok[:, None]
-        r = libdevice.fast_dividef(1.0, sg)  # one approximate instruction: see triton_codes; Inf where s is 0
+        r = libdevice.fast_dividef(1.0, sg)  # one approximate instruction: see codes; Inf where s is 0
         lo_n, lo_grid = round_e2m1(lo, sg, r, ok)
         hi_n, hi_grid = round_e2m1(hi, sg, r, ok)
         return pack_nibbles(lo_n, hi_n), (lo_grid, hi_grid)
@@ -163,15 +163,6 @@ def _candidate(x, s, finite, NB: tl.constexpr, MODE: tl.constexpr, BOUNDED: tl.c
 
 
 @triton.jit
-def _in_units_of_g(x, inverse_g, MODE: tl.constexpr):
-    """x / g. Exact: g is a power of two (what BF16 rounds off, below 2**-133, has no effect on any code)."""
-    if MODE == PAIR:
-        return multiply(x, both(inverse_g))
-    else:
-        return x[0] * inverse_g, x[1] * inverse_g
-
-
-@triton.jit
 def search_blocks(
     x, amax, inverse_g, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, BOUNDED: tl.constexpr
 ):  # fmt: skip
@@ -182,7 +173,11 @@ def search_blocks(
         finite = amax < INF
         amax = tl.where(finite, amax, 0.0)
         bits, s = max6_scale(amax * inverse_g, MODE)
-        x = _in_units_of_g(x, inverse_g, MODE)
+        # x / g, exact: g is a power of two (what BF16 rounds off, below 2**-133, has no effect on any code)
+        if MODE == PAIR:
+            x = multiply(x, both(inverse_g))
+        else:
+            x = (x[0] * inverse_g, x[1] * inverse_g)
         codes, error = _candidate(x, s, finite, NB, MODE, BOUNDED)
         nearest = bits
         for i in tl.static_range(1 if RULE == FOUR_OVER_SIX else 8):
@@ -227,18 +222,6 @@ def quantize_blocks(x, amax, g, inverse_g, NB: tl.constexpr, MODE: tl.constexpr,
     return (codes, tl.where(finite, bits, E4M3_NAN), grid, tl.where(finite, s * g, float("nan")))
 
 
-@triton.jit
-def quantize_row(lo, hi, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr):
-    """A whole row of FP32 (lo, hi) with its own global scale, rule max6: (codes, scale bits, g, grid values lo and hi, their
-    scale (NB, 1))."""
-    x = rounded(lo, hi, tl.bfloat16, MODE) if MODE == PAIR else (lo, hi)
-    amax = amax_values(x, NB, MODE)
-    g, inverse_g = power_of_two_scale(row_max(finite_part(amax)))
-    codes, bits, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, True)
-    lo, hi = to_floats(grid, MODE)
-    return codes, bits, g, lo, hi, sg[:, None]
-
-
 # ------------------------------------------------------------------------------------------- in and out
 
 
@@ -281,15 +264,6 @@ def quantize_store(
 
 
 @triton.jit
-def less_offset(x, offset, HAS_OFFSET: tl.constexpr, MODE: tl.constexpr):
-    """x - offset, in FP32 (mode EXACT); without an offset x as it is. The offset is (lo, hi)."""
-    if HAS_OFFSET:
-        lo, hi = to_floats(x, MODE)
-        x = (lo - offset[0], hi - offset[1])
-    return x
-
-
-@triton.jit
 def add_term(d, grid, sg, MODE: tl.constexpr):
     """d + D(second term)."""
     if MODE == PAIR:  # rounded to BF16 once, as after a sum in FP32
@@ -299,42 +273,37 @@ def add_term(d, grid, sg, MODE: tl.constexpr):
 
 
 @triton.jit
-def quantize_store_terms(
-    codes_ptr, scales_ptr, gscale_ptr, offset, row, x, amax, largest, blk, M,
-    K: tl.constexpr, NB: tl.constexpr, TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr,
+def store_terms(
+    codes_ptr, scales_ptr, gscale_ptr, values_ptr, offset_ptr, row, x, blk, M,
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr,
+    TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One or two terms of x, which is what less_offset returned, with one global scale, stored as rows ``row`` and ``row + M``;
-    with VALUES, returns D(x~) = sum of the terms + offset."""
-    g, inverse_g = power_of_two_scale(largest)
-    codes, bits, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, VALUES or TERMS == 2)
-    _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K, NB, MODE)
-    d = x
-    if VALUES:
-        d = on_grid(grid, sg, MODE)
-    if TERMS == 2:
-        x = remainder(x, grid, sg, MODE)
-        codes, bits, grid, sg = quantize_blocks(x, amax_values(x, NB, MODE), g, inverse_g, NB, MODE, False, VALUES)
-        _store(codes_ptr, scales_ptr, gscale_ptr, row + M, codes, bits, g, blk, K, NB, MODE)
-        if VALUES:
-            d = add_term(d, grid, sg, MODE)
-    if HAS_OFFSET and VALUES:
-        d = (d[0] + offset[0], d[1] + offset[1])
-    return d
-
-
-@triton.jit
-def terms_values(x, amax, largest, offset, NB: tl.constexpr, TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr, MODE: tl.constexpr):
-    """D(x~) as :func:`quantize_store_terms` returns it, with nothing stored."""
-    g, inverse_g = power_of_two_scale(largest)
-    _, _, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, True)
-    d = on_grid(grid, sg, MODE)
-    if TERMS == 2:
-        x = remainder(x, grid, sg, MODE)
-        _, _, grid, sg = quantize_blocks(x, amax_values(x, NB, MODE), g, inverse_g, NB, MODE, False, True)
-        d = add_term(d, grid, sg, MODE)
+    """One or two terms of a row x, or of x - offset (an FP32 difference, whose terms are EXACT), under one global scale. They are
+    stored as rows ``row`` and ``row + M`` of a matrix (CODES), their sum plus the offset, D(x~), as row ``row`` of another
+    (VALUES)."""
+    TERMS_MODE: tl.constexpr = EXACT if HAS_OFFSET else MODE
     if HAS_OFFSET:
-        d = (d[0] + offset[0], d[1] + offset[1])
-    return d
+        offset = load_row(offset_ptr, blk, K, NB)
+        lo, hi = to_floats(x, MODE)
+        x = (lo - offset[0], hi - offset[1])
+    amax = amax_values(x, NB, TERMS_MODE)
+    g, inverse_g = power_of_two_scale(row_max(finite_part(amax)))
+    codes, bits, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, TERMS_MODE, False, VALUES or TERMS == 2)
+    if CODES:
+        _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K, NB, TERMS_MODE)
+    if VALUES:
+        d = on_grid(grid, sg, TERMS_MODE)
+    if TERMS == 2:
+        x = remainder(x, grid, sg, TERMS_MODE)
+        codes, bits, grid, sg = quantize_blocks(x, amax_values(x, NB, TERMS_MODE), g, inverse_g, NB, TERMS_MODE, False, VALUES)
+        if CODES:
+            _store(codes_ptr, scales_ptr, gscale_ptr, row + M, codes, bits, g, blk, K, NB, TERMS_MODE)
+        if VALUES:
+            d = add_term(d, grid, sg, TERMS_MODE)
+    if VALUES:
+        if HAS_OFFSET:
+            d = (d[0] + offset[0], d[1] + offset[1])
+        store_values(values_ptr + row * K, d, blk, K, NB, TERMS_MODE)
 
 
 @triton.jit

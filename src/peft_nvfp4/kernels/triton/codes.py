@@ -7,7 +7,7 @@ that way, and the code stands in the low bits. What must be exact is the compari
 * :func:`round_e2m1`: q0 = x r with r about 1 / (s g); the remainder x - q0 s g is exact in a fused multiply-add (s g has 4
   significant bits), and q0 + remainder * r is the correctly rounded quotient. It equals a midpoint t only if x = s g t: otherwise
   x differs from s g t by an ulp of x, which is more than half an ulp of q (mantissas: ulp ratio 2 m_t / m_x > 1).
-* :mod:`triton_pairs`, where x has at most 8 significant bits (BF16): then x / (s g) differs from a midpoint by 1/256 of it or not
+* :mod:`.pairs`, where x has at most 8 significant bits (BF16): then x / (s g) differs from a midpoint by 1/256 of it or not
   at all, and rounding x r to FP16 (11 bits) gives the midpoint exactly where it should. The rest runs on pairs of FP16 numbers,
   half the instructions. It needs values that *are* BF16: BF16 inputs, and what a first term left of them (x - D(x) fits 8 bits:
   either D(x) = 0, or D(x) is within a factor 2 of x).

@@ -1,4 +1,4 @@
-"""Codes to the operands of a product, in registers: NVFP4 blocks as signed bytes and as BF16, for :mod:`triton_matmul`.
+"""Codes to the operands of a product, in registers: NVFP4 blocks as signed bytes and as BF16, for :mod:`.matmul`.
 
 The instructions matter: an H200 can read a code faster than it can execute three instructions on it. A thread takes a block's 16
 codes as one 64-bit word. A byte permutation (``prmt``) is a table of eight bytes looked up by four codes at once; another one
@@ -7,6 +7,8 @@ spreads the four signs to masks. So 11 instructions turn 8 codes into signed byt
 Triton has no such instructions; they are inline PTX. The CPU interpreter cannot run it: without ``PTX``, the same integers come
 from ordinary arithmetic, and :func:`operand` gives FP32 (the interpreter multiplies BF16 wrongly).
 """
+
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -56,62 +58,43 @@ def load_blocks(
 # ---------------------------------------------------------------------------------------------- signed bytes
 
 
-@triton.jit
-def _four_bytes(codes, SHIFT: tl.constexpr):
-    """Twice the values of the four codes from bit SHIFT, as the bytes of an int32."""
-    packed = tl.zeros(codes.shape, tl.int32)
-    for j in tl.static_range(4):
-        twice = (decode_e2m1(((codes >> (SHIFT + 4 * j)) & 15).to(tl.int32)) * 2.0).to(tl.int32)
-        packed |= (twice & 0xFF) << (8 * j)
-    return packed
+def _codes_asm(codes: str, lines: Callable[[int], list[str]]) -> tl.constexpr:
+    """PTX on the 16 codes of a 64-bit word, four at a time: ``lines(four)`` finds their magnitudes as nibbles of m and their
+    signs as byte masks k (from bit 7 of a byte: of h for odd codes, of h << 4 for even ones)."""
+    asm = [f"mov.b64 {{h0, h1}}, {codes};"]
+    for four in range(4):
+        half, upper = divmod(four, 2)
+        asm += ["shr.u32 m, m, 16;"] if upper else [f"and.b32 m, h{half}, 0x77777777;", f"shl.b32 s, h{half}, 4;"]
+        asm += [f"prmt.b32 k, h{half}, s, {'0xBFAE' if upper else '0x9D8C'};", *lines(four)]
+    return tl.constexpr("\n".join(["{", ".reg .b32 h<2>, s, m, p, n, k, z; mov.b32 z, 0x80008000;", *asm, "}"]))
+
+
+BYTES_ASM: tl.constexpr = _codes_asm(
+    "$4",
+    lambda four: [
+        "prmt.b32 p, 0x03020100, 0x0C080604, m;",
+        "prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;",
+        f"lop3.b32 ${four}, k, n, p, 0xCA;",
+    ],
+)
+"""p and n are the bytes of the magnitudes 0 1 2 3 4 6 8 12 with either sign."""
 
 
 @triton.jit
 def signed_bytes(codes, PTX: tl.constexpr):
-    """Twice the values of 16 codes (int64) as signed bytes: four int32. In PTX, per four codes: p and n are the bytes of the
-    magnitudes 0 1 2 3 4 6 8 12 with either sign, k the signs as byte masks (from bit 7 of a byte: of h for odd codes, of h << 4
-    for even ones)."""
+    """Twice the values of 16 codes (int64) as signed bytes: four int32. Without PTX the codes, four times."""
     if PTX:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 h<2>, s, m, p, n, k;
-            mov.b64 {h0, h1}, $4;
-            and.b32 m, h0, 0x77777777;
-            shl.b32 s, h0, 4;
-            prmt.b32 p, 0x03020100, 0x0C080604, m;
-            prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;
-            prmt.b32 k, h0, s, 0x9D8C;
-            lop3.b32 $0, k, n, p, 0xCA;
-            shr.u32 m, m, 16;
-            prmt.b32 p, 0x03020100, 0x0C080604, m;
-            prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;
-            prmt.b32 k, h0, s, 0xBFAE;
-            lop3.b32 $1, k, n, p, 0xCA;
-            and.b32 m, h1, 0x77777777;
-            shl.b32 s, h1, 4;
-            prmt.b32 p, 0x03020100, 0x0C080604, m;
-            prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;
-            prmt.b32 k, h1, s, 0x9D8C;
-            lop3.b32 $2, k, n, p, 0xCA;
-            shr.u32 m, m, 16;
-            prmt.b32 p, 0x03020100, 0x0C080604, m;
-            prmt.b32 n, 0xFDFEFF00, 0xF4F8FAFC, m;
-            prmt.b32 k, h1, s, 0xBFAE;
-            lop3.b32 $3, k, n, p, 0xCA;
-            }""",
-            "=&r,=&r,=&r,=&r,l", [codes], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+            BYTES_ASM, "=&r,=&r,=&r,=&r,l", [codes], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
     else:
-        return _four_bytes(codes, 0), _four_bytes(codes, 16), _four_bytes(codes, 32), _four_bytes(codes, 48)
+        return codes, codes, codes, codes
 
 
 @triton.jit
-def _four_products(a, b):
-    """Sum of the products of the signed bytes of two int32 tensors."""
-    total = ((a << 24) >> 24) * ((b << 24) >> 24)
-    for j in tl.static_range(1, 4):
-        total += ((a << (24 - 8 * j)) >> 24) * ((b << (24 - 8 * j)) >> 24)
-    return total
+def _value_product(x, w, J: tl.constexpr):
+    """Product of the values of the codes J of two blocks."""
+    return decode_e2m1(((x >> (4 * J)) & 15).to(tl.int32)) * decode_e2m1(((w >> (4 * J)) & 15).to(tl.int32))
 
 
 @triton.jit
@@ -134,33 +117,27 @@ def block_product(x, w, PTX: tl.constexpr):
             "=f,r,r,r,r,r,r,r,r", [x0, x1, x2, x3, w0, w1, w2, w3], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        total = _four_products(x0, w0) + _four_products(x1, w1) + _four_products(x2, w2) + _four_products(x3, w3)
-        return total.to(tl.float32)
+        total = _value_product(x0, w0, 0)
+        for j in tl.static_range(1, BLOCK):
+            total += _value_product(x0, w0, j)
+        return total * 4.0
 
 
 # ---------------------------------------------------------------------------------------------- BF16
 
 
-def _pairs_asm() -> str:
-    """Four codes at a time: p and n are the high and low bytes of the magnitudes, k the signs. fma with -0 is a product (before
-    SM90 there is no other on pairs)."""
-    lines = [".reg .b32 h<2>, s, m, p, n, k, z;", "mov.b64 {h0, h1}, $8;", "mov.b32 z, 0x80008000;"]
-    for four in range(4):
-        half, upper = divmod(four, 2)
-        lines += ["shr.u32 m, m, 16;"] if upper else [f"and.b32 m, h{half}, 0x77777777;", f"shl.b32 s, h{half}, 4;"]
-        lines += [
-            "prmt.b32 p, 0x3F3F3F00, 0x40404040, m;",
-            "prmt.b32 n, 0xC0800000, 0xC0804000, m;",
-            f"prmt.b32 k, h{half}, s, {'0xBFAE' if upper else '0x9D8C'};",
-            "lop3.b32 p, k, 0x80808080, p, 0xEA;",
-            f"prmt.b32 ${2 * four}, n, p, 0x5140;",
-            f"prmt.b32 ${2 * four + 1}, n, p, 0x7362;",
-        ]
-    lines += [f"fma.rn.bf16x2 ${i}, ${i}, $9, z;" for i in range(8)]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-PAIRS_ASM: tl.constexpr = tl.constexpr(_pairs_asm())
+PAIRS_ASM: tl.constexpr = _codes_asm(
+    "$8",
+    lambda four: [
+        "prmt.b32 p, 0x3F3F3F00, 0x40404040, m;",
+        "prmt.b32 n, 0xC0800000, 0xC0804000, m;",
+        "lop3.b32 p, k, 0x80808080, p, 0xEA;",
+        f"prmt.b32 ${2 * four}, n, p, 0x5140;",
+        f"prmt.b32 ${2 * four + 1}, n, p, 0x7362;",
+        *(f"fma.rn.bf16x2 ${2 * four + i}, ${2 * four + i}, $9, z;" for i in range(2)),
+    ],
+)
+"""p and n are the high and low bytes of the magnitudes. fma with -0 is a product: before SM90 the only one."""
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...numerics.formats import padded_k
 from .blocks import decode_e4m3
 from .codes import decode_e2m1
-from .launch import EXACT_MATH, launch, word_program
+from .launch import launch_words
 from .rows import BLOCK
 
 
@@ -30,22 +30,13 @@ def _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW: tl.con
 
 @triton.jit
 def dequantize_kernel(
-    codes_ptr,  # (R, KP / 8) int32
-    scales_ptr,  # (R, KP / 16) uint8
-    gscale_ptr,  # (R,) or (1,) float32
-    codes2_ptr,  # the second term's, where TERMS == 2
-    scales2_ptr,
-    gscale2_ptr,
+    codes_ptr, scales_ptr, gscale_ptr,  # (R, KP / 8) int32, (R, KP / 16) uint8, (R,) or (1,) float32
+    codes2_ptr, scales2_ptr, gscale2_ptr,  # the second term's, where TERMS == 2
     offset_ptr,  # (K,) float32, where HAS_OFFSET
     out_ptr,  # (R, K)
-    K,
-    KP,
-    g_stride,
-    g2_stride,
-    NW: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-):
+    K, KP, g_stride, g2_stride,
+    NW: tl.constexpr, TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * NW + tl.arange(0, NW)
     value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW)
@@ -68,21 +59,10 @@ def dequantize_terms(
     out = codes[0].new_empty(rows, k, dtype=dtype)
     if out.numel() == 0:
         return out
-    codes = [c.contiguous().view(torch.int32) for c in codes]
-    scales = [s.contiguous() for s in scales]
-    nw, warps = word_program(kp)
-    last = len(codes) - 1
-    first = (codes[0], scales[0], gscale[0])
-    second = (codes[last], scales[last], gscale[last])
-    launch(
-        dequantize_kernel,
-        (rows, triton.cdiv(kp // 8, nw)),
-        (*first, *second, out if offset is None else offset, out),
-        (k, kp, int(gscale[0].shape[0] > 1), int(gscale[last].shape[0] > 1)),
-        {"NW": nw, "TERMS": len(codes), "HAS_OFFSET": offset is not None},
-        num_warps=warps,
-        **EXACT_MATH,
-    )
+    terms = [(c.contiguous().view(torch.int32), s.contiguous(), g) for c, s, g in zip(codes, scales, gscale)]
+    tensors = (*terms[0], *terms[-1], out if offset is None else offset, out)
+    numbers = (k, kp, int(gscale[0].shape[0] > 1), int(gscale[-1].shape[0] > 1))
+    launch_words(dequantize_kernel, rows, k, tensors, numbers, {"TERMS": len(terms), "HAS_OFFSET": offset is not None})
     return out
 
 

@@ -33,14 +33,14 @@ EXACT_MATH = {"enable_fp_fusion": False}
 """Every launch: contraction of a * b + c would change bits."""
 
 EXACT, PAIR = range(2)
-"""Rounding modes, explained in triton_codes."""
+"""Rounding modes, explained in :mod:`.codes`."""
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's CPU interpreter, which knows no inline PTX."""
 
 
 def mode_for(dtype: torch.dtype, k: int = 0, *rows: Tensor) -> int:
-    """Rounding mode for values of ``dtype``, and for their terms unless an offset was subtracted (then EXACT). PAIR needs BF16's 8
-    bits, and the ``rows`` of width ``k`` to be rows of pairs."""
+    """Rounding mode for values of ``dtype``, and for their terms unless an offset was subtracted (then EXACT). PAIR needs BF16's
+    8 bits, and the ``rows`` of width ``k`` to be rows of pairs."""
     if dtype != torch.bfloat16 or INTERPRETED:
         return EXACT
     pairs = k % 2 == 0 and all((x.shape[0] == 1 or x.stride(0) % 2 == 0) and x.data_ptr() % 4 == 0 for x in rows)
@@ -57,26 +57,46 @@ def row_blocks(k: int) -> int:
     return triton.next_power_of_2(max(padded_k(k) // BLOCK, 2))
 
 
-def num_warps(nb: int, kernel: str) -> int:
-    """Warps of a program that holds ``nb`` blocks."""
-    return min(max(nb // (32 * BLOCKS_PER_THREAD[kernel]), 1), 32)
-
-
-def word_program(kp: int) -> tuple[int, int]:
-    """(words of codes, warps) of a program that decodes rows of ``kp`` values, 8 in a word."""
-    words = min(triton.next_power_of_2(kp // 8), DEQUANTIZE["words"])
-    return words, min(max(words // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
-
-
 def options_for(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
     """Launch options of a program that holds ``nb`` blocks."""
-    options = {"num_warps": num_warps(nb, kernel), **EXACT_MATH}
+    warps = min(max(nb // (32 * BLOCKS_PER_THREAD[kernel]), 1), 32)
+    options = {"num_warps": warps, **EXACT_MATH}
     if mode == PAIR and kernel in REGISTERS:
-        options["maxnreg"] = min(REGISTERS[kernel], 65536 // (32 * options["num_warps"]))  # all that a multiprocessor has
+        options["maxnreg"] = min(REGISTERS[kernel], 65536 // (32 * warps))  # all that a multiprocessor has
     return options
 
 
 # ---------------------------------------------------------------------------------------------- launching
+
+
+def launch_rows(
+    kernel: triton.JITFunction,
+    name: str,
+    shape: tuple[int, int],
+    mode: int,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int | float],
+    constants: dict,
+) -> None:
+    """Launch a kernel whose program holds one of M rows of K values; ``shape`` is (M, K), ``name`` one of
+    :data:`BLOCKS_PER_THREAD`. The kernel's first constants are K, NB and MODE."""
+    m, k = shape
+    if m:
+        nb = row_blocks(k)
+        constants = {"K": k, "NB": nb, "MODE": mode, **constants}
+        launch(kernel, (m,), tensors, numbers, constants, **options_for(nb, name, mode))
+
+
+def launch_words(
+    kernel: triton.JITFunction, rows: int, k: int, tensors: Sequence[Tensor], numbers: Sequence[int], constants: dict
+) -> None:
+    """Launch a kernel whose program decodes some 32-bit words of codes of a row of K values: NW, its first constant."""
+    words = padded_k(k) // 8
+    nw = min(triton.next_power_of_2(words), DEQUANTIZE["words"])
+    warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
+    grid = (rows, triton.cdiv(words, nw))
+    launch(kernel, grid, tensors, numbers, {"NW": nw, **constants}, num_warps=warps, **EXACT_MATH)
+
 
 _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
 """What a launch is specialised on -> its kernel, which keeps the function alive whose ``id`` is in the key."""

@@ -1,13 +1,13 @@
 """The matrix product on GPUs without FP4 tensor cores: ``matmul``, y (M, N) = sum_t D(x_t) @ D(w).T + bias.
 
-With many rows, dequantising the weight once and calling the BF16 GEMM of PyTorch is best (:mod:`bf16_matmul`). With few, as in
+With many rows, dequantising the weight once and calling the BF16 GEMM of PyTorch is best (:func:`many_rows`). With few, as in
 generation, the product is a matter of reading the weight: 0.56 bytes a value as codes, but 0.56 + 2 + 2 through a BF16 copy. So
 up to ``ROWS`` rows the codes are decoded inside the product, by one of two kernels. Both use exact products and accumulate in
 FP32; the order of the sum depends on nothing but the shapes (no atomics).
 
 *Very few rows* (``matmul_vector_kernel``). Both operands are in NVFP4. Twice a grid value is an integer of at most 12, so the sum
 of a block's 16 products is an integer of at most 16 * 144: four DP4A instructions give it exactly, and one fused multiply-add by
-the product of the two block scales adds it to the FP32 sum (:mod:`triton_decode` has the bytes). All threads of a program work
+the product of the two block scales adds it to the FP32 sum (:mod:`.decode` has the bytes). All threads of a program work
 along K on the same ``BN`` rows of w: the codes of x are decoded once for BN rows, and one reduction at the end joins the threads.
 
 *More rows* (``matmul_tile_kernel``). A tile of w is decoded to BF16 in registers, also by byte permutation, and multiplied by
@@ -31,9 +31,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ... import ops
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import QuantizedMatrix
-from .. import bf16_matmul
+from ...numerics.matmul import full_precision_sums
+from ...numerics.reference import without_scale_factor
 from .launch import EXACT_MATH, INTERPRETED, launch, rows_contiguous
 from .products import lora_down_kernel, matmul_sum_kernel, matmul_tile_kernel, matmul_vector_kernel
 
@@ -111,24 +113,54 @@ def _tile_launch(tensors: list, numbers: tuple, constants: dict, values: Tensor 
         launch(matmul_sum_kernel, (m, _cdiv(n, 512), 1), (target, out), (m, n), constants, num_warps=4, **EXACT_MATH)
 
 
-def few_rows(
+def many_rows(
     terms: Sequence[QuantizedMatrix],
     w: QuantizedMatrix,
-    bias: Tensor | None,
+    constant: Tensor | None,
     dtype: torch.dtype,
     values: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """:func:`matmul` by PyTorch's BF16 GEMM on dequantised operands. BF16 holds every dequantised value exactly, but for a
+    factor: that multiplies the FP32 sum before the constant joins. FP32 results are computed so, too: FP32 operands would be
+    slower, and the TF32 switch would round them."""
+    wd = ops.dequantize(without_scale_factor(w, factor), torch.bfloat16).T
+    with full_precision_sums():
+        if len(terms) == 1:
+            x = ops.dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)
+            if constant is None and dtype == torch.bfloat16:
+                return x @ wd if factor == 1.0 else x.new_empty(len(x), wd.shape[1]).addmm_(x, wd, beta=0, alpha=factor)
+            y = torch.mm(x, wd, out_dtype=torch.float32)
+        else:
+            y = torch.mm(ops.dequantize(terms[0], torch.bfloat16), wd, out_dtype=torch.float32)
+            y += torch.mm(ops.dequantize(terms[1], torch.bfloat16), wd, out_dtype=torch.float32)
+    if factor != 1.0:
+        y *= factor
+    return (y if constant is None else y.add_(constant)).to(dtype)
+
+
+def matmul(
+    terms: Sequence[QuantizedMatrix],
+    w: QuantizedMatrix,
+    constant: Tensor | None,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    factor: float = 1.0,
     hidden: Tensor | None = None,
     up: Tensor | None = None,
     scaling: float = 1.0,
-    factor: float = 1.0,
 ) -> Tensor:
-    """``sum_t D(x_t) @ D(w).T + bias + hidden @ (scaling * up).T`` for up to :data:`ROWS` rows, rounded once to ``dtype``.
+    """``sum_t D(x_t) @ D(w).T + constant + hidden @ (scaling * up).T``, rounded once to ``dtype`` for up to :data:`ROWS` rows;
+    for more, the adapter is added to the rounded product.
 
     Args:
         values: D(x) (M, K) of a single term, if the caller has it.
-        hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
         factor: significand of w's global scale; see :func:`peft_nvfp4.numerics.reference.matmul`.
+        hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
     """
+    if not (0 < terms[0].codes.shape[0] <= ROWS and w.codes.numel()):
+        y = many_rows(terms, w, constant, dtype, values, factor)
+        return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
     first, last = terms[0], terms[-1]
     m, n, nb = first.codes.shape[0], w.codes.shape[0], w.codes.shape[1] * 2 // BLOCK_SIZE
     out = torch.empty(m, n, dtype=dtype, device=w.codes.device)
@@ -139,11 +171,11 @@ def few_rows(
         *(_words(first.codes), first.scales.contiguous(), first.gscale),
         *(_words(last.codes), last.scales.contiguous(), last.gscale),
         *(_words(w.codes), w.scales.contiguous(), w.gscale),
-        *(out if bias is None else bias.contiguous(), hidden if rank else out, up if rank else out, out),
+        *(out if constant is None else constant.contiguous(), hidden if rank else out, up if rank else out, out),
     ]
     strides = (hidden.stride(0) if rank else 0, *(_stride(q.gscale) for q in (first, last, w)))
     numbers = (m, n, float(scaling), *strides)
-    constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": bias is not None}
+    constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": constant is not None}
     constants |= {"SPLIT": factor != 1.0, "PTX": not INTERPRETED}
     if m <= VECTOR_ROWS or m <= MORE_VECTOR_ROWS and len(terms) == 1 and n * w.k <= MORE_VECTOR_ROWS_UP_TO:
         _vector_launch(tensors, numbers, constants)
@@ -192,21 +224,3 @@ def linear(
     for a, b, scaling in others:
         y.addmm_(down(x, a), (b * scaling).to(y.dtype).T)
     return y
-
-
-def matmul(
-    terms: Sequence[QuantizedMatrix],
-    w: QuantizedMatrix,
-    constant: Tensor | None,
-    dtype: torch.dtype,
-    values: Tensor | None = None,
-    factor: float = 1.0,
-    hidden: Tensor | None = None,
-    up: Tensor | None = None,
-    scaling: float = 1.0,
-) -> Tensor:
-    """:func:`few_rows`, whatever the number of rows (an adapter is then added to the rounded product)."""
-    if 0 < terms[0].codes.shape[0] <= ROWS and w.codes.numel():
-        return few_rows(terms, w, constant, dtype, values, hidden, up, scaling, factor)
-    y = bf16_matmul.matmul(terms, w, constant, dtype, values, factor)
-    return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)

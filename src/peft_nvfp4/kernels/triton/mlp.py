@@ -1,13 +1,12 @@
 """act(gate) * up with its quantisation in one pass, and its backward from the codes of gate and up, in Triton.
 
-Formulas and rounding: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads gate and up once and writes
-D(h~), the terms of h~ and the NVFP4 copies of gate and up; the backward reads dh and those copies (3.1 bytes a value instead of
-6) and writes both gradients. ``gated_values`` makes D(h~) anew from those copies.
+Formulas and rounding: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads gate and up once and
+writes D(h~), the terms of h~ and the NVFP4 copies of gate and up; the backward reads dh and those copies (3.1 bytes a value
+instead of 6) and writes both gradients. ``gated_values`` makes D(h~) anew from those copies.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,10 +14,10 @@ from torch import Tensor
 from ...numerics import fused_reference
 from ...numerics.formats import QuantizedMatrix
 from ...ops.linear import empty_terms
-from .blocks import amax_values, finite_part, less_offset, load_quantized, quantize_store, quantize_store_terms, terms_values
+from .blocks import amax_values, finite_part, load_quantized, quantize_store, store_terms
 from .codes import PAIR
-from .launch import EXACT, MAX_BLOCKS, launch, mode_for, options_for, row_blocks, rows_contiguous
-from .rows import BLOCK, load_row, load_values, padded_k, reciprocal, rounded, row_max, store_values, to_floats, two_row_max
+from .launch import MAX_BLOCKS, launch_rows, mode_for, row_blocks, rows_contiguous
+from .rows import BLOCK, load_values, padded_k, reciprocal, rounded, store_values, to_floats, two_row_max
 
 SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
 START: tl.constexpr = tl.constexpr(fused_reference.EXP2_START)
@@ -69,34 +68,24 @@ def _gate_gradient(g, sigma, GELU: tl.constexpr):
     return sigma * (inner + 1.0)
 
 
+@triton.jit
+def _product(lo_g, hi_g, lo_u, hi_u, dtype: tl.constexpr, GELU: tl.constexpr, MODE: tl.constexpr):
+    """act(gate) * up, rounded to ``dtype``."""
+    return rounded((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u, dtype, MODE)
+
+
 @triton.jit(do_not_specialize=["M"])
 def gated_kernel(
-    gate_ptr,  # (M, K)
-    up_ptr,  # (M, K)
+    gate_ptr, up_ptr,  # (M, K)
     offset_ptr,  # (K,) float32, where HAS_OFFSET
-    codes_ptr,  # (T, M, KP / 2) uint8
-    scales_ptr,  # (T, M, KP / 16) uint8
-    gscale_ptr,  # (T, M) float32
+    codes_ptr, scales_ptr, gscale_ptr,  # (T, M, KP / 2) uint8, (T, M, KP / 16) uint8, (T, M) float32
     h_ptr,  # (M, K), where KEEP_H
-    gate_codes_ptr,  # (M, KP / 2) uint8
-    gate_scales_ptr,
-    gate_gscale_ptr,
-    up_codes_ptr,
-    up_scales_ptr,
-    up_gscale_ptr,
-    M,
-    gate_stride,
-    up_stride,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    GELU: tl.constexpr,
-    KEEP_H: tl.constexpr,
-    MODE: tl.constexpr,
-    TERMS_MODE: tl.constexpr,
-):
-    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr,  # as those of one term
+    up_codes_ptr, up_scales_ptr, up_gscale_ptr,
+    M, gate_stride, up_stride,
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr,
+    TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr, GELU: tl.constexpr, KEEP_H: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
     gate = load_values(gate_ptr + row * gate_stride, blk, K, NB, MODE)
@@ -107,16 +96,10 @@ def gated_kernel(
     quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, up, up_amax, up_max, blk, K, NB, MODE)
     lo_g, hi_g = to_floats(gate, MODE)
     lo_u, hi_u = to_floats(up, MODE)
-    lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
-    offset = load_row(offset_ptr, blk, K, NB) if HAS_OFFSET else blk
-    h = less_offset(rounded(lo, hi, dtype, MODE), offset, HAS_OFFSET, MODE)
-    h_amax = amax_values(h, NB, TERMS_MODE)
-    h_max = row_max(finite_part(h_amax))
-    h = quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, offset, row, h, h_amax, h_max, blk, M, K, NB, TERMS, HAS_OFFSET, TERMS_MODE, KEEP_H
-    )  # fmt: skip
-    if KEEP_H:
-        store_values(h_ptr + row * K, h, blk, K, NB, TERMS_MODE)
+    h = _product(lo_g, hi_g, lo_u, hi_u, gate_ptr.dtype.element_ty, GELU, MODE)
+    store_terms(
+        codes_ptr, scales_ptr, gscale_ptr, h_ptr, offset_ptr, row, h, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, KEEP_H
+    )
 
 
 @triton.jit
@@ -137,20 +120,12 @@ def _load_gate_up(
 @triton.jit
 def gated_backward_kernel(
     dh_ptr,  # (M, K)
-    gate_codes_ptr,  # (M, KP / 2) uint8
-    gate_scales_ptr,
-    gate_gscale_ptr,
-    up_codes_ptr,
-    up_scales_ptr,
-    up_gscale_ptr,
-    dgate_ptr,  # (M, K)
-    dup_ptr,
+    gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr,  # (M, KP / 2) uint8, (M, KP / 16) uint8, (M,) float32
+    up_codes_ptr, up_scales_ptr, up_gscale_ptr,
+    dgate_ptr, dup_ptr,  # (M, K)
     dh_stride,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    GELU: tl.constexpr,
-    MODE: tl.constexpr,
-):
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = dh_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
@@ -168,37 +143,24 @@ def gated_backward_kernel(
     store_values(dgate_ptr + row * K, dgate, blk, K, NB, MODE)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def gated_values_kernel(
-    gate_codes_ptr,  # (M, KP / 2) uint8
-    gate_scales_ptr,
-    gate_gscale_ptr,
-    up_codes_ptr,
-    up_scales_ptr,
-    up_gscale_ptr,
+    gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr,  # (M, KP / 2) uint8, (M, KP / 16) uint8, (M,) float32
+    up_codes_ptr, up_scales_ptr, up_gscale_ptr,
     offset_ptr,  # (K,) float32, where HAS_OFFSET
     out_ptr,  # (M, K)
-    M,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    GELU: tl.constexpr,
-    MODE: tl.constexpr,
-    TERMS_MODE: tl.constexpr,
-):
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr,
+    TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
     lo_g, hi_g, lo_u, hi_u = _load_gate_up(
         gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk, K, NB, MODE
     )
-    lo, hi = ((lo_g * _gate(lo_g, GELU, MODE)) * lo_u, (hi_g * _gate(hi_g, GELU, MODE)) * hi_u)
-    offset = load_row(offset_ptr, blk, K, NB) if HAS_OFFSET else blk
-    h = less_offset(rounded(lo, hi, dtype, MODE), offset, HAS_OFFSET, MODE)
-    amax = amax_values(h, NB, TERMS_MODE)
-    h = terms_values(h, amax, row_max(finite_part(amax)), offset, NB, TERMS, HAS_OFFSET, TERMS_MODE)
-    store_values(out_ptr + row * K, h, blk, K, NB, TERMS_MODE)
+    h = _product(lo_g, hi_g, lo_u, hi_u, out_ptr.dtype.element_ty, GELU, MODE)
+    store_terms(
+        out_ptr, out_ptr, out_ptr, out_ptr, offset_ptr, row, h, blk, 0, K, NB, MODE, TERMS, HAS_OFFSET, False, True
+    )
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -211,62 +173,32 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str,
     parts = empty_terms(gate, terms, m, k)
     h = gate.new_empty((m, k) if keep_h else (0,))
     kept = [t[0] for _ in range(2) for t in empty_terms(gate, 1, m, k)]
-    if m:
-        nb, mode = row_blocks(k), mode_for(gate.dtype, k, gate, up)
-        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh"}
-        constants |= {"KEEP_H": keep_h, "MODE": mode, "TERMS_MODE": mode if offset is None else EXACT}
-        tensors = (gate, up, gate if offset is None else offset, *parts, h, *kept)
-        launch(gated_kernel, (m,), tensors, (m, gate.stride(0), up.stride(0)), constants, **options_for(nb, "mlp", mode))
+    tensors = (gate, up, gate if offset is None else offset, *parts, h, *kept)
+    constants = {"TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh", "KEEP_H": keep_h}
+    mode = mode_for(gate.dtype, k, gate, up)
+    launch_rows(gated_kernel, "mlp", (m, k), mode, tensors, (m, gate.stride(0), up.stride(0)), constants)
     return *parts, h, *kept
 
 
-def silu_mul_backward(
-    dh: Tensor,
-    gate_codes: Tensor,
-    gate_scales: Tensor,
-    gate_gscale: Tensor,
-    up_codes: Tensor,
-    up_scales: Tensor,
-    up_gscale: Tensor,
-    act: str,
-) -> tuple[Tensor, Tensor]:
-    """(dgate, dup); see :mod:`peft_nvfp4.ops.fused` for the shapes."""
-    m, k = dh.shape
-    dh = rows_contiguous(dh)
-    kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]
-    dgate, dup = dh.new_empty(m, k), dh.new_empty(m, k)
-    if m:
-        nb, mode = row_blocks(k), mode_for(dh.dtype, k, dh)
-        constants = {"K": k, "NB": nb, "GELU": act == "gelu_tanh", "MODE": mode}
-        options = options_for(nb, "mlp_backward", mode)
-        launch(gated_backward_kernel, (m,), (dh, *kept, dgate, dup), (dh.stride(0),), constants, **options)
+def silu_mul_backward(dh: Tensor, *gate_up_act: Tensor | str) -> tuple[Tensor, Tensor]:
+    """(dgate, dup) of dh (M, K), codes, scales and gscale of gate, those of up, and the activation's name."""
+    *kept, act = gate_up_act
+    dh, kept = rows_contiguous(dh), [t.contiguous() for t in kept]
+    dgate, dup = dh.new_empty(dh.shape), dh.new_empty(dh.shape)
+    mode, constants = mode_for(dh.dtype, dh.shape[1], dh), {"GELU": act == "gelu_tanh"}
+    launch_rows(gated_backward_kernel, "mlp_backward", dh.shape, mode, (dh, *kept, dgate, dup), (dh.stride(0),), constants)
     return dgate, dup
 
 
-def gated_values(
-    gate_codes: Tensor,
-    gate_scales: Tensor,
-    gate_gscale: Tensor,
-    up_codes: Tensor,
-    up_scales: Tensor,
-    up_gscale: Tensor,
-    offset: Tensor | None,
-    act: str,
-    terms: int,
-    k: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """D(h~) (M, K) from the codes of gate and up."""
-    m, nb = gate_codes.shape[0], row_blocks(k)
-    kept = [t.contiguous() for t in (gate_codes, gate_scales, gate_gscale, up_codes, up_scales, up_gscale)]
-    if nb > MAX_BLOCKS or k == 0:
+def gated_values(*arguments) -> Tensor:
+    """D(h~) (M, K) of codes, scales and gscale of gate, those of up, offset, activation, number of terms, K and dtype."""
+    *kept, offset, act, terms, k, dtype = arguments
+    kept, m = [t.contiguous() for t in kept], kept[0].shape[0]
+    if row_blocks(k) > MAX_BLOCKS or k == 0:
         gate, up = QuantizedMatrix(*kept[:3], k), QuantizedMatrix(*kept[3:], k)
         return fused_reference.gated_values(gate, up, offset, act, terms, dtype)
-    out = gate_codes.new_empty(m, k, dtype=dtype)
-    if m:
-        mode = mode_for(dtype, k, out)
-        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh"}
-        constants |= {"MODE": mode, "TERMS_MODE": mode if offset is None else EXACT}
-        tensors = (*kept, out if offset is None else offset, out)
-        launch(gated_values_kernel, (m,), tensors, (m,), constants, **options_for(nb, "mlp", mode))
+    out = kept[0].new_empty(m, k, dtype=dtype)
+    constants = {"TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh"}
+    tensors = (*kept, out if offset is None else offset, out)
+    launch_rows(gated_values_kernel, "mlp", (m, k), mode_for(dtype, k, out), tensors, (), constants)
     return out

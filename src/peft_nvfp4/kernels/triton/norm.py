@@ -1,7 +1,7 @@
 """RMSNorm and its quantisation in one pass, and the norm's backward from the codes, in Triton.
 
-Formulas, rounding and the order of sums: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads x once and
-writes the codes, D(y~) and the statistic; the backward reads dy and the codes and writes dx.
+Formulas, rounding and the order of sums: :mod:`peft_nvfp4.numerics.fused_reference`. One program per row. The forward reads x
+once and writes the codes, D(y~) and the statistic; the backward reads dy and the codes and writes dx.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ...numerics import fused_reference
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import padded_k as padded
 from ...ops.linear import empty_terms
-from .blocks import amax_values, finite_part, less_offset, load_quantized, quantize_store_terms
+from .blocks import load_quantized, store_terms
 from .codes import EXACT, PAIR
-from .launch import launch, mode_for, options_for, row_blocks, rows_contiguous
+from .launch import launch_rows, mode_for, rows_contiguous
 from .pairs import multiply
-from .rows import BLOCK, INF, load_row, load_values, padded_k, reciprocal, rounded, row_max, row_sum, store_values, to_floats
+from .rows import BLOCK, INF, load_row, load_values, padded_k, reciprocal, rounded, row_sum, store_values, to_floats
 
 
 def _shifted_bits(x: float) -> int:
@@ -61,25 +61,13 @@ def norm_kernel(
     x_ptr,  # (M, K)
     gamma_ptr,  # (K,)
     offset_ptr,  # (K,) float32, where HAS_OFFSET
-    codes_ptr,  # (T, M, KP / 2) uint8
-    scales_ptr,  # (T, M, KP / 16) uint8
-    gscale_ptr,  # (T, M) float32
+    codes_ptr, scales_ptr, gscale_ptr,  # (T, M, KP / 2) uint8, (T, M, KP / 16) uint8, (T, M) float32
     y_ptr,  # (M, K)
     rstd_ptr,  # (M,) float32
-    M,
-    x_stride,
-    eps,
-    inverse_k,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    MODE: tl.constexpr,
-    TERMS_MODE: tl.constexpr,
-    WEIGHT_MODE: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    M, x_stride, eps, inverse_k,
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    PLUS_ONE: tl.constexpr, WEIGHT_MODE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
@@ -103,39 +91,24 @@ def norm_kernel(
             y = tl.where(inside, y, 0)
         else:
             y = (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
-    offset = load_row(offset_ptr, blk, K, NB) if HAS_OFFSET else blk
-    y = less_offset(y, offset, HAS_OFFSET, MODE)
-    amax = amax_values(y, NB, TERMS_MODE)
-    largest = row_max(finite_part(amax))
-    y = quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, offset, row, y, amax, largest, blk, M, K, NB, TERMS, HAS_OFFSET, TERMS_MODE, True
-    )  # fmt: skip
-    store_values(y_ptr + row * K, y, blk, K, NB, TERMS_MODE)
+    store_terms(
+        codes_ptr, scales_ptr, gscale_ptr, y_ptr, offset_ptr, row, y, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, True
+    )
 
 
 @triton.jit
 def norm_backward_kernel(
     dy_ptr,  # (M, K)
-    codes_ptr,  # (M, KP / 2) uint8, first term
-    scales_ptr,  # (M, KP / 16) uint8
-    gscale_ptr,  # (M,) float32
-    codes2_ptr,  # second term, where TERMS == 2
-    scales2_ptr,
-    gscale2_ptr,
+    codes_ptr, scales_ptr, gscale_ptr,  # first term: (M, KP / 2) uint8, (M, KP / 16) uint8, (M,) float32
+    codes2_ptr, scales2_ptr, gscale2_ptr,  # second term, where TERMS == 2
     offset_ptr,  # (K,) float32, where HAS_OFFSET
     gamma_ptr,  # (K,)
     rstd_ptr,  # (M,) float32
     dx_ptr,  # (M, K)
-    dy_stride,
-    inverse_k,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    MODE: tl.constexpr,
-    WEIGHT_MODE: tl.constexpr,
-):
+    dy_stride, inverse_k,
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    PLUS_ONE: tl.constexpr, WEIGHT_MODE: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = dx_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
@@ -167,19 +140,13 @@ def rmsnorm_quantize(
 ) -> tuple[Tensor, ...]:
     """(codes, scales, gscale, y, rstd); see :mod:`peft_nvfp4.ops.fused` for the shapes."""
     m, k = x.shape
-    x = rows_contiguous(x)
-    codes, scales, gscale = empty_terms(x, terms, m, k)
-    y = x.new_empty(m, k)
-    rstd = x.new_empty(m, dtype=torch.float32)
-    if m:
-        nb = row_blocks(k)
-        gamma, mode = gamma.contiguous(), mode_for(x.dtype, k, x)
-        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one, "MODE": mode}
-        constants |= {"TERMS_MODE": mode if offset is None else EXACT.value}
-        constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None]), "PADDED": padded(k) - k >= BLOCK_SIZE}
-        tensors = (x, gamma, x if offset is None else offset, codes, scales, gscale, y, rstd)
-        launch(norm_kernel, (m,), tensors, (m, x.stride(0), eps, 1.0 / k), constants, **options_for(nb, "norm", mode))
-    return codes, scales, gscale, y, rstd
+    x, gamma = rows_contiguous(x), gamma.contiguous()
+    out = (*empty_terms(x, terms, m, k), x.new_empty(m, k), x.new_empty(m, dtype=torch.float32))
+    constants = {"TERMS": terms, "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
+    constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None]), "PADDED": padded(k) - k >= BLOCK_SIZE}
+    tensors = (x, gamma, x if offset is None else offset, *out)
+    launch_rows(norm_kernel, "norm", (m, k), mode_for(x.dtype, k, x), tensors, (m, x.stride(0), eps, 1.0 / k), constants)
+    return out
 
 
 def rmsnorm_backward(
@@ -193,17 +160,13 @@ def rmsnorm_backward(
     plus_one: bool,
 ) -> Tensor:
     """dx (M, K) in dy's dtype."""
-    m, k = dy.shape
-    dy = rows_contiguous(dy)
-    dx = dy.new_empty(m, k)
-    codes, scales, gscale = ([t.contiguous() for t in tensors] for tensors in (codes, scales, gscale))
-    if m:
-        nb, last = row_blocks(k), len(codes) - 1
-        gamma, mode = gamma.contiguous(), mode_for(dy.dtype, k, dy)
-        constants = {"K": k, "NB": nb, "TERMS": len(codes), "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
-        constants |= {"MODE": mode, "WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None])}
-        tensors = (dy, codes[0], scales[0], gscale[0], codes[last], scales[last], gscale[last])
-        tensors += (dy if offset is None else offset, gamma, rstd.contiguous(), dx)
-        options = options_for(nb, "norm_backward", mode)
-        launch(norm_backward_kernel, (m,), tensors, (dy.stride(0), 1.0 / k), constants, **options)
+    k = dy.shape[1]
+    dy, gamma = rows_contiguous(dy), gamma.contiguous()
+    dx = dy.new_empty(dy.shape)
+    first, *others = ([t.contiguous() for t in term] for term in zip(codes, scales, gscale))
+    tensors = (dy, *first, *(others[0] if others else first), dy if offset is None else offset, gamma, rstd.contiguous(), dx)
+    constants = {"TERMS": len(codes), "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
+    constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None])}
+    mode = mode_for(dy.dtype, k, dy)
+    launch_rows(norm_backward_kernel, "norm_backward", dy.shape, mode, tensors, (dy.stride(0), 1.0 / k), constants)
     return dx

@@ -13,33 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from ...numerics.formats import QuantizedMatrix, padded_k
-from .blocks import MAX6, quantize_row
+from .blocks import store_terms
 from .dequantize import _term
-from .launch import EXACT_MATH, launch, mode_for, num_warps, row_blocks, rows_contiguous, word_program
-from .rows import load_row, store_row
+from .launch import launch_rows, launch_words, mode_for, rows_contiguous
+from .rows import load_values
 
 
 @triton.jit
 def operand_kernel(
-    codes_ptr,  # (R, KP / 8) int32
-    scales_ptr,  # (R, KP / 16) uint8
-    gscale_ptr,  # (R,) or (1,) float32
-    extra_ptr,  # (R, E) by its strides
+    codes_ptr, scales_ptr, gscale_ptr,  # (R, KP / 8) int32, (R, KP / 16) uint8, (R,) or (1,) float32
+    extra_ptr,  # (R, E) by its strides extra_row, extra_column
     out_ptr,  # (R, columns), rows out_stride apart
-    K,
-    KP,
-    g_stride,
-    E,
-    extra_row,
-    extra_column,
+    K, KP, g_stride,
+    E, extra_row, extra_column,
     out_stride,
     extra_at,  # column of out where the extra columns start ...
     extra_first,  # ... their window: E columns from here on, zeros in the others
     extra_width,
-    NW: tl.constexpr,
-    COPIES: tl.constexpr,
+    NW: tl.constexpr, COPIES: tl.constexpr,
     EXTRA: tl.constexpr,  # extra_width, rounded up to a power of two; 0: none
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * NW + tl.arange(0, NW)
     value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW).to(out_ptr.dtype.element_ty)
@@ -56,13 +49,13 @@ def operand_kernel(
 
 
 @triton.jit
-def rounded_kernel(x_ptr, out_ptr, K, x_stride, out_stride, NB: tl.constexpr, MODE: tl.constexpr):
+def rounded_kernel(x_ptr, out_ptr, x_stride, out_stride, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
     """D(Q(x)) of a row, without the codes in between."""
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
-    lo, hi = load_row(x_ptr + row * x_stride, blk, K, NB)
-    _, _, _, lo, hi, sg = quantize_row(lo.to(tl.float32), hi.to(tl.float32), NB, MAX6, MODE)
-    store_row(out_ptr + row * out_stride, lo * sg, hi * sg, blk, K, NB)
+    x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+    out_ptr += row * (out_stride - K)
+    store_terms(out_ptr, out_ptr, out_ptr, out_ptr, out_ptr, row, x, blk, 0, K, NB, MODE, 1, False, False, True)
 
 
 def write_operand(
@@ -70,28 +63,16 @@ def write_operand(
 ) -> None:
     """D(q) (R, K) into the first columns of out (R, >= copies * K + width), ``copies`` times side by side; after them ``width``
     columns: zeros, but for extra (R, E) from the column ``first`` of them on."""
-    rows, kp = q.codes.shape[0], padded_k(q.k)
-    nw, warps = word_program(kp)
-    source = out if extra is None else extra
-    launch(
-        operand_kernel,
-        (rows, triton.cdiv(kp // 8, nw)),
-        (q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale, source, out),
-        (
-            *(q.k, kp, int(q.gscale.shape[0] > 1)),
-            *(0 if extra is None else extra.shape[1], source.stride(0), source.stride(1), out.stride(0)),
-            *(copies * q.k, first, width),
-        ),
-        {"NW": nw, "COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0},
-        num_warps=warps,
-        **EXACT_MATH,
-    )
+    source, columns = (out, 0) if extra is None else (extra, extra.shape[1])
+    tensors = (q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale, source, out)
+    numbers = (q.k, padded_k(q.k), int(q.gscale.shape[0] > 1), columns, *source.stride(), out.stride(0))
+    numbers += (copies * q.k, first, width)
+    constants = {"COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0}
+    launch_words(operand_kernel, q.codes.shape[0], q.k, tensors, numbers, constants)
 
 
 def write_rounded(out: Tensor, x: Tensor) -> None:
     """D(Q(x)) of x (M, K), a row's global scale, to nearest, into out (M, K); both with rows of any stride."""
-    m, k = x.shape
     x = rows_contiguous(x)
-    nb = row_blocks(k)
-    constants, warps = {"NB": nb, "MODE": mode_for(x.dtype)}, num_warps(nb, "terms")
-    launch(rounded_kernel, (m,), (x, out), (k, x.stride(0), out.stride(0)), constants, num_warps=warps, **EXACT_MATH)
+    mode = mode_for(x.dtype, x.shape[1], x, out)
+    launch_rows(rounded_kernel, "terms", x.shape, mode, (x, out), (x.stride(0), out.stride(0)), {})

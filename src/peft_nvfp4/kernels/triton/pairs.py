@@ -1,4 +1,4 @@
-"""Rows of BF16 kept as pairs, and their quantisation on two values an instruction, in inline PTX: mode PAIR of triton_codes.
+"""Rows of BF16 kept as pairs, and their quantisation on two values an instruction, in inline PTX: mode PAIR of codes.
 
 A row is a tensor ``w`` (NB, 8) of 32-bit words: the 16 values of a block as they lie in memory, two neighbours in a word. All
 that the quantiser does to such values fits 16-bit arithmetic without losing a bit, in half the instructions and registers:
@@ -7,11 +7,11 @@ that the quantiser does to such values fits 16-bit arithmetic without losing a b
   exponent, so e subtracted from BF16's exponent and a shift by 3 give t in FP16, exactly; what is too small for that is below
   half of the smallest code. q = t r rounds once, with r the FP16 number at 2**12 / m. x / (s g) is a midpoint between two codes
   or differs from it by 1/256; that q then is the midpoint, or on the right side of it, was checked for all 8 x 128 mantissas.
-* *Code*. min(2 q, q + 2, q / 2 + 4) + 1028 as in triton_codes; less 4, or -4, leaves 1024 + code + 8 * sign.
+* *Code*. min(2 q, q + 2, q / 2 + 4) + 1028 as in codes; less 4, or -4, leaves 1024 + code + 8 * sign.
 * *Value*. The bits of a code, moved to BF16's exponent and mantissa, are its value times 2**-126; D(x) has 6 bits.
-* *What is left*, x - D(x), has at most 8 bits (triton_codes).
+* *What is left*, x - D(x), has at most 8 bits (codes).
 
-Rejected: lo and hi in FP32 as in triton_rows with conversions to FP16 pairs: 15 instructions a value, here 8.
+Rejected: lo and hi in FP32 as in rows with conversions to FP16 pairs: 15 instructions a value, here 8.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""The kernels of products with few rows; :mod:`triton_matmul` explains them and launches them."""
+"""The kernels of products with few rows; :mod:`.matmul` explains them and launches them."""
 
 import triton
 import triton.language as tl
@@ -24,26 +24,13 @@ NUMBERS = ["M", "N", "scaling", "hidden_stride", "x_stride", "x2_stride", "w_str
 
 @triton.jit(do_not_specialize=NUMBERS)
 def matmul_vector_kernel(
-    x_codes,  # (M, NB) int64, NB blocks of 16 codes
-    x_scales,  # (M, NB) uint8
-    x_gscale,  # (M,) or (1,) float32
-    x2_codes,  # the second term's, where TERMS == 2
-    x2_scales,
-    x2_gscale,
-    w_codes,  # (N, NB) int64
-    w_scales,  # (N, NB) uint8
-    w_gscale,  # (1,) or (N,) float32
+    x_codes, x_scales, x_gscale,  # (M, NB) int64, NB blocks of 16 codes; (M, NB) uint8; (M,) or (1,) float32
+    x2_codes, x2_scales, x2_gscale,  # the second term's, where TERMS == 2
+    w_codes, w_scales, w_gscale,  # (N, NB) int64, (N, NB) uint8, (1,) or (N,) float32
     bias,  # (N,) where HAS_BIAS
-    hidden,  # (M, RANK) bfloat16
-    up,  # (N, RANK), any dtype
+    hidden, up,  # (M, RANK) bfloat16, (N, RANK) of any dtype
     out,  # (M, N)
-    M,
-    N,
-    scaling,
-    hidden_stride,
-    x_stride,
-    x2_stride,
-    w_stride,
+    M, N, scaling, hidden_stride, x_stride, x2_stride, w_stride,
     NB: tl.constexpr,  # a model has few different K: worth a compilation each
     TERMS: tl.constexpr,
     RANK: tl.constexpr,  # 0 without an adapter
@@ -52,10 +39,8 @@ def matmul_vector_kernel(
     SPLIT: tl.constexpr,  # w's global scale is no power of two: its significand multiplies the sum
     PTX: tl.constexpr,
     BM: tl.constexpr,  # >= M
-    BN: tl.constexpr,
-    KB: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    BN: tl.constexpr, KB: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     w_row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
@@ -88,42 +73,15 @@ def matmul_vector_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def matmul_tile_kernel(
-    x_codes,  # as for matmul_vector_kernel
-    x_scales,
-    x_gscale,
-    x2_codes,
-    x2_scales,
-    x2_gscale,
-    w_codes,
-    w_scales,
-    w_gscale,
-    bias,
-    hidden,
-    up,
+    x_codes, x_scales, x_gscale, x2_codes, x2_scales, x2_gscale, w_codes, w_scales, w_gscale, bias, hidden, up,  # as above
     values,  # (M, K) D(x) where HAS_VALUES, in place of the first term
     out,  # (M, N), or one after the other for every part of K
-    M,
-    N,
-    scaling,
-    hidden_stride,
-    x_stride,
-    x2_stride,
-    w_stride,
-    NB: tl.constexpr,
-    TERMS: tl.constexpr,
-    RANK: tl.constexpr,
-    R: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PTX: tl.constexpr,
-    K: tl.constexpr,
-    HAS_VALUES: tl.constexpr,
+    M, N, scaling, hidden_stride, x_stride, x2_stride, w_stride,
+    NB: tl.constexpr, TERMS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, K: tl.constexpr, HAS_VALUES: tl.constexpr,
     STEPS: tl.constexpr,  # of KB blocks in a part of K
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    KB: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    BM: tl.constexpr, BN: tl.constexpr, KB: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     first = tl.program_id(1) * (STEPS * KB)

@@ -27,17 +27,15 @@ from .blocks import (
     amax_values,
     finite_part,
     inverse_power,
-    less_offset,
     power_of_two_scale,
     quantize_blocks,
-    quantize_store_terms,
     search_blocks,
     store_codes,
+    store_terms,
 )
-from .codes import EXACT
-from .launch import CHUNK_BLOCKS, MAX_BLOCKS, launch, mode_for, options_for, row_blocks, rows_contiguous
+from .launch import CHUNK_BLOCKS, MAX_BLOCKS, launch, launch_rows, mode_for, options_for, row_blocks, rows_contiguous
 from .random import round_stochastically, seed_arguments
-from .rows import BLOCK, load_row, load_values, padded_k, row_max
+from .rows import BLOCK, load_values, padded_k, row_max
 
 OWN, GIVEN, FROM_AMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Where quantize_kernel finds the global scale: the row in its registers, an argument, or a maximum from amax_kernel."""
@@ -47,27 +45,16 @@ OWN, GIVEN, FROM_AMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 def terms_kernel(
     x_ptr,  # (M, K) any float dtype
     offset_ptr,  # (K,) float32, where HAS_OFFSET
-    codes_ptr,  # (T, M, KP / 2) uint8
-    scales_ptr,  # (T, M, KP / 16) uint8
-    gscale_ptr,  # (T, M) float32
-    M,
-    x_stride,
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    TERMS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    MODE: tl.constexpr,
-    TERMS_MODE: tl.constexpr,
-):
+    codes_ptr, scales_ptr, gscale_ptr,  # (T, M, KP / 2) uint8, (T, M, KP / 16) uint8, (T, M) float32
+    M, x_stride,
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
-    offset = load_row(offset_ptr, blk, K, NB) if HAS_OFFSET else blk
-    x = less_offset(load_values(x_ptr + row * x_stride, blk, K, NB, MODE), offset, HAS_OFFSET, MODE)
-    amax = amax_values(x, NB, TERMS_MODE)
-    largest = row_max(finite_part(amax))
-    quantize_store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, offset, row, x, amax, largest, blk, M, K, NB, TERMS, HAS_OFFSET, TERMS_MODE, False
-    )  # fmt: skip
+    x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+    store_terms(
+        codes_ptr, scales_ptr, gscale_ptr, x_ptr, offset_ptr, row, x, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, False
+    )
 
 
 @triton.jit
@@ -84,21 +71,15 @@ def amax_kernel(x_ptr, amax_ptr, x_stride, amax_stride, K: tl.constexpr, NB: tl.
 def quantize_kernel(
     x_ptr,  # (R, K) any float dtype
     given_ptr,  # GIVEN: float32 global scales; FROM_AMAX: int32 bits of the maxima
-    codes_ptr,  # (R, KP / 2) uint8
-    scales_ptr,  # (R, KP / 16) uint8
+    codes_ptr, scales_ptr,  # (R, KP / 2) uint8, (R, KP / 16) uint8
     gscale_ptr,  # (R,) or (1,) float32; not written where GIVEN
     seed_ptr,
-    key0,
-    key1,
+    key0, key1,
     x_stride,
     g_stride,  # 1: a global scale per row, 0: one for all
-    K: tl.constexpr,
-    NB: tl.constexpr,
-    RULE: tl.constexpr,
-    MODE: tl.constexpr,
-    GLOBAL: tl.constexpr,
-    SEED_ON_DEVICE: tl.constexpr,
-):
+    K: tl.constexpr, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
+    GLOBAL: tl.constexpr, SEED_ON_DEVICE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     blk = tl.program_id(1) * NB + tl.arange(0, NB)
     KP: tl.constexpr = padded_k(K)
@@ -131,16 +112,10 @@ def quantize_kernel(
 def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, K) as ``terms`` NVFP4 terms with a global scale per row: codes (T, M, Kp/2), scales (T, M, Kp/16), gscale (T, M)."""
     m, k = x.shape
-    nb = row_blocks(k)
-    x = rows_contiguous(x)
-    codes, scales, gscale = empty_terms(x, terms, m, k)
-    if m:
-        mode = mode_for(x.dtype, k, x)
-        constants = {"K": k, "NB": nb, "TERMS": terms, "HAS_OFFSET": offset is not None, "MODE": mode}
-        constants |= {"TERMS_MODE": mode if offset is None else EXACT.value}
-        tensors = (x, x if offset is None else offset, codes, scales, gscale)
-        launch(terms_kernel, (m,), tensors, (m, x.stride(0)), constants, **options_for(nb, "terms", mode))
-    return codes, scales, gscale
+    x, out = rows_contiguous(x), empty_terms(x, terms, m, k)
+    tensors, constants = (x, x if offset is None else offset, *out), {"TERMS": terms, "HAS_OFFSET": offset is not None}
+    launch_rows(terms_kernel, "terms", (m, k), mode_for(x.dtype, k, x), tensors, (m, x.stride(0)), constants)
+    return out
 
 
 def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool):
@@ -152,19 +127,17 @@ def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, p
     x = rows_contiguous(x)
     codes, scales, own = (t[0] for t in empty_terms(x, 1, m, k))
     if gscale is not None:
-        where, g_stride, out, given = (GIVEN, int(gscale.shape[0] > 1), gscale.clone(), gscale.contiguous())
+        where, out, given = GIVEN, gscale.clone(), gscale.contiguous()
+    elif per_row and nb <= MAX_BLOCKS:
+        where, out, given = OWN, own, own
     else:
-        fits = per_row and nb <= MAX_BLOCKS
-        where, g_stride = (OWN if fits else FROM_AMAX), int(per_row)
-        out = own if per_row else x.new_empty(1, dtype=torch.float32)
-        given = out if fits else x.new_zeros(out.shape[0], dtype=torch.int32)
+        where, out = FROM_AMAX, own if per_row else x.new_empty(1, dtype=torch.float32)
+        given = x.new_zeros(out.shape[0], dtype=torch.int32)
     if m == 0 or k == 0:
         return codes, scales, out if gscale is not None else out.fill_(1.0)
-    if where == OWN:
-        chunk, chunks = nb, 1
-    else:
-        chunk = min(nb, CHUNK_BLOCKS)
-        chunks = triton.cdiv(padded(k), BLOCK_SIZE * chunk)
+    g_stride = int(out.shape[0] > 1)
+    chunk = nb if where == OWN else min(nb, CHUNK_BLOCKS)
+    chunks = 1 if where == OWN else triton.cdiv(padded(k), BLOCK_SIZE * chunk)
     mode = mode_for(x.dtype, k, x)
     options = options_for(chunk, "quantize", mode)
     if where == FROM_AMAX:

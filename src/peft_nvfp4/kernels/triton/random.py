@@ -145,7 +145,7 @@ BELOW: tl.constexpr = tl.constexpr(0x40800000 - 8192)
 
 @triton.jit
 def _round_pairs(w, r0, r1, r2, r3, sg, ok, NB: tl.constexpr):
-    """:func:`_round` of BF16 pairs (NB, 8): words of codes (NB, 2). The quotient q is found as in triton_pairs, times 2**-14, so
+    """:func:`_round` of BF16 pairs (NB, 8): words of codes (NB, 2). The quotient q is found as in pairs, times 2**-14, so
     that FP16's exponent and first mantissa bit are the code below. Too large by 2**-10, it is not below the code's value where x
     is not, and not above the next. x - below and the decision follow in FP32, from the sign of u * gap - (x - below)."""
     e, r = exponent_factor(sg, ok, 3, BELOW)

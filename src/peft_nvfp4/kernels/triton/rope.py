@@ -1,9 +1,9 @@
 """Rotary position embedding of queries and keys in one launch, and its backward, in Triton.
 
-Formulas and rounding: :mod:`peft_nvfp4.numerics.fused_reference`. What is rotated are rows of D values, one per token and head. A program
-takes several consecutive rows, heads fastest, first those of q, then those of k: with the usual storage (B, S, H, D) it reads and
-writes one contiguous piece. Each row is read as its two halves, so every value is loaded once; cos and sin are loaded per row as
-well, H times as often as needed, but from the L1 cache, and in the layout of the row: nothing moves between threads.
+Formulas and rounding: :mod:`peft_nvfp4.numerics.fused_reference`. What is rotated are rows of D values, one per token and head. A
+program takes several consecutive rows, heads fastest, first those of q, then those of k: with the usual storage (B, S, H, D) it
+reads and writes one contiguous piece. Each row is read as its two halves, so every value is loaded once; cos and sin are loaded
+per row as well, H times as often as needed, but from the L1 cache, and in the layout of the row: nothing moves between threads.
 """
 
 from __future__ import annotations

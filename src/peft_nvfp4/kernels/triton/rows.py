@@ -1,9 +1,9 @@
 """Rows held in registers, in Triton: how they are loaded, stored, reduced, and how 1 / d is taken.
 
-A program holds a row (or a stretch of one) in one of two forms; the rounding mode says which (:mod:`triton_codes`):
+A program holds a row (or a stretch of one) in one of two forms; the rounding mode says which (:mod:`.codes`):
 
 * mode EXACT: a tuple of two FP32 tensors ``lo`` and ``hi`` of shape (NB, 8): block b's elements with even and with odd k;
-* mode PAIR: words of two BF16 values, (NB, 8) int32, as in :mod:`triton_pairs`.
+* mode PAIR: words of two BF16 values, (NB, 8) int32, as in :mod:`.pairs`.
 
 Kernels load, round and store through :func:`load_values` and its companions and need not know the form. All 16 values of a block
 sit in one thread, so the block maximum, the block sums and the packing of nibbles need no exchange between threads, and what

@@ -44,7 +44,8 @@ def _rows(codes_ptr, scales_ptr, gscale_ptr, n, word, N, KP, WHOLE: tl.constexpr
         g = tl.load(gscale_ptr + n) if PER_ROW else tl.zeros_like(n).to(tl.float32)
     else:
         inside = (n < N) & (word * 8 < KP)
-        codes, bits = (tl.load(codes_ptr + at, mask=inside, other=0), tl.load(scales_ptr + at_scale, mask=inside, other=0))
+        codes = tl.load(codes_ptr + at, mask=inside, other=0)
+        bits = tl.load(scales_ptr + at_scale, mask=inside, other=0)
         g = tl.load(gscale_ptr + n, mask=n < N, other=1.0) if PER_ROW else tl.zeros_like(n).to(tl.float32)
     return codes, bits.to(tl.int32), tl.broadcast_to(g, codes.shape)
 
@@ -121,32 +122,21 @@ def transpose_amax_kernel(
 
 @triton.jit
 def transpose_kernel(
-    codes_ptr,  # (N, KP / 8) int32
-    scales_ptr,  # (N, KP / 16) uint8
-    gscale_ptr,  # (N,) or (1,) float32
+    codes_ptr, scales_ptr, gscale_ptr,  # (N, KP / 8) int32, (N, KP / 16) uint8, (N,) or (1,) float32
     amax_ptr,  # (1,) int32, bits of the maximum
-    out_codes_ptr,  # (K, NP / 8) int32
-    out_scales_ptr,  # (K, NP / 16) uint8
-    out_gscale_ptr,  # (1,) float32
-    N,
-    K,
-    KP,
-    NP,
-    NB: tl.constexpr,
-    KW: tl.constexpr,
+    out_codes_ptr, out_scales_ptr, out_gscale_ptr,  # (K, NP / 8) int32, (K, NP / 16) uint8, (1,) float32
+    N, K, KP, NP,
+    NB: tl.constexpr, KW: tl.constexpr,
     WHOLE: tl.constexpr,  # the tiles divide both sides
     PER_ROW: tl.constexpr,  # N global scales
-    RULE: tl.constexpr,
-    MODE: tl.constexpr,
-):
+    RULE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
     g, inverse_g = power_of_two_scale(tl.load(amax_ptr).to(tl.float32, bitcast=True))
     tl.store(out_gscale_ptr, g)
     # under PAIR, and where the rule wants them so, values come in units of 2**8 g
     SCALED: tl.constexpr = MODE == PAIR and RULE == FOUR_OVER_SIX
     unit = inverse_g * PAIR_UNIT if SCALED else tl.full([], 1.0, tl.float32)
-    tile = _tile(
-        codes_ptr, scales_ptr, gscale_ptr, unit, N, KP, NB, KW, WHOLE, PER_ROW, MODE
-    )  # fmt: skip
+    tile = _tile(codes_ptr, scales_ptr, gscale_ptr, unit, N, KP, NB, KW, WHOLE, PER_ROW, MODE)
     block = opaque(tl.program_id(0) * NB + tl.arange(0, NB)[None, :], MODE)
     word = tl.program_id(1) * KW + tl.arange(0, KW)[:, None]
     for j in tl.static_range(8):

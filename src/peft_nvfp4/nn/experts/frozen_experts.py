@@ -10,7 +10,7 @@ model has one target parameter.
 
     y_t = sum_j  w_tj * down_e(act(gate_e(x_t)) * up_e(x_t)),    e = index_tj,  j = 1 .. k
 
-Tokens are sorted by expert (:mod:`.expert_rows`), so each expert runs once, on its rows; an expert that no token was routed to
+Tokens are sorted by expert (:mod:`.rows`), so each expert runs once, on its rows; an expert that no token was routed to
 is not run at all. Rows are weighted and summed in their own order afterwards, in FP32 where the weights are: nothing depends on
 an order of additions in memory, so a forward that is computed again (checkpointing) gives the same bits. One synchronisation a
 layer tells how many rows each expert has, so a CUDA graph cannot be recorded.

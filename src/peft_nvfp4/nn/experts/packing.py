@@ -37,8 +37,7 @@ def packed_of(layer: FrozenLinear) -> dict[str, Tensor]:
 
 
 def scale_factors(stacks: Mapping[str, Tensor], experts: int) -> list[float]:
-    """Of every expert's global scale (:func:`peft_nvfp4.numerics.reference.scale_factor`), 1 where there is none. Looks once for
-    all."""
+    """Of every expert's global scale (:func:`peft_nvfp4.numerics.reference.scale_factor`), 1 where there is none; one look."""
     scales = stacks.get("weight_gscale")
     if scales is None or scales.is_meta:
         return [1.0] * experts

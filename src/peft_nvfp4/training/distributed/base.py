@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,14 +35,10 @@ def base_checksums(model: nn.Module) -> dict[str, int]:
             raise ValueError(f"{name} is sharded already; compare the bases before fully_shard")
         total = 0
         for key, t in sorted(tensors.items()):
-            total = (total * 1000003 + _checksum(t) + hash_of(f"{key}{tuple(t.shape)}{t.dtype}")) % 2**64
+            label = f"{key}{tuple(t.shape)}{t.dtype}".encode()  # Python's own hash is another one in every process
+            total = (total * 1000003 + _checksum(t) + int.from_bytes(label, "little") % (2**61 - 1)) % 2**64
         sums[name] = total
     return sums
-
-
-def hash_of(text: str) -> int:
-    """Of a string, the same in every process (Python's own hash is not)."""
-    return int.from_bytes(text.encode(), "little") % (2**61 - 1)
 
 
 def _checksum(t: Tensor) -> int:
@@ -63,36 +60,39 @@ def check_same_base(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     Raises:
         ValueError: on every process, naming the first module that differs.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
-    sums: list[dict[str, int]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(sums, base_checksums(model), group=group)
-    for rank, others in enumerate(sums[1:], start=1):
-        differing = [name for name in {**sums[0], **others} if sums[0].get(name) != others.get(name)]
-        if differing:
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        _compare(
+            base_checksums(model),
+            group,
+            "Load the same checkpoint with the same settings on every process, or take rank 0's weights everywhere with "
+            "peft_nvfp4.training.distributed.broadcast_base(model)",
+        )
+
+
+def _compare(here: dict[str, Any], group: dist.ProcessGroup | None, way_out: str) -> None:
+    """Raises ValueError on every process where one of them has another dictionary."""
+    everywhere: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, here, group=group)
+    first = everywhere[0]
+    for rank, other in enumerate(everywhere[1:], start=1):
+        if differing := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
             raise ValueError(
                 f"the frozen weights of rank 0 and rank {rank} differ, first at {differing[0]!r} ({len(differing)} of "
-                f"{len(sums[0])} modules). Load the same checkpoint with the same settings on every process, or take rank 0's "
-                "weights everywhere with peft_nvfp4.training.distributed.broadcast_base(model)"
+                f"{len(first)} modules). {way_out}"
             )
 
 
 @torch.no_grad()
 def broadcast_base(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite every frozen tensor with rank ``src``'s, in place, and compare. Shapes must be the same on all processes.
+    """Overwrite every frozen tensor with rank ``src``'s, in place. Shapes must be the same on all processes.
 
     Raises:
         ValueError: a process has other modules or shapes.
     """
-    here = [(name, key, t) for name, tensors in frozen_tensors(model) for key, t in sorted(tensors.items())]
-    layout = [f"{name}.{key} {tuple(t.shape)} {t.dtype}" for name, key, t in here]
-    layouts: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(layouts, layout, group=group)
-    for rank, other in enumerate(layouts):
-        if other != layouts[0]:
-            first = next((a for a, b in zip(layouts[0], other) if a != b), "the number of modules")
-            raise ValueError(f"rank {rank} holds other modules than rank 0, first at {first}: their weights cannot be replaced")
-    send([t for _, _, t in here], src, group)
+    here = dict(frozen_tensors(model))
+    shapes = {name: [(key, t.shape, t.dtype) for key, t in sorted(tensors.items())] for name, tensors in here.items()}
+    _compare(shapes, group, "Names or shapes are others, so their weights cannot be replaced: load the same model everywhere")
+    send([t for tensors in here.values() for _, t in sorted(tensors.items())], src, group)
     for module in model.modules():
         if hasattr(module, "rewritten"):  # frozen linears and experts
             module.rewritten()

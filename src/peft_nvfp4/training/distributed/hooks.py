@@ -13,7 +13,6 @@ A model without frozen layers passes through untouched.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -28,65 +27,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...fusion.norm import NVFP4RMSNorm
 from ...nn.frozen_linear import FrozenLinear
+from ...nn.wrapping import replace, wrap
+from ...quantization.freeze import frozen_layers, frozen_modules
 from ..offload.enable import offloaded
 from .base import check_same_base, send
 
 SHARDS_BYTES = torch.__version__ >= (2, 13)
 """Whether FSDP2 takes parameters that are not floating point (pytorch#177844, #185239)."""
 
-_UNDO: list[Callable[[], None]] = []
 
-
-def register() -> None:
-    """Install the hooks. Calling it again changes nothing."""
-    if _UNDO:
-        return
-    _wrap(DistributedDataParallel, "__init__", _init_ddp)
-    _wrap(FullyShardedDataParallel, "__init__", _init_fsdp1)
-    _wrap(Accelerator, "_prepare_fsdp2", _prepare_fsdp2)
-    _wrap(_fsdp_param_group.FSDPParamGroup, "__init__", _init_group)
+def install() -> None:
+    """Wrap them, until :func:`~peft_nvfp4.nn.wrapping.unwrap_all`."""
+    wrap(DistributedDataParallel, "__init__", _init_ddp)
+    wrap(FullyShardedDataParallel, "__init__", _init_fsdp1)
+    wrap(Accelerator, "_prepare_fsdp2", _prepare_fsdp2)
+    wrap(_fsdp_param_group.FSDPParamGroup, "__init__", _init_group)
     if not SHARDS_BYTES:
-        _wrap(_fsdp_param.FSDPParam, "init_dtype_attrs", _init_dtype_attrs)
-        original = _fsdp_param.nn
-        _fsdp_param.nn = _with_byte_parameters()
-        _UNDO.append(lambda: setattr(_fsdp_param, "nn", original))
-
-
-def unregister() -> None:
-    """Put everything back."""
-    while _UNDO:
-        _UNDO.pop()()
-
-
-def registered() -> bool:
-    """Whether the hooks are installed."""
-    return bool(_UNDO)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable) -> None:
-    """Replace owner.name by a function that calls ``wrapper(original, *args)``."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(owner, name, hooked)
-    _UNDO.append(lambda: setattr(owner, name, original))
-
-
-def _frozen(model: nn.Module) -> list[tuple[str, FrozenLinear]]:
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, FrozenLinear)]
+        wrap(_fsdp_param.FSDPParam, "init_dtype_attrs", _init_dtype_attrs)
+        replace(_fsdp_param, "nn", _with_byte_parameters())
 
 
 # ---------------------------------------------------------------------------------------------- DDP, FSDP1
 
 
 def _init_ddp(original: Callable, self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    frozen = [m for m in module.modules() if hasattr(m, "packed_tensors")]  # linears and experts
-    if frozen:
+    if frozen := frozen_modules(module):
         check_same_base(module, kwargs.get("process_group"))
-        packed = {id(p) for layer in frozen for p in layer.parameters(recurse=False) if not p.requires_grad}
+        packed = {id(p) for _, layer in frozen for p in layer.parameters(recurse=False) if not p.requires_grad}
         names = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in packed]
         names = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *names]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(dict.fromkeys(names)))
@@ -94,15 +61,13 @@ def _init_ddp(original: Callable, self: nn.Module, module: nn.Module, *args: Any
 
 
 def _init_fsdp1(original: Callable, self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    holders = [(name, m) for name, m in module.named_modules() if hasattr(m, "packed_tensors")]  # linears and experts
-    packed = [(name, m) for name, m in holders if any(not t.is_floating_point() for t in m.packed_tensors().values())]
-    if packed:
-        name, layer = packed[0]
-        raise ValueError(
-            f"FSDP1 cannot shard {name}: it is frozen in {layer.backend}, which is packed bytes, and FSDP1 joins parameters of "
-            "one floating dtype. Use FSDP2: fsdp_version: 2 in accelerate's config (fsdp_config={'version': 2} for Trainer), or "
-            "torch.distributed.fsdp.fully_shard"
-        )
+    for name, layer in frozen_modules(module):
+        if layer.backend != "bf16":
+            raise ValueError(
+                f"FSDP1 cannot shard {name}: it is frozen in {layer.backend}, which is packed bytes, and FSDP1 joins parameters "
+                "of one floating dtype. Use FSDP2: fsdp_version: 2 in accelerate's config (fsdp_config={'version': 2} for "
+                "Trainer), or torch.distributed.fsdp.fully_shard"
+            )
     original(self, module, *args, **kwargs)
 
 
@@ -127,7 +92,7 @@ def _init_group(original: Callable, self: Any, params: list, modules: tuple[nn.M
 
 def _is_too_small(unit: nn.Module) -> bool:
     """A packed linear by itself, with or without adapters, or linears of a fused norm without that norm."""
-    packed = [layer for _, layer in _frozen(unit) if not layer.weight.is_floating_point()]
+    packed = [layer for _, layer in frozen_layers(unit) if not layer.weight.is_floating_point()]
     base = unit.get_base_layer() if isinstance(unit, BaseTunerLayer) else unit
     fused = any(getattr(layer, "group", None) is not None for layer in packed)
     return bool(packed) and (base is packed[0] or fused and not any(isinstance(m, NVFP4RMSNorm) for m in unit.modules()))
@@ -154,7 +119,7 @@ def _with_byte_parameters() -> types.ModuleType:
 def _prepare_fsdp2(original: Callable, self: Accelerator, *args: Any) -> Any:
     plugin = self.state.fsdp_plugin
     for model in args:
-        if isinstance(model, nn.Module) and (frozen := _frozen(model)):
+        if isinstance(model, nn.Module) and (frozen := frozen_layers(model)):
             if not plugin.cpu_ram_efficient_loading:
                 check_same_base(model)
             states = [t for _, layer in frozen for t in plain_parameters(layer, self.device)]

@@ -18,12 +18,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-BY_NUMBER, BY_NAME, SHARDED = "optimizer.pt", "optimizer.bin", "optimizer_0"
+BY_NUMBER, BY_NAME, SHARDED = OPTIMIZERS = "optimizer.pt", "optimizer.bin", "optimizer_0"
 STATE, MODEL = "trainer_state.json", "pytorch_model_fsdp"
 ALONE = "without-fsdp"
 
@@ -31,11 +32,8 @@ ALONE = "without-fsdp"
 def last_checkpoint(folder: str | Path) -> str | None:
     """The newest checkpoint of a run that was written to its end (a process may have died while it wrote one); None without."""
     found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    whole = [path for path in found if _ended(path / STATE) and any((path / name).exists() for name in _OPTIMIZERS)]
+    whole = [path for path in found if _ended(path / STATE) and any((path / name).exists() for name in OPTIMIZERS)]
     return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
-
-
-_OPTIMIZERS = (BY_NUMBER, BY_NAME, SHARDED)
 
 
 def _ended(state: Path) -> bool:
@@ -51,7 +49,7 @@ def make_resumable(trainer: Any, checkpoint: str | Path | None = None) -> str | 
     ``trainer.args.output_dir`` (None if there is none). Every process has to call it; the first one writes.
 
     Raises:
-        ValueError: it was sharded by FSDP, and this run is not.
+        ValueError: it was sharded by FSDP, and this run is not; or the other way round.
     """
     checkpoint = checkpoint or last_checkpoint(trainer.args.output_dir)
     if checkpoint is None:
@@ -63,7 +61,12 @@ def make_resumable(trainer: Any, checkpoint: str | Path | None = None) -> str | 
             "or write checkpoints with FULL_STATE_DICT"
         )
     if fsdp and (folder / BY_NUMBER).exists() and not any((folder / name).exists() for name in (BY_NAME, SHARDED)):
-        _check_full(trainer)  # on every process: one that raises alone leaves the others waiting below
+        kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+        if "FULL" not in kind:  # on every process: one that raises alone leaves the others waiting below
+            raise ValueError(
+                "a checkpoint without FSDP is read by FSDP with FULL_STATE_DICT only, and this run has "
+                f"{kind.rpartition('.')[2]}: set fsdp_state_dict_type to FULL_STATE_DICT"
+            )
         state = by_name(_read(folder / BY_NUMBER), parameter_names(trainer))
         trainer.accelerator.wait_for_everyone()  # before the first one writes what the others look for
         if trainer.args.process_index == 0:
@@ -92,15 +95,6 @@ def _save(state: dict, path: Path) -> None:
     os.replace(path.with_name(path.name + ".part"), path)
 
 
-def _check_full(trainer: Any) -> None:
-    kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
-    if "FULL" not in kind:
-        raise ValueError(
-            f"a checkpoint without FSDP is read by FSDP with FULL_STATE_DICT only, and this run has {kind.rpartition('.')[2]}: "
-            "set fsdp_state_dict_type to FULL_STATE_DICT"
-        )
-
-
 def _read(path: Path) -> dict:
     return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -121,15 +115,16 @@ def by_name(state: dict, names: list[list[str]]) -> dict:
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(group) for group in names]:
         raise ValueError(f"the checkpoint's optimizer has groups of {sizes} parameters, this run of {[len(g) for g in names]}")
-    pairs = [zip(group["params"], known) for group, known in zip(state["param_groups"], names)]
-    name_of = {number: name for pair in pairs for number, name in pair}
-    groups = [{**group, "params": [name_of[n] for n in group["params"]]} for group in state["param_groups"]]
-    return {"state": {name_of[n]: entry for n, entry in state["state"].items()}, "param_groups": groups}
+    return _renamed(state, [name for group in names for name in group])
 
 
 def by_number(state: dict) -> dict:
     """Inverse of :func:`by_name`."""
-    order = [name for group in state["param_groups"] for name in group["params"]]
-    number_of = {name: i for i, name in enumerate(order)}
-    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {number_of[name]: entry for name, entry in state["state"].items()}, "param_groups": groups}
+    return _renamed(state, range(sum(len(group["params"]) for group in state["param_groups"])))
+
+
+def _renamed(state: dict, names: Sequence) -> dict:
+    """With these names of the parameters, which are listed in the order of their groups."""
+    new = dict(zip((old for group in state["param_groups"] for old in group["params"]), names))
+    groups = [{**group, "params": [new[old] for old in group["params"]]} for group in state["param_groups"]]
+    return {"state": {new[old]: entry for old, entry in state["state"].items()}, "param_groups": groups}

@@ -35,8 +35,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ...quantization.freeze import frozen_modules
 from ..cuda_graphs import records_steps
-from .frozen_methods import ON_DEVICE, packed_modules, packed_parameters
+from .frozen_methods import ON_DEVICE, packed_parameters
 from .layers import ATTRIBUTE, Offload, OffloadStatus
 
 
@@ -96,7 +97,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     best, most = [], 0
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
-            members = [m for m in module if packed_modules(m)]
+            members = [m for m in module if frozen_modules(m)]
             size = sum(p.nbytes for m in members for p in _packed(m))
             if len(members) == len(module) and size > most:
                 best, most = members, size
@@ -104,7 +105,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _packed(module: nn.Module) -> list[nn.Parameter]:
-    return [p for m in packed_modules(module) for p in packed_parameters(m).values()]
+    return [p for _, m in frozen_modules(module) for p in packed_parameters(m).values()]
 
 
 def _owner(model: nn.Module) -> Offload | None:

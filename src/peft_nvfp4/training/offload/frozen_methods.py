@@ -16,11 +16,6 @@ ON_DEVICE = ("dequantize", "requantize_", "restore", "set_offset", "to_linear", 
 """Methods of a frozen layer that compute with the weight, and find it on the compute device."""
 
 
-def packed_modules(module: nn.Module) -> list[nn.Module]:
-    """The frozen linears (and experts) of a module."""
-    return [m for m in module.modules() if hasattr(m, "packed_tensors")]
-
-
 def packed_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
     """Of a frozen layer, by name: everything but its bias."""
     return {name: p for name, p in layer.named_parameters(recurse=False) if name != "bias" and not p.requires_grad}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -52,15 +53,8 @@ class HostBuffer:
                 self.pinned = int(torch.cuda.cudart().cudaHostRegister(address, len(self._pages), 0)) == 0
                 self._pages.locked_at = address if self.pinned else 0
                 if not self.pinned:
-                    _forget_error()
+                    with suppress(RuntimeError):  # CUDA keeps the error until somebody asks; the next kernel would raise it
+                        torch.zeros(1, device="cuda")
             if self.pinned and hasattr(mmap, "MADV_DONTFORK"):
                 self._pages.madvise(mmap.MADV_DONTFORK)  # a forked data loader would otherwise move them when it writes
         return self.pinned
-
-
-def _forget_error() -> None:
-    """CUDA keeps the error of a call until somebody asks; PyTorch would raise it at its next kernel."""
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError:
-        pass

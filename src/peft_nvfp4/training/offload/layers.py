@@ -7,7 +7,6 @@ before and after it. :class:`Offload` holds all of them and the buffers on the d
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .frozen_methods import ON_DEVICE, DeviceMethod, HostApply, packed_modules, packed_parameters
+from ...quantization.freeze import frozen_modules
+from .frozen_methods import ON_DEVICE, DeviceMethod, HostApply, packed_parameters
 from .host_memory import HostBuffer
 
 ALIGNMENT = 256
@@ -27,7 +27,6 @@ ATTRIBUTE = "_nvfp4_offload"
 """Attribute of a decoder layer that holds its :class:`OffloadedLayer`."""
 
 
-
 @dataclass
 class OffloadStatus:
     """What was moved so far.
@@ -36,7 +35,7 @@ class OffloadStatus:
         layers, host_bytes: what lives on the host; ``pinned``: the GPU reads it by itself.
         device_bytes: of the two buffers.
         copies, moved_bytes: from host to device; ``ahead``: copies begun before the layer was called.
-        copy_ms, waited_ms: of the last :data:`TIMED` copies: how long they took, and how long layers waited for them.
+        copy_ms, waited_ms: of the last :data:`TIMED` copies to a GPU: how long they took, and how long layers waited for them.
     """
 
     layers: int = 0
@@ -74,8 +73,8 @@ class _Slot:
         self.holds: OffloadedLayer | None = None  # whose bytes are here, or on their way
         self.versions: list[int] = []  # of those parameters when they were copied: somebody may write to the host's bytes
         self.user: OffloadedLayer | None = None  # whose parameters point here
-        self.copied: Any = None  # times (events) of beginning and end of the copy
-        self.waited = True  # some layer has waited for it
+        self.copied: Any = None  # events at the beginning and the end of the copy, on a GPU
+        self.timed = False  # how long a layer waited for it
 
 
 class OffloadedLayer:
@@ -83,7 +82,7 @@ class OffloadedLayer:
 
     def __init__(self, owner: Offload, index: int, module: nn.Module):
         self.owner, self.index, self.module = owner, index, module
-        self.packed = packed_modules(module)
+        self.packed = [m for _, m in frozen_modules(module)]
         self.host: HostBuffer | None = None
         self.size = 0  # of that
         self.places: list[tuple[nn.Parameter, Tensor, int]] = []  # parameter, its bytes on the host, where in the buffer
@@ -148,7 +147,9 @@ class OffloadedLayer:
             raise RuntimeError("offload and torch.compile exclude each other: call peft_nvfp4.disable_offload(model) first")
         if module is not self.module:
             raise RuntimeError("offload does not work in nn.DataParallel: start one process per GPU (torchrun) instead")
-        self.owner.check()
+        device = self.owner.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("CUDA graphs cannot record layers with offload: the copies are no part of a recording")
         if self.index == 0 and torch.is_grad_enabled() and not in_backward() and _cache_has_gradients(kwargs):
             raise RuntimeError(
                 "offload cannot send gradients through a cache of keys and values into an earlier forward: nothing tells "
@@ -160,19 +161,15 @@ class OffloadedLayer:
         if in_backward():  # checkpointing: backward of this layer is next
             return
         self.release()
-        if torch.is_grad_enabled():
-            self.watch(output)
-
-    def rest(self, *args: Any) -> None:
-        self.owner.release()
-
-    def watch(self, output: Any) -> None:
-        for t in tree_leaves(output):
+        for t in tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(t, Tensor) and t.requires_grad:
                 t.register_hook(self.before_backward)
 
     def before_backward(self, grad: Tensor) -> None:
         self.owner.use(self, -1)
+
+    def rest(self, *args: Any) -> None:
+        self.owner.release()
 
     def release(self) -> None:
         """Point the parameters back to the host."""
@@ -211,11 +208,6 @@ class Offload:
             self._drop_slots()
             self.times.clear()
 
-    def check(self) -> None:
-        """Raises RuntimeError for what would compute with another layer's bytes."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("CUDA graphs cannot record layers with offload: the copies are no part of a recording")
-
     def use(self, layer: OffloadedLayer, direction: int) -> None:
         """Point a layer's parameters into its buffer, and fetch its neighbour."""
         for other in self.layers:
@@ -231,18 +223,15 @@ class Offload:
             for (p, _, _), view in zip(layer.places, layer.views):
                 p.data = view
             slot.user = layer
-        self._arrange_end()
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self.task):
+            self.task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.release)
         neighbour = layer.index + direction
         if neighbour == len(self.layers) and not layer.module.training:
             neighbour = 0  # no backward follows, but perhaps the next token
         if 0 <= neighbour < len(self.layers):
             self._load(self.layers[neighbour], ahead=True)
-
-    def _arrange_end(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, self.task):
-            self.task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.release)
 
     def release(self) -> None:
         """Nothing runs: all parameters point to the host."""
@@ -286,9 +275,7 @@ class Offload:
         self.status.moved_bytes += size
         slot.holds, slot.versions = layer, versions
         if self.stream is None:
-            start = time.perf_counter()
             slot.data[:size].copy_(layer.host.data)
-            slot.copied, slot.waited = (start, time.perf_counter()), False
             return
         layer.host.pin(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -297,21 +284,20 @@ class Offload:
             begin.record()
             slot.data[:size].copy_(layer.host.data, non_blocking=True)
             end.record()
-        slot.copied, slot.waited = (begin, end), False
+        slot.copied, slot.timed = (begin, end), False
 
     def _wait(self, slot: _Slot) -> None:
         """The current stream goes on when the buffer is filled."""
-        begin, end = slot.copied
-        asked, went_on = begin, end  # without streams, whoever needs a copy makes it
-        if self.stream is not None:
-            stream = torch.cuda.current_stream(self.device)
-            asked, went_on = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            asked.record(stream)
-            stream.wait_event(end)
-            went_on.record(stream)
-        if not slot.waited:
-            self.times.append((begin, end, asked, went_on))
-            slot.waited = True
+        if self.stream is None:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        asked, went_on = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        asked.record(stream)
+        stream.wait_event(slot.copied[1])
+        went_on.record(stream)
+        if not slot.timed:
+            self.times.append((*slot.copied, asked, went_on))
+            slot.timed = True
 
     def measured(self) -> OffloadStatus:
         status = replace(self.status)
@@ -320,9 +306,8 @@ class Offload:
         status.host_bytes, status.pinned = sum(h.data.nbytes for h in hosts), all(h.pinned for h in hosts)
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
-        span = lambda a, b: 1e3 * (b - a) if isinstance(a, float) else a.elapsed_time(b)
-        status.copy_ms = sum(span(a, b) for a, b, _, _ in self.times)
-        status.waited_ms = sum(span(a, b) for *_, a, b in self.times)
+        status.copy_ms = sum(begin.elapsed_time(end) for begin, end, _, _ in self.times)
+        status.waited_ms = sum(asked.elapsed_time(went_on) for _, _, asked, went_on in self.times)
         return status
 
 

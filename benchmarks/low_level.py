@@ -1,0 +1,30 @@
+"""Models with an adapter, with choices for which :class:`~peft_nvfp4.NVFP4LoraConfig` has no word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import get_peft_model
+from torch import nn
+
+from peft_nvfp4 import NVFP4LoraConfig, apply_calibration, attach, detach, freeze_model
+
+LAYER = ("weight_layouts", "gradients", "activations")
+"""Fields of ``FrozenOptions`` that :func:`adapted_model` takes."""
+
+
+def adapted_model(model: nn.Module, *, fused: bool = True, recompute_mlp: bool = False, **fields: Any) -> nn.Module:
+    """``get_peft_model`` over a base that is frozen before, where ``fields`` has some of :data:`LAYER`. The others are of
+    NVFP4LoraConfig. ``fused``, ``recompute_mlp``: norms and gated MLPs."""
+    layer = {name: fields.pop(name) for name in LAYER if name in fields}
+    config = NVFP4LoraConfig(**fields)
+    if layer:
+        if config.calibration is not None:
+            apply_calibration(model, config.calibration, **layer)
+        freeze_model(model, config.backend, accuracy=config.accuracy, skip_modules=config.skip_modules, progress=False, **layer)
+    model = get_peft_model(model, config)
+    if not fused:
+        detach(model)
+    elif recompute_mlp:
+        attach(model, recompute_mlp=True)
+    return model

@@ -1,0 +1,169 @@
+"""From one kind of model folder to another: ``peft-nvfp4 quantize``, ``peft-nvfp4 calibrate``, ``peft-nvfp4 merge``,
+``peft-nvfp4 export``; and ``peft-nvfp4 inspect``, whether an adapter fits a model."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.filesize import decimal
+
+from ..calibration import run as calibration
+from ..checkpoints import export_checkpoint
+from ..checkpoints.gguf import export_gguf
+from ..lora import merge as merging
+from ..lora.hooks import freeze_base
+from ..lora.inspection import inspect_adapter
+from ..quantization.freeze import freeze_model, frozen_modules
+from ..quantization.options import Options
+from ..transformers.config import PactConfig
+from ..transformers.prepare import num_parameters
+from ._run import models
+from .common import Base, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs
+
+Model = Annotated[str, typer.Argument(help="Folder or Hub id of a dense model.")]
+Adapter = Annotated[str, typer.Argument(help="Folder of the adapter.")]
+
+
+def _fresh(folder: str) -> Path:
+    """The folder to write to.
+
+    Raises:
+        ValueError: it holds something already.
+    """
+    path = Path(folder)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is there already and not empty: choose another output folder")
+    return path
+
+
+def _written(folder: Path, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str]:
+    """A folder with a model, which gets its tokenizer: (for JSON, in words). Packed are linears and projections of experts."""
+    tokenizer.save_pretrained(folder)
+    count = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    packed = sum(m.experts * len(m.projections) if hasattr(m, "projections") else 1 for _, m in frozen_modules(model))
+    dense = 2 * num_parameters(model)
+    words = f"{folder}: {decimal(count)} ({decimal(dense)} in BF16), {packed} linears packed in NVFP4"
+    return {"folder": str(folder), "bytes": count, "packed": packed, "dense_bytes": dense}, words
+
+
+@command(busy="Packing")
+def quantize(
+    model: Model,
+    output: Output,
+    skip_modules: Annotated[str, typer.Option(help="Names to leave dense, with commas between.")] = "",
+    layers: Layers = None,
+) -> Outcome:
+    """Pack a model's linears in NVFP4 and save it: 4.5 bits a weight, loaded with from_pretrained."""
+    path, device = _fresh(output), models.default_device()
+    names = [name.strip() for name in skip_modules.split(",") if name.strip()]
+    settings: dict[str, Any] = {"quantization_config": PactConfig(skip_modules=names or None)}
+    if device.type == "cuda":
+        settings["device_map"] = {"": device}
+    if getattr(models.config_of(model), "quantization_config", None) is not None:
+        raise ValueError(f"{model} is quantised already; peft-nvfp4 export writes it in another layout")
+    packed, tokenizer = models.load(model, "bf16", layers, device=torch.device("cpu"), **settings)
+    packed.save_pretrained(path)
+    content, words = _written(path, packed, tokenizer)
+    return Outcome(content, [words])
+
+
+@command
+def calibrate(
+    model: Model,
+    dataset: Annotated[str, typer.Argument(help="Texts: .txt, .jsonl, .csv, ...")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder; the same command goes on where it was stopped.")],
+    method: Annotated[str, typer.Option(help="gptq or nearest.")] = "gptq",
+    accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
+    budget: Annotated[float | None, typer.Option(help="Choose terms by measured errors, for this share of forward work.")] = None,
+    offset: Annotated[bool, typer.Option(help="Subtract the mean input (of one term: balanced, paper).")] = False,
+    backward: Annotated[str, typer.Option(help="Backward layouts: requantize or gptq.")] = "requantize",
+    samples: Annotated[int, typer.Option(help="Sequences.")] = 128,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    columns: Columns = None,
+    limit: Limit = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of texts.")] = 0,
+    layers: Layers = None,
+) -> Outcome:
+    """GPTQ weights, terms and offsets from a few texts, for train --calibration."""
+    from ._run import texts  # needs the extra
+
+    sizes = {"samples": samples, "seq_len": seq, "batch_size": batch, "seed": seed}
+    options = calibration.CalibrationOptions(
+        method=method, accuracy=accuracy, budget=budget, offset=offset, backward=backward, **sizes
+    )
+    data = texts.read(dataset, columns=pairs(columns), limit=limit).plain()
+    dense, tokenizer = models.load(model, layers=layers, device=torch.device("cpu"))
+    report = calibration.calibrate(dense, data, tokenizer, options, output_dir=output, device=models.default_device())
+    hint = f"Train with it: peft-nvfp4 train MODEL DATA --calibration {output}"
+    return Outcome({**asdict(report), "means": report.means()}, [str(report), hint])
+
+
+@command(busy="Merging")
+def merge(
+    adapter: Adapter,
+    output: Output,
+    model: Base = None,
+    to: Annotated[str, typer.Option(help="bf16, fp16, fp32 or nvfp4.")] = "bf16",
+    layout: Annotated[str, typer.Option(help="Of a model in nvfp4: compressed-tensors or modelopt.")] = "compressed-tensors",
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write a dense model as model.gguf, too (llama.cpp).")] = False,
+    probe: Annotated[str | None, typer.Option(help="Data on which to compare the logits: a file.")] = None,
+    dtype: Dtype = "auto",
+    layers: Layers = None,
+) -> Outcome:
+    """Merge an adapter into its base model, and say how much of it is left."""
+    if gguf and to == "nvfp4":
+        raise ValueError("GGUF has no NVFP4 of this kind: merge to bf16, fp16 or fp32 for --gguf")
+    path, batches = _fresh(output), None
+    adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers)
+    if probe is not None:
+        from ._run import evaluation, texts  # need the extra
+
+        rows = evaluation.encode(texts.read(probe, limit=8), tokenizer, 128).values()
+        batches = [{"input_ids": torch.tensor([row["input_ids"]], device=adapted.device)} for row in rows]
+    merged, report = merging.merge(adapted, to, probe=batches)
+    if to == "nvfp4":
+        export_checkpoint(merged, path, layout)
+    else:
+        merged.save_pretrained(path)
+    content, words = _written(path, merged, tokenizer)
+    if gguf:
+        export_gguf(merged, tokenizer, path / "model.gguf", {"fp32": "f32", "fp16": "f16"}.get(to, "bf16"))
+    return Outcome({**content, "report": asdict(report)}, [str(report), words])
+
+
+@command(busy="Exporting")
+def export(
+    model: Annotated[str, typer.Argument(help="Model in NVFP4 (of quantize, or merge --to nvfp4), or a dense one.")],
+    output: Output,
+    layout: Annotated[str, typer.Option(help="compressed-tensors (vLLM) or modelopt (TensorRT-LLM).")] = "compressed-tensors",
+    layers: Layers = None,
+) -> Outcome:
+    """Write an NVFP4 model in the layout of a serving engine."""
+    path = _fresh(output)
+    packed, tokenizer = models.load(model, "stored", layers)
+    if not frozen_modules(packed):
+        freeze_model(packed, "nvfp4")
+    report = export_checkpoint(packed, path, layout)
+    content, words = _written(path, packed, tokenizer)
+    inexact = f"; {len(report.inexact)} global scales are off by one unit in the last place" if report.inexact else ""
+    kind = f"{layout}, {report.scheme}, {len(report.dense)} linears dense{inexact}"
+    return Outcome({**content, "report": asdict(report)}, [words, kind])
+
+
+@command(busy="Inspecting")
+def inspect(
+    adapter: Adapter,
+    model: Base = None,
+    probe: Annotated[bool, typer.Option(help="Run a few tokens with and without it.")] = True,
+    dtype: Dtype = "auto",
+    layers: Layers = None,
+) -> Outcome:
+    """Does an adapter fit a base model, and is that the one it was trained on? Exit code 1 if it does not fit."""
+    config, base, _ = models.load_base(adapter, model, dtype, layers)
+    if not frozen_modules(base):
+        freeze_base(config, base)
+    report = inspect_adapter(base.to(models.default_device()), adapter, probe=probe)
+    return Outcome(asdict(report), [str(report)], 0 if report.binds else 1)

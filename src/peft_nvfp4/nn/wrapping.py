@@ -1,0 +1,37 @@
+"""Functions of other libraries that this package wraps (of PEFT, transformers, PyTorch, accelerate), and how they come back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+WRAPPED: list[tuple[Any, str, Any]] = []
+"""(class or module, name, what it had there of its own, None if it inherits it) of everything that is replaced, in that order."""
+
+
+def wrap(owner: Any, name: str, wrapper: Callable, static: bool = False) -> None:
+    """Replace owner.name by a function that calls ``wrapper(original, *args, **kwargs)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    replace(owner, name, staticmethod(wrapped) if static else wrapped)
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Set owner.name until :func:`unwrap_all`."""
+    WRAPPED.append((owner, name, vars(owner).get(name)))
+    setattr(owner, name, value)
+
+
+def unwrap_all() -> None:
+    """Put everything back."""
+    while WRAPPED:
+        owner, name, before = WRAPPED.pop()
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
