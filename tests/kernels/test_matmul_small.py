@@ -127,24 +127,18 @@ def interpreted():
     return interpreted_results(__file__)
 
 
-def test_interpreted_products_of_exact_sums_are_bit_equal(interpreted):
-    assert interpreted["exact"] == []
+RIGHT = {
+    "exact": [],
+    "decoded": [0, 0],
+    "bounds": [0] * len(RANDOM),
+    "nan": [[1, 2], [1, 8]],
+    "adapters": [0] * len(ADAPTERS),
+}
 
 
-def test_interpreted_kernels_decode_codes_and_scales(interpreted):
-    assert interpreted["decoded"] == [0, 0]
-
-
-def test_interpreted_products_of_random_values(interpreted):
-    assert interpreted["bounds"] == [0] * len(RANDOM)
-
-
-def test_interpreted_products_show_what_is_not_finite(interpreted):
-    assert interpreted["nan"] == [[1, 2], [1, 8]]
-
-
-def test_interpreted_linears_with_adapters(interpreted):
-    assert interpreted["adapters"] == [0] * len(ADAPTERS)
+@pytest.mark.parametrize("what", RIGHT)
+def test_interpreted_kernels(what, interpreted):
+    assert interpreted[what] == RIGHT[what]
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from _assertions import assert_same_bits, unit
 from _frozen_linears import IN, OUT, TOKENS, assert_same_packed, dense, freeze, packed, require, sqnr
 from torch import nn
 
-from peft_nvfp4 import BACKENDS, FrozenLinear, FrozenOptions, NVFP4LoraConfig, freeze_model, frozen_bytes
+from peft_nvfp4 import BACKENDS, FrozenLinear, FrozenOptions, frozen_bytes
 
 QUANTISED = ("nvfp4", "nf4")
 # dB on Gaussian data and weights. Measured for weights: nvfp4 21.6 to 22, nf4 20.4 to 20.9. Of outputs: nf4 the same, nvfp4 18,
@@ -37,14 +37,9 @@ def test_registry_lists_the_three_words_and_their_classes(backend):
     assert issubclass(BACKENDS[backend], FrozenLinear) and BACKENDS[backend].backend == backend
 
 
-@pytest.mark.parametrize(
-    "call",
-    (lambda: BACKENDS["int4"], lambda: freeze_model(nn.Sequential(dense()), "int4"), lambda: NVFP4LoraConfig(backend="int4")),
-    ids=("registry", "freeze_model", "config"),
-)
-def test_unknown_backend_names_the_known_ones(call):
-    with pytest.raises((KeyError, ValueError), match="unknown backend 'int4'; choose one of bf16, nf4, nvfp4"):
-        call()
+def test_unknown_backend_names_the_known_ones():
+    with pytest.raises(KeyError, match="unknown backend 'int4'; choose one of bf16, nf4, nvfp4"):
+        BACKENDS["int4"]
 
 
 @pytest.mark.parametrize(
