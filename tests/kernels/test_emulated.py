@@ -4,8 +4,6 @@ The kernels that lay out the operands run in Triton's interpreter on a CPU (in a
 if Triton is installed) and on CUDA; the GEMM is PyTorch's in both.
 """
 
-import json
-
 import pytest
 import torch
 from _interpreter import interpreted_results
@@ -98,7 +96,4 @@ def test_the_reference_is_the_exact_product(name, terms, constant):
 if __name__ == "__main__":
     import triton_interpreter
 
-    triton_interpreter.install()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        print(json.dumps(check("cpu")))
+    triton_interpreter.report(lambda: check("cpu"))

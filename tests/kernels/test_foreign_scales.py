@@ -7,7 +7,6 @@ The kernels run in Triton's interpreter, in a process of its own (``python test_
 from __future__ import annotations
 
 import copy
-import json
 import math
 
 import pytest
@@ -422,11 +421,7 @@ def wrong_sites(m: int, device: str) -> list[str]:
     return found
 
 
-def interpret() -> None:
-    import triton_interpreter
-
-    triton_interpreter.install()
-    torch.set_num_threads(1)
+def interpret() -> dict[str, list]:
     from peft_nvfp4.kernels import emulated
     from peft_nvfp4.kernels.triton import matmul
 
@@ -436,10 +431,9 @@ def interpret() -> None:
     )
     matmul.VECTOR["rows_of_w"] = 16, 16  # fewer programs: the interpreter's cost is per operation
     emulated.SMALL_ROWS = 4
-    with torch.no_grad():
-        transposes = wrong_transposes(40, 24, "cpu", SCALES[:2])
-        products = [text for m, n, k in ((3, 9, 80), (16, 66, 80)) for text in wrong_products(m, n, k, "cpu", SCALES[:2])]
-        print(json.dumps({"transposes": transposes, "products": products, "sites": wrong_sites(9, "cpu")}))
+    transposes = wrong_transposes(40, 24, "cpu", SCALES[:2])
+    products = [text for m, n, k in ((3, 9, 80), (16, 66, 80)) for text in wrong_products(m, n, k, "cpu", SCALES[:2])]
+    return {"transposes": transposes, "products": products, "sites": wrong_sites(9, "cpu")}
 
 
 @pytest.fixture(scope="module")
@@ -461,4 +455,6 @@ def test_kernels_on_cuda():
 
 
 if __name__ == "__main__":
-    interpret()
+    import triton_interpreter
+
+    triton_interpreter.report(interpret)

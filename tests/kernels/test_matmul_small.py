@@ -7,8 +7,6 @@ the tile kernel to FP32: it checks everything but the PTX. What the PTX decodes 
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from _assertions import gaussian, generator, to
@@ -105,11 +103,7 @@ def wrong_with_adapters(m: int, n: int, k: int, rank: int, device: str) -> int:
 ADAPTERS = [(3, 9, 96, 5), (16, 70, 300, 3), (33, 66, 1040, 20)]
 
 
-def interpret() -> None:
-    import triton_interpreter
-
-    triton_interpreter.install()
-    torch.set_num_threads(1)
+def interpret() -> dict[str, list]:
     from peft_nvfp4.kernels.triton import matmul
 
     matmul.VECTOR["rows_of_w"] = 16, 16  # fewer programs: the interpreter's cost is per operation
@@ -119,7 +113,7 @@ def interpret() -> None:
     bounds = [outside_bound(*case, "cpu") for case in RANDOM]
     nan = [rows_with_nan(m, 5, "cpu") for m in (3, 9)]
     adapters = [wrong_with_adapters(*case, "cpu") for case in ADAPTERS]
-    print(json.dumps({"exact": exact, "decoded": decoded, "bounds": bounds, "nan": nan, "adapters": adapters}))
+    return {"exact": exact, "decoded": decoded, "bounds": bounds, "nan": nan, "adapters": adapters}
 
 
 @pytest.fixture(scope="module")
@@ -236,4 +230,6 @@ def test_a_product_is_the_same_bits_again(m):
 
 
 if __name__ == "__main__":
-    interpret()
+    import triton_interpreter
+
+    triton_interpreter.report(interpret)

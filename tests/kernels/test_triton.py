@@ -7,8 +7,6 @@ CUDA with real shapes, marked ``gpu``.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from _assertions import SEED
@@ -36,17 +34,13 @@ INTERPRETED = {  # group -> rows, widths, weights
 }
 
 
-def interpret() -> None:
-    """Print the number of cases and the mismatches of every group as JSON."""
-    import triton_interpreter
-
-    triton_interpreter.install()
-    torch.set_num_threads(1)
-    results = {}
-    for group in GROUPS:
-        found = cases(group, *INTERPRETED[group])
-        results[group] = {"cases": len(found), "mismatches": [text for case in found for text in run_case(case, "cpu")]}
-    print(json.dumps(results))
+def interpret() -> dict[str, dict]:
+    """The number of cases and the mismatches of every group."""
+    found = {group: cases(group, *INTERPRETED[group]) for group in GROUPS}
+    return {
+        group: {"cases": len(each), "mismatches": [text for case in each for text in run_case(case, "cpu")]}
+        for group, each in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -170,4 +164,6 @@ def test_the_reference_can_be_forced(monkeypatch):
 
 
 if __name__ == "__main__":
-    interpret()
+    import triton_interpreter
+
+    triton_interpreter.report(interpret)

@@ -1,7 +1,7 @@
 """Mutation testing: does a test fail when the arithmetic of a module is wrong?
 
     python tests/mutation/run.py                                    # every module of TESTS, 80 mutants each
-    python tests/mutation/run.py src/peft_nvfp4/ops.py --count 20 --seed 1
+    python tests/mutation/run.py src/peft_nvfp4/ops/matrix.py --count 20 --seed 1
 
 Works on a copy of the tree in a temporary folder. First every test of a module's list runs once and is watched: which lines
 of the module it runs, for how long. Then, for each mutant of a seeded sample (see mutants.py), the tests that run the changed
@@ -35,8 +35,11 @@ RESULTS = HERE / "results.json"
 PACKAGE = "src/peft_nvfp4"
 
 TESTS = {
-    "numerics/reference.py": ["reference", "reference_layout", "reference_rounding", "properties", "ops_matmul", "mutants"],
-    "ops/__init__.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
+    "numerics/reference.py": (
+        "reference reference_layout reference_rounding properties ops_matmul linear products foreign_scales mutants".split()
+    ),
+    "ops/core.py": ["ops", "ops_matmul"],
+    "ops/matrix.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
     "lora/layer.py": ["lora", "lora_adapters", "lora_merging", "inits", "merge", "merge_aware", "residual_inits"],
     "lora/merge.py": ["merge", "report", "merge_aware", "experts_adapters", "mutants"],
     "calibration/gptq.py": ["gptq", "mutants"],
