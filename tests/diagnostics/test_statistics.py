@@ -36,7 +36,8 @@ def step(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(loss, gradients) of one step."""
     torch.manual_seed(7)
     model.zero_grad(set_to_none=True)
-    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    ids = IDS.to(next(model.parameters()).device)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return loss.detach(), [p.grad for p in model.parameters() if p.requires_grad]
 
@@ -165,9 +166,10 @@ def test_inputs_are_those_that_fused_producers_quantise(monkeypatch, seen, accur
     assert len(measured) == 8
 
 
+@by_device
 @pytest.mark.parametrize("fused", [True, False])
-def test_gradients_are_those_that_enter_the_product(monkeypatch, seen, fused):
-    model, _ = adapted(fused=fused)
+def test_gradients_are_those_that_enter_the_product(monkeypatch, seen, fused, device):
+    model = adapted(fused=fused)[0].to(device)
     entered = []
     original = linear_ops.dgrad.run
     monkeypatch.setattr(linear_ops.dgrad, "run", lambda p: (entered.extend(item.dy for item in p.linears), original(p))[1])
