@@ -59,7 +59,7 @@ test-oldest: $(OLDEST)/.base
 	$(OLDEST)/bin/python -m pip install -q -c requirements/oldest.txt -e .
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $$(grep -v '^#' requirements/oldest_tests.txt) $(PYTEST_ARGS)
 
-# would a test notice? one change of the arithmetic at a time, an hour or more: make mutants MUTANT_ARGS="ops.py --count 20"
+# would a test notice? one change of the arithmetic at a time, an hour or more: make mutants MUTANT_ARGS="ops/matrix.py --count 20"
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutation/run.py $(MUTANT_ARGS)
 

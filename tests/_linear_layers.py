@@ -6,7 +6,7 @@ Stability of Numerical Algorithms", chapter 3. The same code evaluates the polyn
 
 import pytest
 import torch
-from _assertions import unit
+from _assertions import assert_same_bits, unit
 from torch import nn
 
 from peft_nvfp4 import ops
@@ -111,6 +111,23 @@ def actual(y, x, bias, branches, dy):
     for i, b in enumerate(branches):
         got |= {f"dA{i}": b.a.grad, f"dB{i}": b.b.grad}
     return got
+
+
+def outcome(run, x, branches, dy, seed=SEED):
+    """Output of ``run()`` and, after one backward, the gradients of x and the branches, by name. Earlier ones are dropped."""
+    leaves = {"dx": x, **{f"d{which}{i}": t for i, b in enumerate(branches) for which, t in (("A", b.a), ("B", b.b))}}
+    for t in leaves.values():
+        t.grad = None
+    torch.manual_seed(seed)
+    y = run()
+    y.backward(dy)
+    return {"y": y.detach(), **{name: t.grad for name, t in leaves.items()}}
+
+
+def assert_same_outcome(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert_same_bits(got[name], value, name)
 
 
 def assert_within(got, want, magnitude, roundings, what, low=torch.float32, low_roundings=0):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from _assertions import DISTRIBUTIONS, SEED, sample
-from test_ops_matmul import exact_matrix, whole_bias
+from _exact import exact_matrix, whole_bias
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -239,7 +239,7 @@ def _rope_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
 
 
 def _matmul_cases(rows: int, weights: tuple[tuple[int, int], ...]) -> Iterator[Case]:
-    """Products whose every partial sum is exact (see test_ops_matmul), so that their order does not show: up to ``rows`` rows,
+    """Products whose every partial sum is exact (see _exact.py), so that their order does not show: up to ``rows`` rows,
     for each of the kernels."""
 
     def make(m, n, k, dtype, terms, with_values, bias):

@@ -79,21 +79,21 @@ def test_missing_library_of_an_installation(monkeypatch, tmp_path):
         cutlass.load()
 
 
-def test_garbage_file(refused, tmp_path):
-    file = tmp_path / "garbage.so"
-    file.write_bytes(b"\x7fELF" + bytes(200))
+BROKEN = {  # C code or bytes: words of the reason
+    "garbage": (b"\x7fELF" + bytes(200), "cannot be loaded"),
+    "without our symbols": ("int something(void) { return 0; }", "not the extension.*peft_nvfp4_abi"),
+    "another version": ("int peft_nvfp4_abi(void) { return 99; }", f"version 99, this package speaks version {cutlass.ABI}"),
+}
+
+
+@pytest.mark.parametrize("content, words", BROKEN.values(), ids=BROKEN)
+def test_a_file_that_is_no_library_is_broken(refused, tmp_path, content, words):
+    if isinstance(content, str):
+        file = shared_object(tmp_path, content)
+    else:
+        (file := tmp_path / "garbage.so").write_bytes(content)
     error = refused(file)
-    assert "cannot be loaded" in str(error) and error.broken
-
-
-def test_library_without_our_symbols(refused, tmp_path):
-    error = refused(shared_object(tmp_path, "int something(void) { return 0; }"))
-    assert re.search("not the extension.*peft_nvfp4_abi", str(error)) and error.broken
-
-
-def test_library_of_another_version(refused, tmp_path):
-    error = refused(shared_object(tmp_path, "int peft_nvfp4_abi(void) { return 99; }"))
-    assert f"version 99, this package speaks version {cutlass.ABI}" in str(error) and error.broken
+    assert re.search(words, str(error)) and error.broken
 
 
 @pytest.mark.parametrize("capability, fits", [((12, 0), True), ((12, 1), True), ((9, 0), False), ((12, 2), False)])
@@ -149,11 +149,6 @@ def test_weights_of_one_input_fill_the_last_wave():
     # 384 tiles are 5 waves, 256 + 64 + 64 are 4 + 1 + 1; and one start instead of three
     loop = 16 * (tiles.ESTIMATED.block + tiles.ESTIMATED.step) + tiles.ESTIMATED.epilogue
     assert alone - together == pytest.approx(loop + 2 * (tiles.ESTIMATED.start + tiles.ESTIMATED.fill))
-
-
-def test_two_terms_double_the_loop():
-    one, two = (tiles.modelled_us(Problem(1024, (1024,), 2048, terms), SMALL, 84) for terms in (1, 2))
-    assert two - one == pytest.approx(16 * (tiles.ESTIMATED.block + tiles.ESTIMATED.step))
 
 
 def test_measured_tiles_win_and_survive(tmp_path, monkeypatch):

@@ -7,20 +7,19 @@ The kernels run in Triton's interpreter, in a process of its own (``python test_
 from __future__ import annotations
 
 import copy
-import json
 import math
 
 import pytest
 import torch
 from _assertions import assert_same_bits, assert_same_matrix, by_device, by_dtype, gaussian, generator, to, unit
-from _interpreter import run_interpreted
-from _products import multiplied, one_product
+from _interpreter import interpreted_results
+from _products import multiplied
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from peft_nvfp4 import ops
 from peft_nvfp4.autograd.activation_cache import quantized_input
-from peft_nvfp4.autograd.frozen_linear import Branch, _dense_gradient, frozen_linear
+from peft_nvfp4.autograd.frozen_linear import Branch, frozen_linear
 from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts
 from peft_nvfp4.nn.experts.packing import FROM_PACKED, scale_factors
@@ -54,8 +53,8 @@ def exact_values(q: QuantizedMatrix) -> torch.Tensor:
 def outside(y: torch.Tensor, pairs: list[tuple], bias: torch.Tensor | None, roundings: int = 1, inner=0.0) -> int:
     """Elements of y further from ``sum of a @ b.T + bias`` than FP32 sums and roundings to y's dtype allow.
 
-    With u = 2**-24 and K summands in all, their FP32 sum in any order is off by at most K u S, S the sum of magnitudes (test_ops_
-    matmul); the multiplication by the significand, the addition of the bias, the division of what stands beside it in the same
+    With u = 2**-24 and K summands in all, their FP32 sum in any order is off by at most K u S, S the sum of magnitudes (see
+    _exact.py); the multiplication by the significand, the addition of the bias, the division of what stands beside it in the same
     sum and its three columns (24 bits) add one u S each, and 1 - K u in the denominator is covered by 2. y is then rounded to its
     dtype: by unit(dtype) |y|, 2**-25 where FP16 is subnormal; a low-rank part that is rounded by itself adds unit(dtype) S.
     ``inner``: S of the low-rank part with its first product written out, whose FP32 sum of at most 96 summands is off, too."""
@@ -204,14 +203,6 @@ def test_a_layer(m, gradients, dtype, g, device):
     assert outside(dx, pairs, None, 3, dy.double().abs() @ sb.abs() @ a.abs()) == 0
 
 
-@by_device
-@by_dtype
-def test_gradients_that_are_not_quantised(dtype, device):
-    dy, w = torch.randn(80, 70, generator=generator(3)).to(dtype), foreign(70, 96)
-    dx = _dense_gradient(dy.to(device), to(w, device), reference.scale_factor(w.gscale))
-    assert dx.dtype == dtype and outside(dx, [(dy.double(), exact_values(w).T)], None) == 0
-
-
 def test_operators_are_told(monkeypatch):
     """A CPU looks for itself; kernels rely on what the layer says: fprop, the transpose of its backward, and generation."""
     from types import SimpleNamespace
@@ -233,49 +224,33 @@ def test_operators_are_told(monkeypatch):
     assert said.pop() == known
 
 
-def test_a_layer_knows_its_scale_factor():
-    """Through everything that binds or writes another global scale; without looking where it is known."""
-    layer = make(FrozenOptions("transient"), FP32, "cpu")
+def test_a_layer_looks_at_its_scale_factor_when_a_scale_is_bound():
+    """Through everything that binds or writes another global scale, and not in a forward: a compiler cannot look, nor can the
+    recording of a CUDA graph. What brings no scale (an adapter) forgets none."""
+    layer, w = make(FrozenOptions("transient"), FP32, "cpu"), foreign(70, 96)
     known = reference.scale_factor(torch.tensor(SCALES[0]))
-    assert layer.scale_factor == copy.deepcopy(layer).scale_factor == known > 1
+    assert layer._scale_factor == copy.deepcopy(layer).scale_factor == known > 1
+    layer.load_state_dict({}, strict=False)
+    assert layer._scale_factor == known
     before, state = layer.snapshot(), copy.deepcopy(layer.state_dict())
     layer.requantize_(layer.dequantize(FP32))
-    assert layer.scale_factor == 1.0
+    assert layer._scale_factor == 1.0
     own = copy.deepcopy(layer.state_dict())
-    layer.restore(before)
-    assert layer.scale_factor == known
-    layer.load_state_dict(own)
-    assert layer.scale_factor == 1.0
-    layer.load_state_dict(state)
-    assert layer.scale_factor == known
-    layer._put("weight", "weight_scales", "weight_gscale", gaussian(70, 96, WEIGHT))
-    assert layer.scale_factor == 1.0
-    assert NVFP4FrozenLinear.quantize(nn.Linear(32, 16))._scale_factor == 1.0
+    for bind, factor in (
+        (lambda: layer.restore(before), known),
+        (lambda: layer.load_state_dict(own), 1.0),
+        (lambda: layer.load_state_dict(state), known),
+        (lambda: layer._put("weight", "weight_scales", "weight_gscale", gaussian(70, 96, WEIGHT)), 1.0),
+        (lambda: layer._put("weight", "weight_scales", "weight_gscale", w._replace(gscale=w.gscale * 2)), known),  # share_scales
+    ):
+        bind()
+        assert layer._scale_factor == factor
     tensors = {name: p.detach() for name, p in layer.packed_tensors().items()}
     expert = FROM_PACKED["nvfp4"](tensors, 70, 96, FP32, FrozenOptions("transient"), 1.25)
     assert expert._scale_factor == 1.25, "not looked at: a model has thousands"
     with torch.device("meta"):
         nowhere = make(FrozenOptions("transient"), FP32, "meta")
     assert nowhere.scale_factor == 1.0 and nowhere._scale_factor is None
-
-
-def test_a_scale_factor_is_looked_at_when_the_scale_is_bound_and_not_in_a_forward():
-    """A compiler cannot look, nor can the recording of a CUDA graph; and what brings no scale (an adapter) forgets none."""
-    layer = make(FrozenOptions("transient"), FP32, "cpu")
-    known, before, state = layer.scale_factor, layer.snapshot(), copy.deepcopy(layer.state_dict())
-    w = foreign(70, 96)
-    assert NVFP4FrozenLinear(96, 70, None, FP32, FrozenOptions("transient"), w)._scale_factor == known
-    layer.load_state_dict({}, strict=False)
-    assert layer._scale_factor == known
-    layer.requantize_(layer.dequantize(FP32))
-    assert layer._scale_factor == 1.0
-    layer.load_state_dict(state)
-    assert layer._scale_factor == known
-    layer.requantize_(layer.dequantize(FP32))
-    layer.restore(before)
-    assert layer._scale_factor == known
-    layer._put("weight", "weight_scales", "weight_gscale", w._replace(gscale=w.gscale * 2))  # share_scales
-    assert layer._scale_factor == known
 
 
 def test_compiled_whole_after_a_checkpoint_and_after_unmerging():
@@ -380,15 +355,6 @@ def test_merging_requantises_under_a_power_of_two_and_dequantising_rounds_once()
     assert_same_matrix(layer.backward_layout, ops.transpose_requantize(layer.forward_layout, WEIGHT_BACKWARD), "W_b")
 
 
-def test_operators_with_factors_are_registered_properly():
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    op, x, w = torch.ops.peft_nvfp4, gaussian(5, 96, ACTIVATION), foreign(70, 96)
-    factor = reference.scale_factor(w.gscale)
-    torch.library.opcheck(op.transpose_requantize.default, (*w, "four_over_six", factor), test_utils=checks)
-    arguments = linear.fprop.flatten(one_product([x], w, None, BF16, None, factor))
-    torch.library.opcheck(op.fprop.default, arguments, test_utils=checks)
-
-
 # ---------------------------------------------------------------------------------------------- kernels
 
 
@@ -455,11 +421,7 @@ def wrong_sites(m: int, device: str) -> list[str]:
     return found
 
 
-def interpret() -> None:
-    import triton_interpreter
-
-    triton_interpreter.install()
-    torch.set_num_threads(1)
+def interpret() -> dict[str, list]:
     from peft_nvfp4.kernels import emulated
     from peft_nvfp4.kernels.triton import matmul
 
@@ -469,18 +431,14 @@ def interpret() -> None:
     )
     matmul.VECTOR["rows_of_w"] = 16, 16  # fewer programs: the interpreter's cost is per operation
     emulated.SMALL_ROWS = 4
-    with torch.no_grad():
-        transposes = wrong_transposes(40, 24, "cpu", SCALES[:2])
-        products = [text for m, n, k in ((3, 9, 80), (16, 66, 80)) for text in wrong_products(m, n, k, "cpu", SCALES[:2])]
-        print(json.dumps({"transposes": transposes, "products": products, "sites": wrong_sites(9, "cpu")}))
+    transposes = wrong_transposes(40, 24, "cpu", SCALES[:2])
+    products = [text for m, n, k in ((3, 9, 80), (16, 66, 80)) for text in wrong_products(m, n, k, "cpu", SCALES[:2])]
+    return {"transposes": transposes, "products": products, "sites": wrong_sites(9, "cpu")}
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """What :func:`interpret` prints, from a process of its own."""
-    run = run_interpreted(__file__)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    return interpreted_results(__file__)
 
 
 @pytest.mark.parametrize("kind", ["transposes", "products", "sites"])
@@ -497,4 +455,6 @@ def test_kernels_on_cuda():
 
 
 if __name__ == "__main__":
-    interpret()
+    import triton_interpreter
+
+    triton_interpreter.report(interpret)

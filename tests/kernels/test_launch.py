@@ -89,13 +89,6 @@ def test_what_a_kernel_is_specialised_on_is_compiled_for(kernel, change):
     assert len(kernel.compiled) == 2 and len(kernel.direct) == 2
 
 
-def test_numbers_of_all_kinds_are_told_apart():
-    numbers = [0.5, 1, 16, 7, 1 << 31, (1 << 31) + 1]
-    assert len({launching._number_kind(n) for n in numbers}) == len(numbers)
-    assert launching._number_kind(0) == launching._number_kind(-32) == launching._number_kind(1 << 20)
-    assert launching._number_kind((1 << 31) - 1) == launching._number_kind(-(1 << 31) + 1) == launching._number_kind(3)
-
-
 def test_every_device_and_every_function_has_its_own(kernel, monkeypatch):
     launch(kernel)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

@@ -7,13 +7,11 @@ the tile kernel to FP32: it checks everything but the PTX. What the PTX decodes 
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from _assertions import gaussian, generator, to, unit
-from _interpreter import run_interpreted
-from test_ops_matmul import exact_matrix, float64_product, whole_bias
+from _assertions import gaussian, generator, to
+from _exact import exact_matrix, float64_product, off_bound, whole_bias
+from _interpreter import interpreted_results
 from triton_cases import BF16, FP16, FP32, ON_GPU, cases, run_case
 
 from peft_nvfp4 import ops
@@ -37,21 +35,12 @@ def product(xs: list[QuantizedMatrix], w: QuantizedMatrix, bias, dtype: torch.dt
 
 
 def outside_bound(m: int, n: int, k: int, terms: int, dtype, bias, device: str) -> int:
-    """Elements further from the exact product than gamma(terms K) S plus the rounding: the bound derived in test_ops_matmul. (The
-    sum of a block may be exact, which only makes it smaller.)"""
+    """Of :func:`off_bound`. (The sum of a block may be exact, which only makes the error smaller.)"""
     xs, w = [gaussian(m, k, ACTIVATION, seed) for seed in range(terms)], gaussian(n, k, WEIGHT)
     b = torch.zeros(n) if bias is None else torch.randn(n, generator=generator(n)).to(bias)
-    exact = float64_product(xs, w) + b.double()
-    absolute = (
-        sum(reference.dequantize(x).double().abs() for x in xs) @ reference.dequantize(w).double().abs().T + b.abs().double()
-    )
-    nu = terms * k * 2.0**-24
-    bound = nu / (1 - nu) * absolute
-    if dtype != FP32:
-        bound = bound + unit(dtype) * (exact.abs() + bound) + 2.0**-25
     got = product([to(x, device) for x in xs], to(w, device), None if bias is None else b.to(device), dtype)
     assert got.dtype == dtype and got.shape == (m, n)
-    return int((~((got.cpu().double() - exact).abs() <= bound)).sum())
+    return off_bound(got, xs, w, b)
 
 
 def every_scale(rows: torch.Tensor) -> QuantizedMatrix:
@@ -93,7 +82,7 @@ def rows_with_nan(m: int, n: int, device: str) -> list[int]:
 
 
 def wrong_with_adapters(m: int, n: int, k: int, rank: int, device: str) -> int:
-    """Elements of a linear with two adapters that are not what exact sums give. The product is exact (see test_ops_matmul), the
+    """Elements of a linear with two adapters that are not what exact sums give. The product is exact (see _exact.py), the
     adapters hold small whole numbers (A times 1 + 2**-12, which rounding it to BF16 removes), so h and all that is added stay
     below 2**24 / 16: left are the roundings of h, of y, and of the second adapter's sum."""
     from peft_nvfp4.kernels.triton.matmul import linear
@@ -114,11 +103,7 @@ def wrong_with_adapters(m: int, n: int, k: int, rank: int, device: str) -> int:
 ADAPTERS = [(3, 9, 96, 5), (16, 70, 300, 3), (33, 66, 1040, 20)]
 
 
-def interpret() -> None:
-    import triton_interpreter
-
-    triton_interpreter.install()
-    torch.set_num_threads(1)
+def interpret() -> dict[str, list]:
     from peft_nvfp4.kernels.triton import matmul
 
     matmul.VECTOR["rows_of_w"] = 16, 16  # fewer programs: the interpreter's cost is per operation
@@ -128,35 +113,26 @@ def interpret() -> None:
     bounds = [outside_bound(*case, "cpu") for case in RANDOM]
     nan = [rows_with_nan(m, 5, "cpu") for m in (3, 9)]
     adapters = [wrong_with_adapters(*case, "cpu") for case in ADAPTERS]
-    print(json.dumps({"exact": exact, "decoded": decoded, "bounds": bounds, "nan": nan, "adapters": adapters}))
+    return {"exact": exact, "decoded": decoded, "bounds": bounds, "nan": nan, "adapters": adapters}
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """What :func:`interpret` prints, from a process of its own."""
-    run = run_interpreted(__file__)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    return interpreted_results(__file__)
 
 
-def test_interpreted_products_of_exact_sums_are_bit_equal(interpreted):
-    assert interpreted["exact"] == []
+RIGHT = {
+    "exact": [],
+    "decoded": [0, 0],
+    "bounds": [0] * len(RANDOM),
+    "nan": [[1, 2], [1, 8]],
+    "adapters": [0] * len(ADAPTERS),
+}
 
 
-def test_interpreted_kernels_decode_codes_and_scales(interpreted):
-    assert interpreted["decoded"] == [0, 0]
-
-
-def test_interpreted_products_of_random_values(interpreted):
-    assert interpreted["bounds"] == [0] * len(RANDOM)
-
-
-def test_interpreted_products_show_what_is_not_finite(interpreted):
-    assert interpreted["nan"] == [[1, 2], [1, 8]]
-
-
-def test_interpreted_linears_with_adapters(interpreted):
-    assert interpreted["adapters"] == [0] * len(ADAPTERS)
+@pytest.mark.parametrize("what", RIGHT)
+def test_interpreted_kernels(what, interpreted):
+    assert interpreted[what] == RIGHT[what]
 
 
 @pytest.mark.gpu
@@ -212,9 +188,7 @@ def test_launches_pass_what_the_kernels_declare(monkeypatch):
     monkeypatch.setattr(matmul, "launch", launch)
     for m, n, k in ((1, 5, 96), (20, 70, 1040)):
         adapter = [(torch.ones(3, k), torch.ones(n, 3), 2.0)]
-        matmul.linear(
-            [gaussian(m, k, ACTIVATION)], gaussian(n, k, WEIGHT), None, adapter, torch.ones(m, k, dtype=BF16), None
-        )
+        matmul.linear([gaussian(m, k, ACTIVATION)], gaussian(n, k, WEIGHT), None, adapter, torch.ones(m, k, dtype=BF16), None)
     assert seen == {"lora_down_kernel": 2, "matmul_vector_kernel": 1, "matmul_tile_kernel": 1, "matmul_sum_kernel": 1}
 
 
@@ -226,8 +200,10 @@ def test_a_compiled_kernel_serves_other_shapes_and_addresses():
         expected = float64_product([x], w).float()
         x, w = to(x, "cuda"), to(w, "cuda")
         assert product([x], w, None, FP32).cpu().equal(expected)
-        scales = torch.empty(w.scales.numel() + 1, dtype=torch.uint8, device="cuda")[1:].view_as(w.scales).copy_(w.scales)
-        assert product([x], w._replace(scales=scales), None, FP32).cpu().equal(expected)
+        for name, offset in (("scales", 1), ("codes", 3)):
+            t = getattr(w, name)
+            moved = torch.empty(t.numel() + offset, dtype=torch.uint8, device="cuda")[offset:].view_as(t).copy_(t)
+            assert product([x], w._replace(**{name: moved}), None, FP32).cpu().equal(expected)
 
 
 def test_generation_needs_few_bf16_rows_on_a_gpu_without_autograd():
@@ -253,13 +229,7 @@ def test_a_product_is_the_same_bits_again(m):
     assert all(product([x], w, None, FP32).equal(first) for _ in range(20))
 
 
-@pytest.mark.gpu
-def test_codes_at_odd_addresses():
-    x, w = to(gaussian(2, 64, ACTIVATION), "cuda"), to(gaussian(40, 64, WEIGHT), "cuda")
-    storage = torch.zeros(40 * 32 + 3, dtype=torch.uint8, device="cuda")
-    moved = storage[3:].view(40, 32).copy_(w.codes)
-    assert product([x], w._replace(codes=moved), None, FP32).equal(product([x], w, None, FP32))
-
-
 if __name__ == "__main__":
-    interpret()
+    import triton_interpreter
+
+    triton_interpreter.report(interpret)

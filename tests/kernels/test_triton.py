@@ -7,13 +7,10 @@ CUDA with real shapes, marked ``gpu``.
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
 import torch
 from _assertions import SEED
-from _interpreter import run_interpreted
+from _interpreter import interpreted_results
 from triton_cases import BF16, GROUPS, ON_GPU, awkward, cases, difference, normal, run_case
 
 from peft_nvfp4 import kernels
@@ -21,7 +18,7 @@ from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import fused_reference
 from peft_nvfp4.numerics.formats import QuantizedMatrix
 from peft_nvfp4.ops import fused
-from peft_nvfp4.ops.core import OPERATORS, Operator
+from peft_nvfp4.ops.core import Operator
 
 # ---------------------------------------------------------------------------------------------- on a CPU
 
@@ -37,27 +34,18 @@ INTERPRETED = {  # group -> rows, widths, weights
 }
 
 
-def interpret(groups: list[str]) -> int:
-    """Run the interpreted cases of the groups in this process; prints one JSON line per group and returns the mismatches."""
-    import triton_interpreter
-
-    triton_interpreter.install()
-    torch.set_num_threads(1)
-    total = 0
-    for group in groups:
-        found = [text for case in cases(group, *INTERPRETED[group]) for text in run_case(case, "cpu")]
-        print(json.dumps({"group": group, "cases": len(cases(group, *INTERPRETED[group])), "mismatches": found}), flush=True)
-        total += len(found)
-    return total
+def interpret() -> dict[str, dict]:
+    """The number of cases and the mismatches of every group."""
+    found = {group: cases(group, *INTERPRETED[group]) for group in GROUPS}
+    return {
+        group: {"cases": len(each), "mismatches": [text for case in each for text in run_case(case, "cpu")]}
+        for group, each in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """group -> result of :func:`interpret`, from one process that runs them all."""
-    run = run_interpreted(__file__)
-    results = {result["group"]: result for result in map(json.loads, run.stdout.splitlines())}
-    assert results.keys() == set(GROUPS), run.stderr[-3000:]
-    return results
+    return interpreted_results(__file__)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -129,23 +117,9 @@ def test_fused_operators_pass_opcheck(operator):
         )
 
 
-@pytest.mark.parametrize("operator", FUSED)
-def test_fused_operators_return_what_the_reference_returns(operator):
-    """Through ``torch.library``, with its flat arguments and results."""
-    case = next(c for group in GROUPS for c in cases(group, 3, (80,), ((24, 80),)) if c.operator == operator)
-    arguments = case.make()
-    with torch.enable_grad():
-        got = getattr(torch.ops.peft_nvfp4, operator)(*arguments)
-    with torch.no_grad():
-        expected = OPERATORS[operator].flat(OPERATORS[operator].reference)(*arguments)
-    assert flattened(got) and len(flattened(got)) == len(flattened(expected))
-    assert all(difference(a, b)[0] == 0 for a, b in zip(flattened(got), flattened(expected)))
-
-
 @pytest.mark.parametrize("operator", [name for name in FUSED if hasattr(fused, name)])
-def test_operators_take_and_return_what_the_reference_does(operator):
-    """The operator flattens its arguments and unpacks flat outputs in the right order. (With autograd on it takes the way through
-    ``torch.library``.)"""
+def test_public_functions_return_what_the_reference_returns(operator):
+    """Through ``torch.library`` and past it (without autograd): flat outputs are unpacked in the right order."""
     case = next(c for group in GROUPS for c in cases(group, 3, (80,), ((24, 80),)) if c.operator == operator)
     arguments = list(case.make())
     if operator == "rmsnorm_backward":
@@ -156,11 +130,12 @@ def test_operators_take_and_return_what_the_reference_does(operator):
     elif operator == "gated_values":
         *codes, offset, act, terms, k, dtype = arguments
         arguments = [QuantizedMatrix(*codes[:3], k), QuantizedMatrix(*codes[3:], k), offset, act, terms, dtype]
-    with torch.enable_grad():
-        got = getattr(fused, operator)(*arguments)
-    expected = getattr(fused_reference, operator)(*arguments)
-    assert flattened(got) and len(flattened(got)) == len(flattened(expected))
-    assert all(difference(a, b)[0] == 0 for a, b in zip(flattened(got), flattened(expected)))
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            got = flattened(getattr(fused, operator)(*arguments))
+            expected = flattened(getattr(fused_reference, operator)(*arguments))
+        assert got and len(got) == len(expected)
+        assert all(difference(a, b)[0] == 0 for a, b in zip(got, expected))
 
 
 def flattened(value) -> list[torch.Tensor]:
@@ -180,13 +155,6 @@ def test_status_names_every_operator_and_a_reason():
     assert str(status).splitlines()[0].split() == ["operator", "implementation", "device", "note"]
 
 
-def test_an_unknown_choice_raises(monkeypatch):
-    monkeypatch.setattr(dispatch, "_loaded", None)
-    monkeypatch.setenv(dispatch.VARIABLE, "cutlas")
-    with pytest.raises(ValueError, match="choose 'auto'"):
-        kernels.load()
-
-
 def test_the_reference_can_be_forced(monkeypatch):
     monkeypatch.setattr(dispatch, "_loaded", None)
     monkeypatch.setattr(dispatch, "_forced", "")  # put back after load() has set it
@@ -197,4 +165,6 @@ def test_the_reference_can_be_forced(monkeypatch):
 
 
 if __name__ == "__main__":
-    sys.exit(min(interpret(sys.argv[1:] or list(GROUPS)), 1))
+    import triton_interpreter
+
+    triton_interpreter.report(interpret)

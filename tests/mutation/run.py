@@ -1,7 +1,7 @@
 """Mutation testing: does a test fail when the arithmetic of a module is wrong?
 
     python tests/mutation/run.py                                    # every module of TESTS, 80 mutants each
-    python tests/mutation/run.py src/peft_nvfp4/ops.py --count 20 --seed 1
+    python tests/mutation/run.py src/peft_nvfp4/ops/matrix.py --count 20 --seed 1
 
 Works on a copy of the tree in a temporary folder. First every test of a module's list runs once and is watched: which lines
 of the module it runs, for how long. Then, for each mutant of a seeded sample (see mutants.py), the tests that run the changed
@@ -15,11 +15,12 @@ Writes ``results.json``; a module's rows replace its earlier ones. What is known
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import random
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -34,8 +35,11 @@ RESULTS = HERE / "results.json"
 PACKAGE = "src/peft_nvfp4"
 
 TESTS = {
-    "numerics/reference.py": ["reference", "reference_layout", "reference_rounding", "properties", "ops_matmul", "mutants"],
-    "ops/__init__.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
+    "numerics/reference.py": (
+        "reference reference_layout reference_rounding properties ops_matmul linear products foreign_scales mutants".split()
+    ),
+    "ops/core.py": ["ops", "ops_matmul"],
+    "ops/matrix.py": ["ops", "ops_matmul", "properties", "reference", "mutants"],
     "lora/layer.py": ["lora", "lora_adapters", "lora_merging", "inits", "merge", "merge_aware", "residual_inits"],
     "lora/merge.py": ["merge", "report", "merge_aware", "experts_adapters", "mutants"],
     "calibration/gptq.py": ["gptq", "mutants"],
@@ -48,38 +52,28 @@ MEMORY = 12 << 30  # of one process: a constant in the wrong place may ask for a
 
 
 def forked(work: Callable[[], object], limit: float) -> object:
-    """Result of ``work()`` (JSON) in a fork that says nothing; None where it died or took longer than ``limit`` seconds."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    """Result of ``work()`` in a fork that says nothing; None where it died or took longer than ``limit`` seconds."""
+
+    def run() -> None:
         os.setpgid(0, 0)
-        code = 1
-        try:
-            os.close(reader)
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1)
-            os.dup2(silent, 2)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            with os.fdopen(writer, "w") as out:
-                json.dump(work(), out)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writer)
-    end, text = time.monotonic() + limit, b""
-    with os.fdopen(reader, "rb", buffering=0) as source:
-        while time.monotonic() < end:
-            if select.select([source], [], [], 1)[0]:
-                part = source.read(1 << 16)
-                if not part:
-                    break
-                text += part
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        writer.send(work())
+
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    writer.close()
     try:
-        os.killpg(pid, signal.SIGKILL)  # with whatever it started
-    except ProcessLookupError:
-        pass
-    os.waitpid(pid, 0)
-    return json.loads(text) if text else None
+        result = reader.recv() if reader.poll(limit) else None
+    except EOFError:
+        result = None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with whatever it started
+    process.join()
+    return result
 
 
 def pytest_with(plugin: object, files: list[str]) -> None:

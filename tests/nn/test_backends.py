@@ -14,7 +14,7 @@ from _assertions import assert_same_bits, unit
 from _frozen_linears import IN, OUT, TOKENS, assert_same_packed, dense, freeze, packed, require, sqnr
 from torch import nn
 
-from peft_nvfp4 import BACKENDS, FrozenLinear, FrozenOptions, NVFP4LoraConfig, freeze_model, frozen_bytes
+from peft_nvfp4 import BACKENDS, FrozenLinear, FrozenOptions, frozen_bytes
 
 QUANTISED = ("nvfp4", "nf4")
 # dB on Gaussian data and weights. Measured for weights: nvfp4 21.6 to 22, nf4 20.4 to 20.9. Of outputs: nf4 the same, nvfp4 18,
@@ -37,14 +37,9 @@ def test_registry_lists_the_three_words_and_their_classes(backend):
     assert issubclass(BACKENDS[backend], FrozenLinear) and BACKENDS[backend].backend == backend
 
 
-@pytest.mark.parametrize(
-    "call",
-    (lambda: BACKENDS["int4"], lambda: freeze_model(nn.Sequential(dense()), "int4"), lambda: NVFP4LoraConfig(backend="int4")),
-    ids=("registry", "freeze_model", "config"),
-)
-def test_unknown_backend_names_the_known_ones(call):
-    with pytest.raises((KeyError, ValueError), match="unknown backend 'int4'; choose one of bf16, nf4, nvfp4"):
-        call()
+def test_unknown_backend_names_the_known_ones():
+    with pytest.raises(KeyError, match="unknown backend 'int4'; choose one of bf16, nf4, nvfp4"):
+        BACKENDS["int4"]
 
 
 @pytest.mark.parametrize(
@@ -62,19 +57,6 @@ def test_unknown_option_names_the_known_ones(option, known):
 
 
 # ---------------------------------------------------------------------------------------------- the function
-
-
-@by_dtype
-def test_forward_is_close_to_the_dense_layer(backend, dtype):
-    linear, x = dense(dtype), torch.randn(TOKENS, IN).to(dtype)
-    layer = freeze(backend, linear)
-    assert isinstance(layer, nn.Linear)
-    want = linear(x).detach()
-    y = layer(x)
-    assert y.dtype == dtype and y.shape == want.shape
-    assert sqnr(y, want) >= SQNR_FLOOR[backend]
-    if backend != "bf16":
-        assert (y != want).any()
 
 
 @by_dtype
@@ -132,25 +114,17 @@ def test_leading_dimensions(backend):
 
 
 def test_forward_under_autocast(backend):
-    """An FP32 layer under BF16 autocast gives what it gives of a BF16 input."""
+    """An FP32 layer under BF16 autocast gives what it gives of a BF16 input. Neither its dtype nor its bias follows that input:
+    a merge later would put BF16 layers into an FP32 model."""
     layer, x = freeze(backend, dense()), torch.randn(TOKENS, IN)
+    bias = layer.bias.detach().clone()
     twin = copy.deepcopy(layer).bfloat16() if backend == "bf16" else copy.deepcopy(layer)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert_same_bits(y, twin(x.bfloat16()), "y")
     assert y.dtype == torch.bfloat16
-
-
-def test_a_forward_in_another_dtype_leaves_the_layer_alone(backend):
-    """Neither dtype nor bias may follow the first input the layer happens to see: a merge later would put BF16 layers into an
-    FP32 model."""
-    layer = freeze(backend, dense())
-    bias = layer.bias.detach().clone()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(torch.randn(TOKENS, IN))
     assert_same_bits(layer.bias.detach(), bias, "bias")
-    assert layer.compute_dtype == torch.float32
-    assert layer.to_linear().weight.dtype == torch.float32
+    assert layer.compute_dtype == layer.to_linear().weight.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------------------------- storage
@@ -371,14 +345,6 @@ def test_dense_weight_context(backend):
     direct = freeze(backend, dense())
     direct.requantize_(value + 1)
     assert_same_packed(layer, packed(direct), "after a change")
-
-
-def test_dense_weight_refuses_what_is_not_finite(backend):
-    layer = freeze(backend, dense())
-    before = packed(layer)
-    with pytest.raises(ValueError, match="NaN or Inf"), layer.dense_weight() as weight:
-        weight.data[0, 0] = float("nan")
-    assert_same_packed(layer, before)
 
 
 @by_dtype

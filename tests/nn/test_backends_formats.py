@@ -143,13 +143,6 @@ def test_nvfp4_keeps_no_backward_layout_it_does_not_need(options):
     assert layer.backward_layout is None
 
 
-def test_nvfp4_requantising_renews_the_backward_layout():
-    layer = freeze("nvfp4", dense())
-    layer.requantize_(torch.randn(OUT, IN))
-    back = ops.transpose_requantize(layer.forward_layout, WEIGHT_BACKWARD)
-    assert_same_matrix(QuantizedMatrix(*(t.detach() for t in layer.backward_layout[:3]), OUT), back, "W_b")
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 def test_nvfp4_siblings_share_a_global_scale(llama, dtype):
     """Serving engines fuse q/k/v and gate/up into one GEMM with one scale: that of the largest weight of the group. One sibling

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
 from peft_nvfp4.fusion.mlp import FusedGatedMLP, recognise
 from peft_nvfp4.nn.experts.frozen_experts import frozen_experts, is_experts, linear_of
-from peft_nvfp4.nn.experts.rows import SortedRows, TokenRows, by_expert
+from peft_nvfp4.nn.experts.rows import by_expert
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.nn.registry import BACKENDS
 
@@ -228,22 +228,6 @@ def test_the_gradient_of_a_token_is_rounded_once(backend):
 
     parts = [gradient(index[:, j : j + 1], w[:, j : j + 1]).float() for j in range(4)]
     assert torch.equal(gradient(index, w), sum(parts).bfloat16())
-
-
-def test_rows_to_experts_and_back():
-    """An expert twice for one token, experts without rows, and indices of other processes."""
-    index = torch.tensor([[2, 2], [0, 5], [7, 2]])
-    order, counts = by_expert(index, 4)
-    assert order.tolist() == [2, 0, 1, 5] and counts == [1, 0, 3, 0]
-    x = torch.arange(6.0).view(3, 2).requires_grad_()
-    rows = SortedRows.apply(x, order, 2)
-    assert torch.equal(rows, x[[1, 0, 0, 2]])
-    back = TokenRows.apply(rows, order, 6)
-    assert torch.equal(back.view(3, 2, 2), torch.stack([x[[0, 0]], torch.stack([x[1], 0 * x[1]]), torch.stack([0 * x[2], x[2]])]))
-    (dx,) = torch.autograd.grad(back, x, torch.ones_like(back))
-    assert dx.tolist() == [[2, 2], [1, 1], [1, 1]]
-    assert by_expert(index.int(), 4)[1] == counts
-    assert by_expert(torch.full((3, 2), 4), 4)[1] == [0, 0, 0, 0]
 
 
 class Operations(TorchDispatchMode):
