@@ -19,6 +19,7 @@ from transformers import (
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.fusion import rope
 from peft_nvfp4.memory import Settings
+from peft_nvfp4.ops import fused
 from peft_nvfp4.ops import linear as linear_ops
 
 WEIGHTS = ("frozen linears, forward layout", "frozen linears, backward layout")
@@ -67,9 +68,11 @@ def as_on_a_gpu(monkeypatch):
     """Rotary embeddings in one Function, as a kernel computes them: without, a CPU keeps what they multiply with as well. And both
     terms of an input in the same tensors, as a kernel writes them."""
     monkeypatch.setattr(rope, "_on_a_kernel", lambda x: True)
-    split = linear_ops.quantize_input.reference
-    together = lambda x, *args: linear_ops.matrices(*linear_ops.stacked(split(x, *args)), x.shape[1])
-    monkeypatch.setattr(linear_ops.quantize_input, "reference", together)
+    together = lambda terms: linear_ops.matrices(*linear_ops.stacked(terms), terms[0].k)
+    quantize, multiply = linear_ops.quantize_input.reference, fused.silu_mul_quantize.reference
+    monkeypatch.setattr(linear_ops.quantize_input, "reference", lambda *args: together(quantize(*args)))
+    gated = lambda out: out._replace(parts=together(out.parts))
+    monkeypatch.setattr(fused.silu_mul_quantize, "reference", lambda *args: gated(multiply(*args)))
 
 
 def storages(model, tokens: int) -> list[int]:
