@@ -65,8 +65,8 @@ def adapted(base, **fields):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Rotary embeddings in one Function, as a kernel computes them: without, a CPU keeps what they multiply with as well. And both
-    terms of an input in the same tensors, as a kernel writes them."""
+    """Rotary embeddings in one Function, as a kernel computes them: without, a CPU keeps what they multiply with as well. And
+    both terms of an input in the same tensors, as a kernel writes them."""
     monkeypatch.setattr(rope, "_on_a_kernel", lambda x: True)
     together = lambda terms: linear_ops.matrices(*linear_ops.stacked(terms), terms[0].k)
     quantize, multiply = linear_ops.quantize_input.reference, fused.silu_mul_quantize.reference

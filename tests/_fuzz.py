@@ -5,7 +5,7 @@ exception, no hang, no model that is half changed, no code run. What an earlier 
 
 Every run draws the same few damages. To search (a seed, so that parts of a long search differ):
 
-    HYPOTHESIS_EXAMPLES=2000 python -m pytest tests/checkpoints/test_fuzz.py tests/checkpoints/test_fuzz_typed.py --hypothesis-seed=1"""
+    HYPOTHESIS_EXAMPLES=2000 python -m pytest tests/checkpoints -k fuzz --hypothesis-seed=1"""
 
 import copy
 import json

@@ -10,6 +10,8 @@ supervised positions: where it is sharded, all ranks make that one call, whateve
 torch.compile from 2.13 traces all that without a break, with logits at all positions in 8 chunks; older compilers, and heads
 that are not a plain linear, get the model's own loss there (:func:`linear_cross_entropy` alone compiles with every version).
 TRL 1.16's SFTTrainer has a fused head of its own and never asks the model for a loss.
+
+The file is long because the trial that decides, the call that it tries and the logits that stay away belong together.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ that the quantiser does to such values fits 16-bit arithmetic without losing a b
 * *What is left*, x - D(x), has at most 8 bits (codes).
 
 Rejected: lo and hi in FP32 as in rows with conversions to FP16 pairs: 15 instructions a value, here 8.
+
+The file is long because what it derives is one representation: cut in two, its halves would import each other's PTX.
 """
 
 import triton
