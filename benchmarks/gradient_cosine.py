@@ -104,8 +104,8 @@ def backward_of(variant: str, model: nn.Module, dense: dict[str, Tensor], solved
     if variant != ROUNDED:
         yield
         return
-    product = frozen_linear.mm
-    with mock.patch.object(frozen_linear, "mm", lambda dy, w: product(rounded_input(dy), w)):
+    dense_gradient = frozen_linear._dense_gradient
+    with mock.patch.object(frozen_linear, "_dense_gradient", lambda dy, *weight: dense_gradient(rounded_input(dy), *weight)):
         yield
 
 
