@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from peft import get_peft_model
 from torch import nn
 
 from peft_nvfp4 import NVFP4LoraConfig, apply_calibration, attach, detach, freeze_model
+from peft_nvfp4.quantization.freeze import frozen_layers
 
 LAYER = ("weight_layouts", "gradients", "activations")
 """Fields of ``FrozenOptions`` that :func:`adapted_model` takes."""
@@ -20,7 +22,9 @@ def adapted_model(model: nn.Module, *, fused: bool = True, recompute_mlp: bool =
     config = NVFP4LoraConfig(**fields)
     if layer:
         if config.calibration is not None:
-            apply_calibration(model, config.calibration, **layer)
+            apply_calibration(model, config.calibration, weight_layouts=layer.get("weight_layouts"))
+            for _, linear in frozen_layers(model):
+                linear.options = replace(linear.options, **layer)
         freeze_model(model, config.backend, accuracy=config.accuracy, skip_modules=config.skip_modules, progress=False, **layer)
     model = get_peft_model(model, config)
     if not fused:

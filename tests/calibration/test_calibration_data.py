@@ -154,8 +154,6 @@ def test_refusals_of_calibrate():
             CalibrationOptions(**wrong)
     with pytest.raises(ValueError, match="cached"):
         CalibrationOptions(backward="gptq", weight_layouts="transient")
-    with pytest.raises(ValueError, match="offload"):
-        calibrate(tiny_llama(), IDS, offload="tape", **FAST)
     model = tiny_llama()
     calibrate(model, IDS, **FAST)
     with pytest.raises(ValueError, match="frozen already"):

@@ -24,7 +24,8 @@ from peft_nvfp4.quantization.freeze import frozen_layers
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("base")
-    tiny_llama(torch.bfloat16).save_pretrained(path)
+    # widths that are multiples of 64: of others bitsandbytes' own forward is wrong on some CPUs
+    tiny_llama(torch.bfloat16, intermediate_size=192).save_pretrained(path)
     return path
 
 

@@ -34,7 +34,7 @@ _RECORD = "_peft_nvfp4_base"
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    return digest({name: [*t.shape, _sample(t)] for name, t in tensors.items()})
+    return digest({name: [*tensors[name].shape, _sample(tensors[name])] for name in sorted(tensors)})
 
 
 def _sample(t: Tensor) -> Tensor:

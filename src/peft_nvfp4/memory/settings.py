@@ -209,7 +209,7 @@ class Card(NamedTuple):
     Attributes:
         memory: bytes that the driver reports, a little less than what is printed on the box.
         fp4: FP4 tensor cores.
-        workspace: bytes of a cuBLAS workspace as PyTorch sizes it: 32 MiB on data-offset parts from Hopper on, else 8.1.
+        workspace: bytes of a cuBLAS workspace as PyTorch sizes it: 32 MiB on data-centre parts from Hopper on, else 8.1.
     """
 
     name: str

@@ -151,8 +151,8 @@ def _step(model, device: torch.device) -> tuple[float, Tensor]:
 
 
 def separate_gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16) -> list[Tensor]:
-    """The reference's products, joined as FP4 tensor core kernels join them (:mod:`..kernels.native`): the low-rank part comes
-    rounded, and dgrad adds linear by linear."""
+    """The reference's products, joined as FP4 tensor core kernels join them (:mod:`peft_nvfp4.kernels.fp4.native`): the low-rank
+    part comes rounded, and dgrad adds linear by linear."""
     ys = []
     for w, constant, add in zip(weights, constants, adds):
         y = reference.matmul(terms, w, constant, torch.float32)
