@@ -5,7 +5,7 @@
  * x_t (1 or 2 terms with one scale per row) and w are E2M1 codes (low nibble = even k) with one E4M3 scale for 16 codes along k;
  * the sum is FP32, everything else happens in FP32 before the one rounding of y. A call computes up to PEFT_NVFP4_PARTS products
  * of the same x in one launch; each part has its own weight, scale, bias, c and y. Nothing here allocates or synchronises.
- * The fields are read by Python through ctypes (kernels/extension.py): change one, change PEFT_NVFP4_ABI. */
+ * The fields are read by Python through ctypes (kernels/fp4/cutlass.py): change one, change PEFT_NVFP4_ABI. */
 #pragma once
 #include <stdint.h>
 

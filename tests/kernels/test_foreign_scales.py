@@ -328,7 +328,7 @@ def test_many_rows():
 
 @pytest.mark.parametrize("terms", [1, 2])
 def test_an_fp4_kernel_applies_the_whole_scale(terms):
-    """:mod:`native` gives its GEMM codes and scales as they are stored, and has no use for factors."""
+    """:mod:`peft_nvfp4.kernels.fp4.native` gives its GEMM codes and scales as they are stored, and has no use for factors."""
     from peft_nvfp4.kernels.fp4 import native
 
     xs, w = [gaussian(5, 96, ACTIVATION, seed) for seed in range(terms)], foreign(70, 96)

@@ -175,7 +175,8 @@ def test_products_show_what_is_not_finite():
 
 
 def test_launches_pass_what_the_kernels_declare(monkeypatch):
-    """Order of the constants, on which :func:`triton_launch.launch` relies; and that no kernel is compiled anew for a number."""
+    """Order of the constants, on which :func:`peft_nvfp4.kernels.triton.launch.launch` relies; and that no kernel is compiled
+    anew for a number."""
     matmul = pytest.importorskip("peft_nvfp4.kernels.triton.matmul", exc_type=ImportError)
     seen = {}
 

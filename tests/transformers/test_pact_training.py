@@ -54,9 +54,8 @@ def test_stock_and_own_adapters_give_the_model_frozen_by_an_adapter(folder):
 @pytest.mark.parametrize("config", [LoraConfig, NVFP4LoraConfig])
 @pytest.mark.parametrize("memory", ["fast", "small", "smallest"])
 def test_memory_of_a_loaded_model(folder, config, memory):
-    """A plain LoraConfig takes the word from the model; NVFP4LoraConfig its own, over the layouts that are there."""
-    settings = {} if config is LoraConfig else {"memory": memory}
-    model = with_adapter(load(folder, memory=memory), config, **settings)
+    """The word with which a model was loaded holds for its adapters, whether their config has no such word or the default."""
+    model = with_adapter(load(folder, memory=memory), config)
     assert {layer.options for _, layer in frozen_layers(model)} <= {
         replace(PactConfig(memory=memory).options.frozen, terms=terms) for terms in (1, 2)
     }

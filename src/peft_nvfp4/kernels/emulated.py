@@ -1,8 +1,8 @@
 """fprop and dgrad on a GPU without FP4 tensor cores: exact emulation by BF16 GEMMs of dequantised operands.
 
 BF16 holds every dequantised value exactly, and its tensor cores accumulate in FP32: the function is that of the FP4 instruction.
-What is summed is laid side by side along K and becomes one GEMM (:mod:`triton_operands`), the adapters' low-rank products and the
-constants included. Operands of large inputs are made for :data:`ROWS` rows at a time, which bounds the extra memory.
+What is summed is laid side by side along K and becomes one GEMM (:mod:`.triton.operands`), the adapters' low-rank products and
+the constants included. Operands of large inputs are made for :data:`ROWS` rows at a time, which bounds the extra memory.
 
 A weight of another tool's checkpoint may have a global scale that is no power of two. Its significand f is then the GEMM's alpha,
 D(W) / f its operand, and what else is summed is divided by f, in FP32, and split into three BF16 columns each.

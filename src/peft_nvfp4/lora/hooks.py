@@ -53,14 +53,18 @@ def register() -> None:
     """Install the hooks. Done by ``import peft_nvfp4``; calling it again changes nothing."""
     if WRAPPED:
         return
-    distributed.install()
-    published.install()
-    wrap(LoraModel, "_prepare_model", _prepare_model)
-    wrap(MixedModel, "_prepare_model", _prepare_model)
-    wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
-    wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
-    wrap(BaseTuner, "inject_adapter", _inject_adapter)
-    wrap(LoraConfig, "save_pretrained", _save_config)
+    try:
+        distributed.install()
+        published.install()
+        wrap(LoraModel, "_prepare_model", _prepare_model)
+        wrap(MixedModel, "_prepare_model", _prepare_model)
+        wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
+        wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
+        wrap(BaseTuner, "inject_adapter", _inject_adapter)
+        wrap(LoraConfig, "save_pretrained", _save_config)
+    except Exception:
+        unwrap_all()  # all hooks or none
+        raise
 
 
 def unregister() -> None:
@@ -209,12 +213,13 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     _refuse_frozen_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
     if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
         result = original(self, model, adapter_name, *args, **kwargs)
-        settings = config if isinstance(config, NVFP4LoraConfig) else pact_config(model)
-        options = None if settings is None else settings.options
-        if options is not None and _keeps_codes(model, options) and not attached(model):  # once for all adapters of a model
+        # what was asked for, by the adapter and where the model was loaded: less memory for either is less for both
+        settings = (config if isinstance(config, NVFP4LoraConfig) else None, pact_config(model))
+        asked = [one.options for one in settings if one is not None]
+        if asked and _keeps_codes(model, asked[0]) and not attached(model):  # once for all adapters of a model
             with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
-                self.nvfp4_report = attach(model, recompute_mlp=options.recompute_mlp)
-        if options is not None and options.offload or offloaded(model):
+                self.nvfp4_report = attach(model, recompute_mlp=any(options.recompute_mlp for options in asked))
+        if any(options.offload for options in asked) or offloaded(model):
             enable_offload(model)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]

@@ -1,7 +1,4 @@
-"""Frozen linear layers: one base class, one subclass per storage format, one registry.
-
-``BACKENDS`` maps the word a user writes (``backend="nvfp4"``) to a subclass of :class:`FrozenLinear`. Looking a word up there is
-the only place where the package branches on the backend: the LoRA layer, the tuner and the tools speak to the base class.
+"""Frozen linear layers: one base class, one subclass per storage format (:mod:`peft_nvfp4.nn.registry` finds it by its word).
 
 A frozen linear is an ``nn.Linear`` to everyone who asks (PEFT finds its targets by that), holds nothing but ``uint8``
 parameters without gradient (only those survive ``.to(dtype)``, ``half()``, FSDP2 and TRL's casts unharmed; "bf16" keeps its dense
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 from ..autograd.activation_cache import quantized_input
 from ..autograd.frozen_linear import GRADIENTS, Branch, autocast_input
 from ..autograd.lora import lora_branch
+from ..ops.core import FLOATS
 
 WEIGHT_LAYOUTS = ("cached", "transient")
 ACTIVATIONS = ("bf16", "nvfp4")
@@ -124,6 +122,8 @@ class FrozenLinear(nn.Linear):
         cast = autocast_input(x)
         y, kept = self(cast), None
         if branches and self.options.activations == "nvfp4" and torch.is_grad_enabled():  # Q(x), kept for backward instead of x
+            if cast.dtype not in FLOATS:
+                raise RuntimeError(f"an input that is kept as NVFP4 codes must be float32, bfloat16 or float16, got {x.dtype}")
             kept = quantized_input(x, cast.reshape(-1, x.shape[-1]), 1, None, self.shares_input).terms[0]
         for branch in branches:
             y = y + lora_branch(cast, branch, kept).to(y.dtype)
