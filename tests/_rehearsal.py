@@ -8,7 +8,7 @@ from peft_nvfp4.autograd import seeds
 class Rehearsal:
     """Keeps the recording's contract: its own copies of the inputs, gradients in memory of their own, places on the seed tape."""
 
-    def __init__(self, run, inputs, parameters, pool):
+    def __init__(self, run, inputs, parameters, shared):
         self.run, self.parameters = run, parameters
         self.inputs = {name: t.clone() for name, t in inputs.items()}
         y = run(**self.inputs)

@@ -16,6 +16,7 @@ from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status
 from peft_nvfp4.training import cuda_graphs
+from peft_nvfp4.training.steps import slow_down_steps
 
 SIZES = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
@@ -29,6 +30,7 @@ def tuned(device="cpu", graphed=True, **settings):
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, pad_token_id=0)).to(device)
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False) | settings
     model = adapted_model(model, **settings).train()
+    slow_down_steps(model)  # batches as they are: packed ones are tested in test_packing.py
     if graphed:
         enable_cuda_graphs(model)
         if device == "cpu":
@@ -70,15 +72,22 @@ def test_replays_are_bit_equal_to_eager_steps(device, settings):
 
 
 @on_devices
-def test_every_shape_has_its_recording_and_too_many_run_without(device, monkeypatch):
+def test_the_shapes_that_are_met_most_often_are_recorded(device, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     model, eager = tuned(device), tuned(device, False)
-    batches = [batch(device, length=n) for n in (8, 12, 8, 16, 12)]
-    with pytest.warns(UserWarning, match="more than 2 combinations"):
+    batches = [batch(device, length=n) for n in (16, 12, 16, 8, 8, 12)]  # 12 gives way to 8, and 8 does not to 12
+    with pytest.warns(UserWarning, match="2 combinations of input shapes are recorded"):
         replayed = losses_and_gradients(model, batches, 1)
     assert all(map(torch.equal, replayed, losses_and_gradients(eager, batches, 1)))
-    assert graph_status(model).graphs == {"input_ids (2, 8)": 2, "input_ids (2, 12)": 2}
-    assert list(graph_status(model).reasons.values()) == [1]
+    assert graph_status(model).graphs == {"input_ids (2, 16)": 2, "input_ids (2, 12)": 1, "input_ids (2, 8)": 1}
+    assert list(graph_status(model).reasons.values()) == [2]
+
+
+def test_a_longer_batch_than_any_before_starts_a_pool_of_its_size():
+    model = tuned()
+    losses_and_gradients(model, [batch(length=n) for n in (8, 12, 8)], 1)
+    forward = model.get_base_model().model.forward
+    assert forward.tokens == 24 and [entry.tokens for entry in forward.entries.values()] == [24, 16]
 
 
 @on_devices
@@ -111,7 +120,6 @@ CHANGES = {
     "scaling": lambda m: [layer.scale_layer(0.5) for layer in m.modules() if hasattr(layer, "scale_layer")],
     "frozen": lambda m: [p.requires_grad_(False) for n, p in m.named_parameters() if "q_proj.lora_A" in n],
     "replaced": lambda m: [replace(layer, "weight") for n, layer in m.named_modules() if n.endswith("lora_A.default")],
-    "hook": lambda m: m.get_base_model().model.layers[0].register_forward_hook(lambda module, args, y: 2 * y),
     "submodule": lambda m: m.get_base_model().model.layers[0].mlp.eval(),
     "attention": lambda m: m.get_base_model().set_attn_implementation("eager"),
     "detached": detach,
@@ -208,6 +216,15 @@ def test_what_a_recording_cannot_do_runs_without_and_says_why(extra, reason):
     loss.backward()
     (found,) = graph_status(model).reasons
     assert reason in found
+
+
+def test_hooks_run_in_every_step():
+    model, calls = tuned(), []
+    losses_and_gradients(model, [batch()], 1)
+    model.get_base_model().model.layers[0].register_forward_hook(lambda *args: calls.append(args))
+    with pytest.warns(UserWarning, match="would run only while a step is recorded"):
+        losses_and_gradients(model, [batch(), batch()], 1)
+    assert len(calls) == 3  # once more in the rehearsal that is thrown away; a replay on a GPU calls nothing
 
 
 def test_a_recording_that_failed_is_not_tried_again():

@@ -31,6 +31,7 @@ from ..numerics.formats import BLOCK, E2M1_MAX, E4M3_NAN, GRADIENT, GRADIENT_STO
 from ..numerics.reference import e4m3_decode
 from ..ops.linear import dequantize_input, quantize_input
 from ..training.cuda_graphs import GraphedForward
+from ..training.packing import PackedForward
 from ..training.offload.frozen_methods import computing
 
 SITES = ("weight", "input", "gradient")
@@ -155,8 +156,8 @@ class Measurement:
         self._stack = ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in self.model.named_modules():
-            if isinstance(forward := vars(module).get("forward"), GraphedForward):
-                module.forward = forward.original  # the recordings stay as they are
+            if isinstance(forward := vars(module).get("forward"), GraphedForward | PackedForward):
+                module.forward = forward.unrecorded  # the recordings stay as they are
                 self._stack.callback(setattr, module, "forward", forward)
             elif type(module) is NVFP4RMSNorm and "input" in self.sites:
                 self._hook(module.register_forward_hook(self._norm))

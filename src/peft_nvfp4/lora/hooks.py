@@ -37,8 +37,8 @@ from ..nn.wrapping import WRAPPED, unwrap_all, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
 from ..training import distributed
-from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
+from ..training.steps import slow_down_steps, speed_up_steps
 from ..transformers import published
 from ..transformers.config import pact_config
 from .config import NVFP4LoraConfig
@@ -172,7 +172,7 @@ def _create_new_module(
 
 def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
     detach(self.model)  # fused norms and MLPs belong to frozen layers with adapters
-    disable_cuda_graphs(self.model)
+    slow_down_steps(self.model)
     if merge:
         _set_dense_dtype(self.model, getattr(self, "nvfp4_dense_dtype", None))
     model = original(self, merge=merge, **kwargs)
@@ -221,6 +221,8 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
                 self.nvfp4_report = attach(model, recompute_mlp=any(options.recompute_mlp for options in asked))
         if any(options.offload for options in asked) or offloaded(model):
             enable_offload(model)
+        if asked and not hasattr(self, "nvfp4_steps"):  # once for all adapters of a model
+            self.nvfp4_steps = speed_up_steps(model)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
     result = original(self, model, adapter_name, *args, **kwargs)

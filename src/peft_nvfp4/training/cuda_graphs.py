@@ -41,11 +41,24 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from .graph_recording import CudaRecording, Replay, SeedTape, Ticket, Unsupported, substituted
+from ..fusion.probe import hooked
+from .graph_recording import (
+    CudaRecording,
+    Replay,
+    SeedTape,
+    SharedMemory,
+    Ticket,
+    Unsupported,
+    recordable_checkpoints,
+    substituted,
+)
 from .offload.layers import ATTRIBUTE
+from .packing import PackedForward, decoder_of, packed_forward, put_back, replica
 
-MAX_GRAPHS = 8
-"""Combinations of input shapes that are recorded; further ones run without."""
+MAX_GRAPHS = 32
+"""Combinations of input shapes that are recorded at one time: those that are met most often."""
+NEAR = 1.25
+"""A number of tokens that is met for the first time is filled up to that of a recording, up to this factor."""
 CAUSAL = "peft_nvfp4_causal"
 """SDPA without transformers' mask code, which under capture makes a dense mask (and loses flash attention) even where all tokens
 are real. An attention function without an entry in transformers' table of mask functions gets no mask."""
@@ -82,6 +95,18 @@ class _Entry:
     tape: SeedTape
     kind: type  # of the decoder's output
     parameters: list[Tensor]
+    tokens: int
+    memory: list[Tensor]  # parameters and buffers of the decoder; held, so that a replay never reads memory that was given back
+    addresses: list[int]
+
+
+def _addresses(memory: list[Tensor]) -> list[int]:
+    return [t.data_ptr() for t in memory]
+
+
+def _tokens(tensors: dict[str, Tensor]) -> int:
+    """Tokens of a batch, padding counts."""
+    return next((t.shape[0] * t.shape[1] for name, t in tensors.items() if name in ("input_ids", "inputs_embeds")), 0)
 
 
 def _baked_in(p: nn.Parameter) -> tuple:
@@ -90,6 +115,15 @@ def _baked_in(p: nn.Parameter) -> tuple:
     if type(p).__name__ == "DTensor":
         raise Unsupported("the parameters are sharded (FSDP2), and each step gathers them anew")
     return id(p), p.data_ptr(), p.dtype, p.requires_grad, 0 if p.requires_grad or p.is_inference() else p._version
+
+
+_HARMLESS_HOOKS = {"make_inputs_require_grads"}
+"""Hooks (of transformers and PEFT, for checkpointing) that do the same in every step, on the device."""
+
+
+def _hook_names(module: nn.Module) -> list[str]:
+    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return [getattr(hook, "__name__", type(hook).__name__) for hooks in every for hook in hooks.values()]
 
 
 def _adapter_state(layer: nn.Module) -> tuple:
@@ -104,16 +138,23 @@ def _adapter_state(layer: nn.Module) -> tuple:
 class GraphedForward:
     """The ``forward`` of a decoder, on the instance."""
 
-    def __init__(self, decoder: nn.Module, recorder: Callable = CudaRecording):
+    def __init__(self, decoder: nn.Module, plain: Callable | None = None, recorder: Callable = CudaRecording):
         self.decoder, self.recorder = decoder, recorder
-        self.plain = decoder.__dict__.get("forward")  # somebody else's hook on the instance
-        self.status, self.pool = GraphStatus(), None
+        self.loud = True  # the user has asked for recordings
+        self.plain = plain  # somebody else's hook on the instance
+        self.status, self.shared = GraphStatus(), SharedMemory()
         self.entries: dict[tuple, _Entry | str] = {}  # a reason where it cannot be recorded
+        self.met: Counter = Counter()  # how often an input's shapes were, and a size of recorded_size
+        self.tokens = 0  # of the largest recording
         self.state: tuple = ()  # of the model that they were made of
         self.pending: weakref.ref[Ticket] | None = None
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
         self.catch_all = kinds.get(inspect.Parameter.VAR_KEYWORD)  # the name of **kwargs
+
+    @property
+    def unrecorded(self) -> Callable:
+        return self.original
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         if self.plain is not None:
@@ -122,7 +163,7 @@ class GraphedForward:
 
     def __reduce__(self):
         """Copies (and pickles) begin without recordings."""
-        return GraphedForward, (self.decoder, self.recorder), {"plain": self.plain}
+        return GraphedForward, (self.decoder, None, self.recorder), {"plain": self.plain, "loud": self.loud}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and self.decoder.training):
@@ -130,7 +171,7 @@ class GraphedForward:
         try:
             return self._replay(args, kwargs)
         except Unsupported as reason:
-            if str(reason) not in self.status.reasons:
+            if self.loud and str(reason) not in self.status.reasons:
                 warnings.warn(f"this step runs without a CUDA graph: {reason}", stacklevel=3)
             self.status.reasons[str(reason)] += 1
             return self.original(*args, **kwargs)
@@ -144,22 +185,44 @@ class GraphedForward:
             tuple(constants.items()),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         )
+        entry = self.entries.get(key)
+        if self.state and isinstance(entry, _Entry) and entry.addresses == _addresses(entry.memory):
+            generator, same = torch.get_rng_state(), False
+            output = self._play(entry, tensors)  # the rest of the model is looked at while the GPU computes
+            try:
+                same = self._model_state() == self.state
+            finally:
+                if not same:
+                    torch.set_rng_state(generator)
+                    self.state = ()
+            if same:
+                return self._counted(key, tensors, output)
+            del output
         if (state := self._model_state()) != self.state:
             self.status.discarded += any(isinstance(entry, _Entry) for entry in self.entries.values())
             self.entries, self.state = {}, state
         if key not in self.entries:
+            self._make_room(key, tensors)
             try:
                 self.entries[key] = self._record(tensors, constants)
             except Unsupported as reason:
                 self.entries[key] = str(reason)
         if isinstance(entry := self.entries[key], str):
             raise Unsupported(entry)
+        return self._counted(key, tensors, self._play(entry, tensors))
+
+    def _counted(self, key: tuple, tensors: dict[str, Tensor], output: ModelOutput) -> ModelOutput:
+        self.met[key] += 1
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         self.status.graphs[shapes] = self.status.graphs.get(shapes, 0) + 1
+        return output
+
+    def _play(self, entry: _Entry, tensors: dict[str, Tensor]) -> ModelOutput:
         entry.tape.refill()
         ticket = Ticket()
+        hidden = Replay.apply(entry.recording, tensors, ticket, *entry.parameters)
         self.pending = weakref.ref(ticket)
-        return entry.kind(last_hidden_state=Replay.apply(entry.recording, tensors, ticket, *entry.parameters))
+        return entry.kind(last_hidden_state=hidden)
 
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and constants of a call, or the reason why it cannot be replayed."""
@@ -197,14 +260,14 @@ class GraphedForward:
             children = module._modules
             if children:
                 left += [child for child in children.values() if child is not None]
-            state.append((type(module), module.training, module.__dict__.get("attention_dropout")))
+            own = module.__dict__
+            state.append((type(module), module.training, own.get("attention_dropout"), own.get("gradient_checkpointing")))
             if module._parameters:
                 state += [_baked_in(p) for p in module._parameters.values() if p is not None]
             if module._buffers:
                 state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-                hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-                state.append(tuple(map(tuple, hooks)))
+            if hooked(module) and not _HARMLESS_HOOKS.issuperset(hooks := _hook_names(module)):
+                raise Unsupported(f"{', '.join(hooks)} would run only while a step is recorded ({type(module).__name__} has hooks)")
             if "lora_A" in children:
                 state.append(_adapter_state(module))
             elif isinstance(module, nn.Dropout):
@@ -213,10 +276,37 @@ class GraphedForward:
 
     # -- recording
 
+    def recorded_size(self, tokens: int) -> int:
+        """To how many a packed row of so many tokens is filled up: an eighth of a power of two (6 % on average), so that few
+        recordings serve all batches; for a size that is met for the first time, that of a recording if one is near."""
+        if self.recorder is CudaRecording and next(self.decoder.parameters()).device.type != "cuda":
+            return tokens
+        step = max(64, 1 << max(0, tokens.bit_length() - 4))
+        size = -(-tokens // step) * step
+        recorded = {entry.tokens for entry in self.entries.values() if isinstance(entry, _Entry)}
+        self.met[size] += 1
+        near = [n for n in recorded if tokens <= n <= NEAR * tokens]
+        return min(near) if near and size not in recorded and self.met[size] == 1 else size
+
+    def _make_room(self, key: tuple, tensors: dict[str, Tensor]) -> None:
+        """For one more recording: the one that is met least gives way to one that is met more often. A recording of more tokens
+        than any before finds no free memory of its size in the pool that they share: all are dropped, and made anew there when
+        they are met again."""
+        recorded = [k for k, entry in self.entries.items() if isinstance(entry, _Entry)]
+        if (tokens := _tokens(tensors)) > self.tokens:
+            self.tokens = tokens
+            for k in recorded:
+                del self.entries[k]
+            if recorded and torch.cuda.is_available():
+                torch.cuda.empty_cache()  # the pool of the recordings that were dropped
+        elif len(recorded) >= MAX_GRAPHS:
+            self.met[key] += 1
+            rarest = min(recorded, key=self.met.__getitem__)
+            if self.met[key] <= self.met[rarest]:
+                raise Unsupported(f"{MAX_GRAPHS} combinations of input shapes are recorded, and met more often than this one")
+            del self.entries[rarest]
+
     def _record(self, tensors: dict[str, Tensor], constants: dict[str, Any]) -> _Entry:
-        recorded = sum(isinstance(entry, _Entry) for entry in self.entries.values())
-        if recorded >= MAX_GRAPHS:
-            raise Unsupported(f"more than {MAX_GRAPHS} combinations of input shapes (pad_to_multiple_of gives fewer)")
         parameters = [p for p in self.decoder.parameters() if p.requires_grad]
         if not parameters:
             raise Unsupported("nothing of the decoder is trained")
@@ -231,17 +321,17 @@ class GraphedForward:
 
         def run(**inputs: Tensor) -> Tensor:
             tape.places.clear()
-            with self._attention(inputs), substituted(self.decoder, parameters, aliases):
+            with self._attention(inputs), recordable_checkpoints(self.decoder), substituted(self.decoder, parameters, aliases):
                 output = self.original(**inputs, **constants, **no_cache)
             if not isinstance(output, ModelOutput) or [k for k, v in output.items() if v is not None] != ["last_hidden_state"]:
                 raise Unsupported("the decoder returns more than the last hidden state")
             kinds.add(type(output))
             return output.last_hidden_state
 
-        if not recorded and device.type == "cuda":
-            # not that of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does that),
-            # and then cannot draw random numbers on the device any more
-            self.pool = torch.cuda.graph_pool_handle()
+        if not any(isinstance(entry, _Entry) for entry in self.entries.values()):
+            # not the pool of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does
+            # that), and then cannot draw random numbers on the device any more
+            self.shared = SharedMemory(torch.cuda.graph_pool_handle() if device.type == "cuda" else None)
         cached = torch.is_autocast_cache_enabled()
         generators = [device] if device.type == "cuda" else []
         torch.set_autocast_cache_enabled(False)  # its copies of weights would be made in, and die with, the recording
@@ -249,14 +339,15 @@ class GraphedForward:
             # a capture that fails may leave its own stream the current one: stream() puts back what was
             here = torch.cuda.stream(torch.cuda.current_stream() if device.type == "cuda" else None)
             with here, torch.random.fork_rng(generators), tape.recording(), substituted(self.decoder, parameters, aliases):
-                recording = self.recorder(run, tensors, aliases, self.pool)
+                recording = self.recorder(run, tensors, aliases, self.shared)
         except Unsupported:
             raise
         except Exception as error:  # whatever a model does that a capture forbids: said, and the step goes on without
             raise Unsupported(f"recording failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
         finally:
             torch.set_autocast_cache_enabled(cached)
-        return _Entry(recording, tape, kinds.pop(), parameters)
+        memory = [*self.decoder.parameters(), *self.decoder.buffers()]
+        return _Entry(recording, tape, kinds.pop(), parameters, _tokens(tensors), memory, _addresses(memory))
 
     def _maskless(self, inputs: dict[str, Tensor]) -> bool:
         """Whether causal attention needs no mask if all tokens are real. A config with sub-configs keeps its windows elsewhere,
@@ -286,27 +377,25 @@ class GraphedForward:
 # ---------------------------------------------------------------------------------------------- public
 
 
-def _decoder(model: nn.Module) -> nn.Module | None:
-    """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; None where there is none."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    decoder = getattr(base, getattr(base, "base_model_prefix", "") or "model", None)
-    return decoder if isinstance(decoder, nn.Module) and hasattr(decoder, "config") else None
-
-
 def _graphed(model: nn.Module) -> GraphedForward | None:
-    forward = vars(decoder).get("forward") if (decoder := _decoder(model)) is not None else None
+    forward = vars(decoder).get("forward") if (decoder := decoder_of(model)) is not None else None
+    if (packed := packed_forward(model)) is not None:
+        forward = packed.inner
     return forward if isinstance(forward, GraphedForward) else None
 
 
-def enable_cuda_graphs(model: nn.Module) -> None:
+def enable_cuda_graphs(model: nn.Module, loud: bool = True) -> None:
     """Record the decoder's training steps in CUDA graphs from now on. On a machine without CUDA every step runs without, and
     :func:`graph_status` says so.
+
+    Args:
+        loud: a step that runs without a recording warns, once for each reason.
 
     Raises:
         ValueError: no decoder was found, or its layers cannot be recorded: their weights are on the host, or adapters are trained
             with ``merge_aware=True``.
     """
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     if decoder is None:
         raise ValueError(f"{type(model).__name__} has no decoder module of its own: CUDA graphs need a *ForCausalLM model")
     if any(ATTRIBUTE in vars(m) for m in decoder.modules()):
@@ -314,30 +403,29 @@ def enable_cuda_graphs(model: nn.Module) -> None:
     if any(getattr(m, "merge_aware_adapters", None) for m in decoder.modules()):
         raise ValueError("CUDA graphs do not go with merge_aware=True, which makes the merged weights anew in every pass")
     if _graphed(model) is None:
-        decoder.forward = GraphedForward(decoder)
-        decoder._replicate_for_data_parallel = functools.partial(_replica, decoder)
+        packed = packed_forward(model)
+        if packed is not None:
+            packed.inner = GraphedForward(decoder, packed.inner)
+        else:
+            decoder.forward = GraphedForward(decoder, vars(decoder).get("forward"))
+        _graphed(model).loud = loud
+        decoder._replicate_for_data_parallel = functools.partial(replica, decoder)
 
 
 def records_steps(model: nn.Module) -> bool:
     """Whether :func:`enable_cuda_graphs` was called on the model, or on one inside of it."""
-    return any(isinstance(vars(m).get("forward"), GraphedForward) for m in model.modules())
-
-
-def _replica(decoder: nn.Module) -> nn.Module:
-    """What DataParallel calls for its replicas, which must not compute with the original's forward."""
-    replica = type(decoder)._replicate_for_data_parallel(decoder)
-    del replica.__dict__["forward"], replica.__dict__["_replicate_for_data_parallel"]
-    return replica
+    forwards = [vars(m).get("forward") for m in model.modules()]
+    return any(isinstance(f.inner if isinstance(f, PackedForward) else f, GraphedForward) for f in forwards)
 
 
 def disable_cuda_graphs(model: nn.Module) -> None:
     """Put the decoder's own forward back and free the recordings (deleting the model frees them at the next garbage collection
     only: it refers to itself). Nothing happens to a model without graphs."""
     if (graphed := _graphed(model)) is not None:
-        decoder = graphed.decoder
-        del decoder.forward, decoder._replicate_for_data_parallel
-        if graphed.plain is not None:
-            decoder.forward = graphed.plain
+        if (packed := packed_forward(model)) is not None:
+            packed.inner = graphed.plain
+        else:
+            put_back(graphed.decoder, graphed.plain)
 
 
 def graph_status(model: nn.Module) -> GraphStatus:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..autograd import seeds
 from ..autograd.frozen_linear import no_autocast
@@ -22,35 +23,60 @@ class Unsupported(Exception):
     """This call cannot be replayed; the message is the reason."""
 
 
+class SharedMemory:
+    """What the recordings of one model have in common. They may share it because no two are ever between forward and backward at
+    the same time.
+
+    Attributes:
+        pool: of the allocator, for everything that lives between the beginning of a forward and the end of its backward.
+        gradients: of the parameters, written by every recording; None for those that get none.
+    """
+
+    def __init__(self, pool: Any = None):
+        self.pool, self.gradients = pool, None
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, like: Tensor) -> Tensor:
+        """Memory in the shape of ``like``, the same for all recordings, as long as it is large enough."""
+        flat = self._buffers.get(name)
+        if flat is None or flat.numel() < like.numel() or flat.dtype != like.dtype:
+            flat = self._buffers[name] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        return flat[: like.numel()].view(like.shape)
+
+
 class CudaRecording:
     """Forward and backward of ``run(**inputs)``, which returns one tensor, in two CUDA graphs.
 
     Args:
         parameters: what is differentiated: aliases of the model's parameters (:func:`substituted`).
-        pool: memory shared by the recordings of one model. They may share it because no two are ever between forward and
-            backward at the same time.
     """
 
-    def __init__(self, run: Callable[..., Tensor], inputs: dict[str, Tensor], parameters: list[Tensor], pool: Any):
+    def __init__(self, run: Callable[..., Tensor], inputs: dict[str, Tensor], parameters: list[Tensor], shared: SharedMemory):
         self.inputs = {name: t.clone() for name, t in inputs.items()}
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARMUPS):  # compiles kernels and makes workspaces, which a capture may not
+            # compiles kernels and makes workspaces, which a capture may not; once more where nothing of the model ran before
+            for _ in range(1 if shared.gradients else WARMUPS):
                 y = run(**self.inputs)
+                self.y, self.dy = (shared.buffer(name, y) for name in ("y", "dy"))
                 with no_autocast(y):
-                    torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
-                del y
+                    gradients = torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
+                if shared.gradients is None:
+                    shared.gradients = [None if g is None else torch.empty_like(g) for g in gradients]
+                del y, gradients
+        self.gradients = shared.gradients
         torch.cuda.current_stream().wait_stream(side)
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: the pinning thread of a data loader may go on meanwhile
-        with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.forward_graph, pool=shared.pool, capture_error_mode="thread_local"):
             y = run(**self.inputs)
-        self.dy = torch.empty_like(y)
+            self.y.copy_(y.detach())
         # backward runs outside of the forward's autocast, as it does in eager code
-        with no_autocast(y), torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
-            grads = torch.autograd.grad(y, parameters, self.dy, allow_unused=True)
-        self.y, self.grads = y.detach(), grads
+        with no_autocast(y), torch.cuda.graph(self.backward_graph, pool=shared.pool, capture_error_mode="thread_local"):
+            gradients = torch.autograd.grad(y, parameters, self.dy, allow_unused=True)
+            present = [(mine, g) for mine, g in zip(self.gradients, gradients, strict=True) if g is not None]
+            torch._foreach_copy_(*map(list, zip(*present)))
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
@@ -61,9 +87,8 @@ class CudaRecording:
         """Gradients of the parameters, in memory of their own: ``.grad`` outlives the next replay."""
         self.dy.copy_(dy)
         self.backward_graph.replay()
-        there = [g for g in self.grads if g is not None]
-        own = iter(torch._foreach_mul(there, 1.0) if there else ())
-        return [None if g is None else next(own) for g in self.grads]
+        copies = iter(torch._foreach_mul([g for g in self.gradients if g is not None], 1.0))
+        return [None if g is None else next(copies) for g in self.gradients]
 
 
 class Ticket:
@@ -105,6 +130,45 @@ def substituted(module: nn.Module, parameters: list[nn.Parameter], aliases: list
     finally:
         for owner, name, p in places:
             owner._parameters[name] = p
+
+
+@contextmanager
+def recordable_checkpoints(model: nn.Module) -> Iterator[None]:
+    """Within the context layers with gradient checkpointing, of either kind, are computed again in a way that can be recorded.
+    PyTorch's own puts the GPU's random numbers back for that, which a capture forbids. Seeds come from the CPU's.
+
+    Raises:
+        Unsupported: dropout of PyTorch's own in such a layer, which draws on the GPU.
+    """
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
+    for layer in layers:
+        inner = [m for name, m in layer.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and "lora_" not in name]
+        if any(m.p > 0 for m in inner) or any(getattr(m, "attention_dropout", 0.0) for m in layer.modules()):
+            raise Unsupported("dropout in the model's own layers does not go with gradient checkpointing under a recording")
+    before = [(m, vars(m).get("_gradient_checkpointing_func")) for m in layers]
+    try:
+        for layer in layers:
+            layer._gradient_checkpointing_func = _checkpoint
+        yield
+    finally:
+        for layer, function in before:
+            del layer._gradient_checkpointing_func
+            if function is not None:
+                layer._gradient_checkpointing_func = function
+
+
+def _checkpoint(function: Callable, *args: Any) -> Any:
+    state, calls = torch.get_rng_state(), []
+
+    def run(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1:
+            return function(*args)
+        with torch.random.fork_rng(devices=[]):  # the CPU's
+            torch.set_rng_state(state)
+            return function(*args)
+
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class SeedTape:

@@ -1,0 +1,425 @@
+"""Padding is not computed: the decoder sees the tokens of all rows of a batch one after another in one row.
+
+    rows  a b c . .        packed row   a b c d e f g h      first tokens   0 3 8
+          d e f g h
+
+A padded batch wastes the share of its tokens that is padding in every linear, norm and MLP: two thirds where lengths vary as they
+do in instruction data. :func:`enable_packing` replaces the decoder's ``forward`` (on the instance). It gathers the real tokens
+with their positions, runs the decoder on one row, and puts the hidden states back to where the tokens stood, zeros elsewhere.
+Attention stays within sequences: the first token of each sequence travels to the attention function in the place of a mask, and
+one kernel computes all sequences (FlashAttention's form with ``cu_seqlens``; on a CPU, SDPA sequence by sequence). Batches that a
+collator has packed (``position_ids`` that restart, ``cu_seq_lens_q``) take the same way.
+
+The same numbers: activations are quantised with scales of each token, so a token's codes do not depend on its neighbours. What
+differs is the rounding inside attention (another kernel), and which numbers a dropout mask draws.
+
+Not every decoder allows it. :func:`_trial` runs two short rows both ways once, at the first call: a row must not notice its
+neighbour, and both ways must give the same hidden states. So convolutions over tokens, state spaces, prefix attention and own
+attention code are noticed without a list of architectures. What is not packed runs as it would without, and
+:func:`packing_status` says why: caches, masks of four dimensions, positions of three, labels at padding (they would be trained).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..fusion.probe import innermost, modes_kept, special_tokens
+
+HIDDEN_ERROR = 0.3
+"""Largest |packed - padded| / |padded| of the trial's hidden states: two attention kernels round differently, and a BF16 last place
+may flip an NVFP4 code, which random weights amplify from layer to layer. A wrong mask or position gives about 1."""
+SLOTS = 8
+"""Numbers of sequences come in powers of this: a recorded step serves every batch with as many slots."""
+IGNORED = {"use_cache", "num_items_in_batch", "max_length_q", "max_length_k", "cu_seq_lens_k", "seq_idx", "return_dict"}
+"""Arguments of the decoder that a packed call does without."""
+
+
+class NotPackable(Exception):
+    """This call, or this decoder, is not packed; the message is the reason."""
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+class VarlenAttention(torch.autograd.Function):
+    """Causal attention of sequences that lie one after another: q (N, Hq, D), k and v (N, Hk, D) in BF16 or FP16 on a GPU,
+    first_tokens (S + 1,) int32, the last ones repeat N. PyTorch's FlashAttention; the lengths stay on the device, so that one
+    recording in a CUDA graph serves every packing of N tokens. (``torch.nn.attention.varlen`` has grouped heads from 2.13 on.)"""
+
+    @staticmethod
+    def forward(ctx, q, k, v, first_tokens, scale, window):
+        ctx.longest, ctx.options = len(q), dict(scale=scale) | _window_sides(window)
+        output, logsumexp, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, first_tokens, first_tokens, len(q), len(q), 0.0, True, False, **ctx.options
+        )
+        ctx.save_for_backward(q, k, v, output, logsumexp, first_tokens, seed, offset)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        q, k, v, output, logsumexp, first_tokens, seed, offset = ctx.saved_tensors
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            gradient.contiguous(), q, k, v, output, logsumexp, first_tokens, first_tokens, ctx.longest, ctx.longest, 0.0, True,
+            seed, offset, **ctx.options,
+        )  # fmt: skip
+        return dq, dk, dv, None, None, None
+
+
+def _window_sides(window: int | None) -> dict[str, int]:
+    return {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
+
+
+def _attention_by_sequence(q: Tensor, k: Tensor, v: Tensor, first_tokens: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """The same with SDPA, a sequence at a time, in any dtype; reads the lengths on the host."""
+    bounds, outputs = first_tokens.tolist(), []
+    for start, end in zip(bounds, bounds[1:]):
+        if start == end:
+            continue
+        mask = None
+        if window is not None and window < end - start:
+            mask = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        rows = [t[start:end].transpose(0, 1)[None] for t in (q, k, v)]
+        y = F.scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        outputs.append(y[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """In the place of transformers' ``sdpa`` function, which it calls, unless ``attention_mask`` holds the first tokens of packed
+    sequences: (1, 1, 1, S + 1) int32. Queries (1, Hq, N, D), result (1, N, Hq, D)."""
+    if attention_mask is None or attention_mask.dtype != torch.int32:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+    options = dict(zip(("dropout", "scaling", "is_causal", "position_bias"), args)) | kwargs
+    if (windows := _TRIED.get()) is not None:
+        windows.append(options.get("sliding_window"))
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if options.get("dropout"):
+        unknown.append("dropout")
+    if not options.get("is_causal", getattr(module, "is_causal", True)):
+        unknown.append("is_causal=False")
+    if unknown:
+        raise NotPackable(f"its attention has {', '.join(unknown)}")
+    settings = attention_mask.view(-1), options.get("scaling"), options.get("sliding_window")
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    if not q.is_cuda:
+        return _attention_by_sequence(q, k, v, *settings)[None], None
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
+    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 256:
+        raise NotPackable(f"FlashAttention has no kernel for heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}")
+    return VarlenAttention.apply(q, k, v, *settings)[None], None
+
+
+# ---------------------------------------------------------------------------------------------- packing a batch
+
+
+class PackedBatch(NamedTuple):
+    """Real tokens of a batch of B rows of T: ``tokens`` of them, then filling up to N."""
+
+    places: Tensor | None  # (tokens,) int64 of the flattened batch; None: all
+    tokens: int
+    shape: tuple[int, int]  # B, T
+    inputs: dict[str, Tensor]  # input_ids (1, N) or inputs_embeds (1, N, d); position_ids (1, N); attention_mask: first tokens
+
+    def unpacked(self, hidden: Tensor) -> Tensor:
+        """(1, N, d) -> (B, T, d), zeros at padding."""
+        hidden = hidden[0, : self.tokens]
+        if self.places is None:
+            return hidden.view(*self.shape, -1)
+        rows = hidden.new_zeros(self.shape[0] * self.shape[1], hidden.shape[1])
+        return rows.index_copy(0, self.places, hidden).view(*self.shape, -1)
+
+
+def pack(
+    inputs: dict[str, Tensor], labels: Tensor | None = None, size: Callable[[int], int] = int, ignore_index: int = -100
+) -> PackedBatch:
+    """Gather a batch's real tokens.
+
+    Args:
+        inputs: ``input_ids`` (B, T) or ``inputs_embeds`` (B, T, d); ``attention_mask`` (B, T), ``position_ids`` (B or 1, T),
+            ``cu_seq_lens_q`` (S + 1,) if there are any. Without positions a token's is its column.
+        labels: (B, T); those at padding must be ``ignore_index``.
+        size: number of tokens -> N, at least as many.
+
+    Raises:
+        NotPackable: an input of another shape, or labels at padding.
+    """
+    source = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    rows, columns = source.shape[:2]
+    device, mask, positions = source.device, inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None and (mask.ndim != 2 or mask.shape != (rows, columns)):
+        raise NotPackable(f"attention_mask has shape {tuple(mask.shape)}")
+    if positions is not None and (positions.ndim != 2 or positions.shape[1] != columns):
+        raise NotPackable(f"position_ids have shape {tuple(positions.shape)}")
+    positions = torch.arange(columns, device=device)[None] if positions is None else positions
+    positions = positions.expand(rows, -1).reshape(-1)
+    first = torch.arange(rows * columns, device=device) % columns == 0
+    places = None
+    if mask is not None:
+        places = (mask.reshape(-1) != 0).nonzero().squeeze(1)
+        if len(places) == 0:
+            raise NotPackable("all tokens are padding")
+        if len(places) == rows * columns:
+            places = None
+        else:
+            if labels is not None and bool(((labels != ignore_index) & (mask == 0).to(labels.device)).any()):
+                raise NotPackable("labels at padding are trained (collators mask them with -100)")
+            row_of, positions = places // columns, positions[places]
+            first = torch.cat([first[:1], row_of[1:] != row_of[:-1]])
+    elif "cu_seq_lens_q" in inputs:
+        first = first.index_fill(0, inputs["cu_seq_lens_q"][:-1].to(device, torch.int64), True)
+    elif "position_ids" in inputs:  # as transformers recognises a batch that is packed already
+        first[1:] |= positions[1:] - positions[:-1] != 1
+    starts = first.nonzero().squeeze(1)
+    tokens = len(positions)
+    filling = size(tokens) - tokens
+    slots = SLOTS
+    while slots < len(starts) + bool(filling):
+        slots *= SLOTS
+    first_tokens = torch.full((slots + 1,), tokens + filling, dtype=torch.int32, device=device)
+    first_tokens[: len(starts)] = starts
+    if filling:  # a sequence of its own
+        first_tokens[len(starts)] = tokens
+        positions = torch.cat([positions, torch.arange(filling, device=device)])
+    source = source.flatten(0, 1) if places is None else source.flatten(0, 1).index_select(0, places)
+    if filling:
+        source = torch.cat([source, source[:1].detach().expand(filling, *source.shape[1:])])
+    name = "input_ids" if "input_ids" in inputs else "inputs_embeds"
+    packed = {name: source[None], "position_ids": positions[None], "attention_mask": first_tokens.view(1, 1, 1, -1)}
+    return PackedBatch(places, tokens, (rows, columns), packed)
+
+
+# ---------------------------------------------------------------------------------------------- the decoder's forward
+
+
+@dataclass
+class PackingStatus:
+    """What :func:`packing_status` returns.
+
+    Attributes:
+        calls: calls that were packed.
+        tokens, places: real tokens of these calls, and tokens with padding.
+        reasons: why calls were not packed -> how many.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    places: int = 0
+    reasons: Counter = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        lines = [f"packed {self.calls} calls: {self.tokens} of {self.places} tokens were real"]
+        return "\n".join(lines + [f"did not pack {n} calls: {reason}" for reason, n in self.reasons.items()])
+
+
+_LABELS: ContextVar[Tensor | None] = ContextVar("labels", default=None)
+"""Labels of this thread's last call of a whole model, until its decoder is called."""
+_TRIED: ContextVar[list | None] = ContextVar("tried", default=None)
+"""During a trial: sliding windows that its attention calls were given."""
+
+
+class PackedForward:
+    """The ``forward`` of a decoder, on the instance; calls ``inner`` with packed rows."""
+
+    def __init__(self, decoder: nn.Module, inner: Callable | None):
+        self.decoder, self.inner, self.status = decoder, inner, PackingStatus()
+        self.refused: dict[Any, str] = {}  # state of autocast -> why the decoder cannot be packed in it; empty: it can
+        self.__signature__ = inspect.signature(decoder.forward)
+        kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
+        self.catch_all = kinds.get(inspect.Parameter.VAR_KEYWORD)
+
+    @property
+    def unrecorded(self) -> Callable:
+        """The decoder's forward without packing and without recordings."""
+        inner = getattr(self.inner, "unrecorded", self.inner)
+        return inner or functools.partial(type(self.decoder).forward, self.decoder)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) if self.inner else type(self.decoder).forward(self.decoder, *args, **kwargs)
+
+    def __reduce__(self):
+        return PackedForward, (self.decoder, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = dict(self.__signature__.bind(*args, **kwargs).arguments)
+        named |= named.pop(self.catch_all, {})
+        if torch.compiler.is_compiling() or not (self.decoder.training or named.get("use_cache") is False):
+            return self.original(*args, **kwargs)  # generation keeps a cache
+        labels = _LABELS.get()
+        _LABELS.set(None)
+        try:
+            tensors = self._inputs(named)
+            self._check_decoder()
+            batch = pack(tensors, labels, getattr(self.inner, "recorded_size", int) if torch.is_grad_enabled() else int)
+        except NotPackable as reason:
+            self.status.reasons[str(reason)] += 1
+            return self.original(*args, **kwargs)
+        self.status.calls += 1
+        self.status.tokens += batch.tokens
+        self.status.places += batch.shape[0] * batch.shape[1]
+        output = self.original(**batch.inputs, use_cache=False)
+        output.last_hidden_state = batch.unpacked(output.last_hidden_state)
+        return output
+
+    def _inputs(self, named: dict[str, Any]) -> dict[str, Tensor]:
+        """Tensors of a call, or the reason why it is not packed."""
+        if self.decoder.config._attn_implementation != "sdpa":
+            raise NotPackable(f"attn_implementation is {self.decoder.config._attn_implementation!r}, not 'sdpa'")
+        named = {k: v for k, v in named.items() if v is not None and v is not False and k not in IGNORED}
+        known = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q"}
+        if others := sorted(named.keys() - known):
+            raise NotPackable(f"it is called with {', '.join(others)}")
+        if len(named.keys() & {"input_ids", "inputs_embeds"}) != 1:
+            raise NotPackable("it is called with neither or both of input_ids and inputs_embeds")
+        return named
+
+    def _check_decoder(self) -> None:
+        parameter = next(self.decoder.parameters())
+        kind = parameter.device.type
+        key = kind, parameter.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        if key not in self.refused:
+            try:
+                _trial(self)
+                self.refused[key] = ""
+            except NotPackable as reason:
+                self.refused[key] = str(reason)
+            except Exception as error:  # whatever a decoder may raise on an input it does not expect: said, not hidden
+                self.refused[key] = f"the trial on two short rows failed ({type(error).__name__}: {error})"
+        if reason := self.refused[key]:
+            raise NotPackable(reason)
+
+
+def _trial(forward: PackedForward) -> None:
+    """Raises NotPackable unless two short rows give the same hidden states packed as padded, and do not notice each other."""
+    decoder, config = forward.decoder, forward.decoder.config.get_text_config()
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise NotPackable("attention in chunks is not told to the attention function")
+    device = next(p.device for p in decoder.parameters() if not p.is_meta)
+    special = special_tokens(decoder.config)
+    words = [i for i in range(min(config.vocab_size, 64 + len(special))) if i not in special]
+    if len(words) < 4:
+        raise NotPackable("it has too few words for a trial")
+    lengths, columns = (7, 4), 7
+    ids = torch.tensor([[words[(3 * i + 5 * r + 1) % len(words)] for i in range(columns)] for r in range(2)], device=device)
+    mask = torch.arange(columns, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
+    others = ids.clone()
+    others[0] = others[0].flip(0)
+    run = type(decoder).forward
+    windows: list = []
+    token = _TRIED.set(windows)
+    try:
+        with modes_kept(decoder), torch.no_grad():
+            decoder.eval()
+            padded, undisturbed = (
+                run(decoder, input_ids=i, attention_mask=mask.long(), use_cache=False).last_hidden_state[mask] for i in (ids, others)
+            )
+            packed, disturbed = (
+                batch.unpacked(run(decoder, **batch.inputs, use_cache=False).last_hidden_state)[mask]
+                for batch in (pack({"input_ids": i, "attention_mask": mask}) for i in (ids, others))
+            )
+    finally:
+        _TRIED.reset(token)
+    calls = len(windows) // 2
+    kinds = getattr(config, "layer_types", None)
+    sliding = kinds.count("sliding_attention") if kinds else calls * (getattr(config, "sliding_window", None) is not None)
+    if calls == 0 or sum(w is not None for w in windows[:calls]) != sliding:
+        raise NotPackable("its attention does not go through the attention function, or its windows are not told to it")
+    if not _error(packed, padded) < HIDDEN_ERROR:
+        raise NotPackable(f"packed and padded rows differ by {_error(packed, padded):.0%}")
+    noise, notice = (_error(b[lengths[0] :], a[lengths[0] :]) for a, b in ((padded, undisturbed), (packed, disturbed)))
+    if not notice <= 4 * noise + 1e-6:  # noise: experts' products have other shapes if the row before has other experts
+        raise NotPackable("a sequence notices the one before it")
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+# ---------------------------------------------------------------------------------------------- public
+
+
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; None where there is none."""
+    base = innermost(model)
+    decoder = getattr(base, getattr(base, "base_model_prefix", "") or "model", None)
+    return decoder if isinstance(decoder, nn.Module) and hasattr(decoder, "config") else None
+
+
+def packed_forward(model: nn.Module) -> PackedForward | None:
+    """What :func:`enable_packing` put into the decoder, if it did."""
+    forward = vars(decoder).get("forward") if (decoder := decoder_of(model)) is not None else None
+    return forward if isinstance(forward, PackedForward) else None
+
+
+def replica(decoder: nn.Module) -> nn.Module:
+    """What DataParallel calls for its replicas, which must not compute with the original's forward."""
+    copy = type(decoder)._replicate_for_data_parallel(decoder)
+    del copy.__dict__["forward"], copy.__dict__["_replicate_for_data_parallel"]
+    return copy
+
+
+def put_back(decoder: nn.Module, forward: Callable | None) -> None:
+    """The decoder's forward is its class's again, or what stood on the instance before."""
+    del decoder.forward
+    if forward is not None:
+        decoder.forward = forward
+    if not hasattr(forward, "recorded_size"):
+        del decoder._replicate_for_data_parallel
+
+
+def enable_packing(model: nn.Module) -> None:
+    """Compute no padding from now on, in training and in calls with ``use_cache=False``.
+
+    Raises:
+        ValueError: no decoder was found.
+    """
+    decoder, base = decoder_of(model), innermost(model)
+    if decoder is None:
+        raise ValueError(f"{type(model).__name__} has no decoder module of its own: packing needs a *ForCausalLM model")
+    if packed_forward(model) is not None:
+        return
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention  # for good: without first tokens it is transformers' own
+    decoder.forward = PackedForward(decoder, vars(decoder).get("forward"))
+    decoder._replicate_for_data_parallel = functools.partial(replica, decoder)
+    base.register_forward_pre_hook(_note_labels, with_kwargs=True)
+
+
+def _note_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """With padding on the left, the first token of a row has nothing real before it to be predicted from: its label goes."""
+    labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
+    if isinstance(labels, Tensor) and isinstance(mask, Tensor) and labels.shape == mask.shape and mask.ndim == 2:
+        after_padding = (mask[:, :-1] == 0) & (mask[:, 1:] != 0)
+        labels = labels.masked_fill(F.pad(after_padding, (1, 0)).to(labels.device), -100)
+        kwargs = kwargs | {"labels": labels}
+    _LABELS.set(labels)
+    return args, kwargs
+
+
+def disable_packing(model: nn.Module) -> None:
+    """Put the decoder's own forward back. Nothing happens to a model without packing."""
+    if (packed := packed_forward(model)) is not None:
+        put_back(packed.decoder, packed.inner)
+        hooks = innermost(model)._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _note_labels]:
+            del hooks[key], innermost(model)._forward_pre_hooks_with_kwargs[key]
+
+
+def packing_status(model: nn.Module) -> PackingStatus:
+    """What was packed, and what was not and why."""
+    packed = packed_forward(model)
+    return PackingStatus(reasons=Counter({"not enabled": 1})) if packed is None else packed.status
