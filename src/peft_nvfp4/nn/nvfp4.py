@@ -251,7 +251,8 @@ class NVFP4FrozenLinear(FrozenLinear):
         return x.reshape(-1, self.in_features)
 
     def operands(self, branches: Sequence[Branch]) -> Linear:
-        """This layer with its branches as the autograd Function takes it."""
+        """This layer with its branches as the autograd Function takes it, its weights on the device."""
+        there = None if self.hosted is None else self.hosted.fetch()
         return Linear(
             self.forward_layout,
             self.backward_layout,
@@ -260,6 +261,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.scale_factor,
             self.options.gradients,
             tuple(branches),
+            there=there,
         )
 
     def _draws_nothing(self, branches: Sequence[Branch]) -> bool:
@@ -271,6 +273,8 @@ class NVFP4FrozenLinear(FrozenLinear):
     def _generate(self, kernel: ModuleType, branches: Sequence[Branch], x2: Tensor, quantized: QuantizedInput) -> Tensor:
         """y (M, out_features) of few rows, without autograd: no Function, no copies of the adapters, two launches. In generation
         that bookkeeping took most of the time."""
+        if self.hosted is not None:
+            self.hosted.fetch()
         xd = quantized.dequantized(x2) if branches else None
         constant = total_constant(self.bias, self._constant)
         values = xd if self.input_offset is None and len(quantized.terms) == 1 else None
