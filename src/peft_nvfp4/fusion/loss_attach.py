@@ -304,7 +304,7 @@ class _Ordinary(_Call):
         super().head_forward(hidden)
         self.z = self.head(self.hidden)
         if self.noise:
-            self.z = (30 * torch.randn(self.z.shape, generator=torch.Generator().manual_seed(0))).to(self.z)
+            self.z = (30 * torch.randn(self.z.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")).to(self.z)
         return self.z
 
     def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -345,8 +345,8 @@ def _examine(model: nn.Module, chunk: int | None) -> Settings:
 def _try(model: nn.Module, call: _Call) -> Tensor:
     """The model's whole loss on random tokens, router losses and all."""
     generator, special = torch.Generator().manual_seed(0), special_tokens(model.config)
-    ids = torch.tensor([i for i in range(min(model.config.get_text_config().vocab_size, 1000)) if i not in special])
-    ids = ids[torch.randint(len(ids), (2, 8), generator=generator)].to(model.get_input_embeddings().weight.device)
+    ids = torch.tensor([i for i in range(min(model.config.get_text_config().vocab_size, 1000)) if i not in special], device="cpu")
+    ids = ids[torch.randint(len(ids), (2, 8), generator=generator, device="cpu")].to(model.get_input_embeddings().weight.device)
     labels = ids.clone()
     labels[:, :3] = labels[0, 6] = -100
     devices = {p.device for p in model.parameters() if p.is_cuda}

@@ -266,7 +266,7 @@ class FrozenExperts(nn.Module):
         from FP32, and what backward keeps of gate and up are codes, a quarter of the memory. Returns why not, where it cannot."""
         if self.backend != "nvfp4" or first_of(self) != "gate_up_proj":
             return "its experts are no gated MLPs frozen in nvfp4"
-        z = 2 * torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        z = 2 * torch.randn(3, 64, generator=torch.Generator().manual_seed(0), device="cpu")
         gate, up = z.chunk(2, dim=-1)
         with torch.no_grad():
             value = self._activate(z)
