@@ -24,7 +24,9 @@ def test_a_model_is_fused_and_trained(make):
         with device:
             freeze_model(model, gradients="nvfp4_sr", progress=False)
             fused = attach(model)
-        model = get_peft_model(model, NVFP4LoraConfig(r=4, lora_dropout=0.1, init_lora_weights=False, target_modules=["q_proj"])).train()
+        model = get_peft_model(
+            model, NVFP4LoraConfig(r=4, lora_dropout=0.1, init_lora_weights=False, target_modules=["q_proj"])
+        ).train()
         with device:
             loss_report = attach_loss(model)
             loss = model(input_ids=ids, labels=ids).loss

@@ -34,6 +34,7 @@ class DenseFrozenLinear(FrozenLinear):
         self.weight = frozen(weight.detach().to(self.weight.device, self.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        self._refuse_integers(x)
         if self.hosted is None:
             return F.linear(x, self.weight, self.bias)
         there, weight = self.hosted.fetch(), self.weight

@@ -213,6 +213,14 @@ class FrozenLinear(nn.Linear):
         self.compute_dtype = probe.dtype
         return self
 
+    def _refuse_integers(self, x: Tensor) -> None:
+        if not x.is_floating_point():
+            raise RuntimeError(
+                f"the input of a frozen linear ({self.in_features} -> {self.out_features}, {self.backend}) must be float32, "
+                f"bfloat16 or float16, got {x.dtype}. If the model casts it to this linear's weight.dtype, which is uint8 where "
+                "weights are packed, leave the linear dense: name it in skip_modules (freeze_model, NVFP4LoraConfig, PactConfig)"
+            )
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}"
 

@@ -208,6 +208,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
     def forward(self, x: Tensor) -> Tensor:
         # bitsandbytes' own forward, without its side effects: repacking for AVX512, casting the bias in place, a new parameter
         # in the place of FSDP2's
+        self._refuse_integers(x)
         x = autocast_input(x)
         follows_input = not self.compute_type_is_set and x.dtype in (torch.float32, torch.bfloat16)
         # given FP64, bitsandbytes 0.50 reads it as bytes of another type and returns garbage

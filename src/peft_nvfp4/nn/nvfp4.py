@@ -247,6 +247,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"the input's last dimension must be {self.in_features}, got shape {tuple(x.shape)}")
         if x.dtype not in FLOATS:
+            self._refuse_integers(x)
             raise RuntimeError(f"the input must be float32, bfloat16 or float16, got {x.dtype}")
         return x.reshape(-1, self.in_features)
 
