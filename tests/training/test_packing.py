@@ -95,7 +95,10 @@ FAMILIES = {
     ),
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, dict(n_inner=96, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)),
     "lfm2": (hf.Lfm2ForCausalLM, hf.Lfm2Config, dict(layer_types=["conv", "full_attention"])),
-    "gpt-oss": (hf.GptOssForCausalLM, hf.GptOssConfig, dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, pad_token_id=0)),
+    "gpt-oss": (
+        hf.GptOssForCausalLM, hf.GptOssConfig,
+        dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, pad_token_id=0),
+    ),
 }  # fmt: skip
 REFUSED = {"lfm2": "notices the one before it", "gpt-oss": "attn_implementation is 'eager'"}
 

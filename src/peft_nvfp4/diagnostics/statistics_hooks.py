@@ -31,8 +31,8 @@ from ..numerics.formats import BLOCK, E2M1_MAX, E4M3_NAN, GRADIENT, GRADIENT_STO
 from ..numerics.reference import e4m3_decode
 from ..ops.linear import dequantize_input, quantize_input
 from ..training.cuda_graphs import GraphedForward
-from ..training.packing import PackedForward
 from ..training.offload.frozen_methods import computing
+from ..training.packing import PackedForward
 
 SITES = ("weight", "input", "gradient")
 NUMBERS = ("error", "underflow", "saturation", "amax", "scale_min", "scale_max")

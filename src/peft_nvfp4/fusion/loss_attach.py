@@ -73,16 +73,46 @@ def attach_loss(model: nn.Module, chunk: int | None = None) -> LossReport:
     """
     model = innermost(model)
     detach_loss(model)
-    try:
-        settings = _examine(model, chunk)
-    except _Unsuitable as reason:
-        return LossReport(False, str(reason))
-    except Exception as error:  # whatever a model may raise on an input it does not expect: said, not hidden
-        return LossReport(False, f"the run on 2 x 8 random tokens failed ({type(error).__name__}: {error})")
+    settings, report = _examined(model, chunk)
+    if settings is not None:
+        _set_class(model, _with_loss(type(model)))
+        setattr(model, _SETTINGS, settings)
+    return report
+
+
+def attach_loss_at_first_call(model: nn.Module) -> LossReport:
+    """:func:`attach_loss`, but it is tried in the first call that has labels: where the model is then, and on its own device.
+    :func:`loss_report` says how that went."""
+    model = innermost(model)
+    detach_loss(model)
+    report = LossReport(True, "to be tried in the first call with labels")
+    if not hasattr(model, "config") or not hasattr(model, "loss_function") or not hasattr(model, "get_output_embeddings"):
+        return LossReport(False, "it is not a model of transformers")
     _set_class(model, _with_loss(type(model)))
-    setattr(model, _SETTINGS, settings)
+    setattr(model, _SETTINGS, report)
+    return report
+
+
+def loss_report(model: nn.Module) -> LossReport:
+    """What became of :func:`attach_loss` or :func:`attach_loss_at_first_call`."""
+    settings = innermost(model).__dict__.get(_SETTINGS)
+    if isinstance(settings, LossReport):
+        return settings
+    return LossReport(False, "not attached") if settings is None else _attached_report(innermost(model))
+
+
+def _attached_report(model: nn.Module) -> LossReport:
     plain = _plain(model.get_output_embeddings()) is not None
     return LossReport(True, "from the head's weight" if plain else "through the head's own forward")
+
+
+def _examined(model: nn.Module, chunk: int | None) -> tuple[Settings | None, LossReport]:
+    try:
+        return _examine(model, chunk), _attached_report(model)
+    except _Unsuitable as reason:
+        return None, LossReport(False, str(reason))
+    except Exception as error:  # whatever a model may raise on an input it does not expect: said, not hidden
+        return None, LossReport(False, f"the run on 2 x 8 random tokens failed ({type(error).__name__}: {error})")
 
 
 def detach_loss(model: nn.Module) -> nn.Module:
@@ -108,9 +138,21 @@ def _with_loss(original: type) -> type:
     @functools.wraps(original.forward)  # Trainer and generate read the signature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.__dict__.get(_SETTINGS)
-        call = None if settings is None or not _applies(self, kwargs) else _Call(self, settings)
+        applies = settings is not None and _applies(self, kwargs)
+        if applies and isinstance(settings, LossReport):
+            if settings.attached and not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False):
+                _set_class(self, original)  # not tried yet: with the model's own forward
+                try:
+                    examined, report = _examined(self, None)
+                finally:
+                    _set_class(self, _with_loss(original))
+                settings = self.__dict__[_SETTINGS] = report if examined is None else examined
+            applies = isinstance(settings, Settings)
+        call = _Call(self, settings) if applies else None
         if call is None and (torch.compiler.is_compiling() or not _RUNNING.get()):
             return original.forward(self, *args, **kwargs)
+        if call is not None and not torch.compiler.is_compiling():
+            call.find_targets(**kwargs)
         with call.traced() if call is not None and torch.compiler.is_compiling() else _running(self, call):
             output = original.forward(self, *args, **kwargs)
         return output if call is None else call.finish(output)
@@ -208,6 +250,18 @@ class _Call:
         self.model, self.head, self.settings, self.trial = model, model.get_output_embeddings(), settings, trial
         self.hidden: Tensor | None = None
         self.loss: Tensor | None = None
+        self.prepared: tuple[tuple, Targets] | None = None  # what the targets were made of, and they
+
+    def find_targets(self, labels: Tensor, num_items_in_batch: Any = None, shift_labels: Any = None, **kwargs: Any) -> None:
+        """Which positions have a label, before the decoder is launched: a GPU has nothing to do yet, and the wait for their
+        number costs nothing. Afterwards it would wait for the decoder, and backward would be launched late."""
+        if shift_labels is None and "ignore_index" not in kwargs and self.device is not None:
+            shifted = _shifted(labels, -100).reshape(-1).to(self.device)
+            self.prepared = (labels, num_items_in_batch), _targets(shifted, -100, num_items_in_batch)
+
+    @property
+    def device(self) -> torch.device | None:
+        return next((p.device for p in self.head.parameters() if not p.is_meta), None)
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -230,12 +284,15 @@ class _Call:
         self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
     ) -> Tensor:
         """In the place of ``ForCausalLMLoss``, with its arguments; these logits are empty."""
+        arguments, targets = self.prepared or ((None, None), None)
+        same = shift_labels is None and labels is arguments[0] and num_items_in_batch is arguments[1] and ignore_index == -100
         labels = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
-        device = next((p.device for p in self.head.parameters() if not p.is_meta), self.hidden.device)
+        device = self.device or self.hidden.device
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1]).to(device)
         if labels.numel() != len(hidden):
             raise ValueError(f"labels have shape {tuple(labels.shape)}, the head's input {tuple(self.hidden.shape)}")
-        targets = _targets(labels.reshape(-1).to(device), ignore_index, num_items_in_batch)
+        if not same:
+            targets = _targets(labels.reshape(-1).to(device), ignore_index, num_items_in_batch)
         self.loss = _head_loss(hidden, self.head, self.settings, targets)
         return self.loss
 

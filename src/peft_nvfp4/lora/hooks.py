@@ -222,7 +222,8 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         if any(options.offload for options in asked) or offloaded(model):
             enable_offload(model)
         if asked and not hasattr(self, "nvfp4_steps"):  # once for all adapters of a model
-            self.nvfp4_steps = speed_up_steps(model)
+            held = offloaded(model) or any(options.merge_aware for options in asked)
+            self.nvfp4_steps = speed_up_steps(model, recordings=not held)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
     result = original(self, model, adapter_name, *args, **kwargs)

@@ -267,8 +267,11 @@ class GraphedForward:
             if module._buffers:
                 state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
             if hooked(module) and not _HARMLESS_HOOKS.issuperset(hooks := _hook_names(module)):
-                raise Unsupported(f"{', '.join(hooks)} would run only while a step is recorded ({type(module).__name__} has hooks)")
+                kind = type(module).__name__
+                raise Unsupported(f"{', '.join(hooks)} would run only while a step is recorded ({kind} has hooks)")
             if "lora_A" in children:
+                if getattr(module, "merge_aware_adapters", None):
+                    raise Unsupported("merge_aware=True makes the merged weights anew in every pass")
                 state.append(_adapter_state(module))
             elif isinstance(module, nn.Dropout):
                 state.append(module.p)
@@ -413,9 +416,10 @@ def enable_cuda_graphs(model: nn.Module, loud: bool = True) -> None:
 
 
 def records_steps(model: nn.Module) -> bool:
-    """Whether :func:`enable_cuda_graphs` was called on the model, or on one inside of it."""
+    """Whether somebody has asked for recordings of the model (:func:`enable_cuda_graphs`), or of one inside of it."""
     forwards = [vars(m).get("forward") for m in model.modules()]
-    return any(isinstance(f.inner if isinstance(f, PackedForward) else f, GraphedForward) for f in forwards)
+    forwards = [f.inner if isinstance(f, PackedForward) else f for f in forwards]
+    return any(isinstance(f, GraphedForward) and f.loud for f in forwards)
 
 
 def disable_cuda_graphs(model: nn.Module) -> None:

@@ -38,8 +38,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..fusion.probe import innermost, modes_kept, special_tokens
 
 HIDDEN_ERROR = 0.3
-"""Largest |packed - padded| / |padded| of the trial's hidden states: two attention kernels round differently, and a BF16 last place
-may flip an NVFP4 code, which random weights amplify from layer to layer. A wrong mask or position gives about 1."""
+"""Largest |packed - padded| / |padded| of the trial's hidden states: two attention kernels round differently, and a BF16 last
+place may flip an NVFP4 code, which random weights amplify from layer to layer. A wrong mask or position gives about 1."""
 SLOTS = 8
 """Numbers of sequences come in powers of this: a recorded step serves every batch with as many slots."""
 IGNORED = {"use_cache", "num_items_in_batch", "max_length_q", "max_length_k", "cu_seq_lens_k", "seq_idx", "return_dict"}
@@ -82,7 +82,9 @@ def _window_sides(window: int | None) -> dict[str, int]:
     return {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
 
 
-def _attention_by_sequence(q: Tensor, k: Tensor, v: Tensor, first_tokens: Tensor, scale: float | None, window: int | None) -> Tensor:
+def _attention_by_sequence(
+    q: Tensor, k: Tensor, v: Tensor, first_tokens: Tensor, scale: float | None, window: int | None
+) -> Tensor:
     """The same with SDPA, a sequence at a time, in any dtype; reads the lengths on the host."""
     bounds, outputs = first_tokens.tolist(), []
     for start, end in zip(bounds, bounds[1:]):
@@ -326,7 +328,8 @@ def _trial(forward: PackedForward) -> None:
         with modes_kept(decoder), torch.no_grad():
             decoder.eval()
             padded, undisturbed = (
-                run(decoder, input_ids=i, attention_mask=mask.long(), use_cache=False).last_hidden_state[mask] for i in (ids, others)
+                run(decoder, input_ids=i, attention_mask=mask.long(), use_cache=False).last_hidden_state[mask]
+                for i in (ids, others)
             )
             packed, disturbed = (
                 batch.unpacked(run(decoder, **batch.inputs, use_cache=False).last_hidden_state)[mask]

@@ -2,45 +2,57 @@
 
 The loss at supervised positions (:mod:`peft_nvfp4.fusion.loss_attach`), no padding (:mod:`peft_nvfp4.training.packing`), steps
 recorded in CUDA graphs (:mod:`peft_nvfp4.training.cuda_graphs`). Each of them falls back to the model's own way where it cannot
-be the same, and says why.
+give the same numbers, and says why: ``print(model.base_model.nvfp4_steps)``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
-from ..fusion.loss_attach import LossReport, attach_loss, detach_loss
-from .cuda_graphs import disable_cuda_graphs, enable_cuda_graphs
-from .packing import disable_packing, enable_packing
+from ..fusion.loss_attach import LossReport, attach_loss_at_first_call, detach_loss, loss_report
+from .cuda_graphs import GraphStatus, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .packing import PackingStatus, decoder_of, disable_packing, enable_packing, packing_status
 
 
-@dataclass
 class StepReport:
-    """What :func:`speed_up_steps` switched on: each of the three, and why not."""
+    """How the steps of a model ran so far. Printed, it says what was switched on, and why something was not used.
 
-    loss: LossReport
-    packing: str
-    recordings: str
+    Attributes:
+        loss, packing, recordings: the reports of the three parts.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    @property
+    def loss(self) -> LossReport:
+        return loss_report(self.model)
+
+    @property
+    def packing(self) -> PackingStatus:
+        return packing_status(self.model)
+
+    @property
+    def recordings(self) -> GraphStatus:
+        return graph_status(self.model)
 
     def __str__(self) -> str:
-        return f"{self.loss}\npadding: {self.packing}\nCUDA graphs: {self.recordings}"
+        return f"{self.loss}\n{self.packing}\n{self.recordings}"
 
 
-def speed_up_steps(model: nn.Module) -> StepReport:
-    """Switch on what makes a training step fast and small, as far as the model allows it."""
-    loss = attach_loss(model)
-    report = StepReport(loss, "not computed where a call can be packed", "of training steps")
-    try:
+def speed_up_steps(model: nn.Module, recordings: bool = True) -> StepReport:
+    """Switch on what makes a training step fast and small, as far as the model allows it. What was switched on before stays.
+
+    Args:
+        recordings: record steps in CUDA graphs; not with weights on the host.
+    """
+    if loss_report(model).reason == "not attached":
+        attach_loss_at_first_call(model)
+    if decoder_of(model) is not None:
         enable_packing(model)
-    except ValueError as reason:
-        report.packing = f"as the model does: {reason}"
-    try:
-        enable_cuda_graphs(model, loud=False)
-    except ValueError as reason:
-        report.recordings = f"none: {reason}"
-    return report
+        if recordings:
+            enable_cuda_graphs(model, loud=False)
+    return StepReport(model)
 
 
 def slow_down_steps(model: nn.Module) -> None:

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from ...quantization.freeze import frozen_modules
-from ..cuda_graphs import records_steps
+from ..cuda_graphs import disable_cuda_graphs, records_steps
 from .frozen_methods import ON_DEVICE, packed_parameters
 from .layers import ATTRIBUTE
 from .transfers import Offload, OffloadStatus
@@ -64,6 +64,7 @@ def enable_offload(model: nn.Module) -> None:
     if (owner := _owner(model)) is not None:
         return _move_the_rest(owner)
     _refuse(model, layers)
+    disable_cuda_graphs(model)  # those that nobody asked for
     Offload(layers, next(p for p in _packed(layers[0])).device)
     return None
 
