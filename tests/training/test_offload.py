@@ -22,6 +22,7 @@ from peft_nvfp4.training.offload.enable import (
     offloaded,
 )
 from peft_nvfp4.training.offload.layers import ATTRIBUTE
+from peft_nvfp4.training.steps import slow_down_steps
 
 # ---------------------------------------------------------------------------------------------- the same bits
 
@@ -69,6 +70,7 @@ def test_evaluation_and_generation_are_bit_equal(backend):
 
 def test_every_layer_but_the_first_is_fetched_ahead():
     model = tuned("nvfp4 cached", "cpu", 4)
+    slow_down_steps(model)  # whose trials run the layers, too
     steps(model, 1)
     status = offload_status(model)
     # forward: 0, then 1, 2, 3 ahead. Backward: 3 and 2 are there; 1 and 0 ahead

@@ -405,7 +405,9 @@ def enable_cuda_graphs(model: nn.Module, loud: bool = True) -> None:
         raise ValueError("CUDA graphs and offload exclude each other: disable_offload(model) first")
     if any(getattr(m, "merge_aware_adapters", None) for m in decoder.modules()):
         raise ValueError("CUDA graphs do not go with merge_aware=True, which makes the merged weights anew in every pass")
-    if _graphed(model) is None:
+    if (graphed := _graphed(model)) is not None:
+        graphed.loud |= loud
+    else:
         packed = packed_forward(model)
         if packed is not None:
             packed.inner = GraphedForward(decoder, packed.inner)
