@@ -11,8 +11,8 @@ there, so no sum grows with the number of tokens. On a GPU, BF16 inputs (D(Q(x))
 cores with FP32 results. Same batches in the same order give the same bits on one device.
 
 For the backward layout W_b (K, N) in dx = D(Q(dy)) D(W_b)^T it is E[dy~ dy~^T], dy~ = D(Q(dy)), from a few backward passes on
-calibration data (:class:`BackwardPass`). Layers are taken from the last to the first, so that a layer's gradient has gone through
-layers whose W_b is solved for already; one layer at a time is on the GPU, its inputs waited since the forward pass.
+calibration data. Layers are taken from the last to the first, so that a layer's gradient has gone through layers whose W_b is
+solved for already; one layer at a time is on the GPU, its inputs waited since the forward pass.
 """
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ IGNORED = -100
 
 
 class Moments:
-    """Running H, and where asked for C, of a linear with ``k`` inputs.
-
-    Attributes:
-        h: (K, K) float32.
-        c: (K, K) float32, or None.
-        count: tokens seen.
-    """
+    """Running H (``h``), and where asked for C (``c``), of a linear with ``k`` inputs, float32; ``count`` tokens were seen."""
 
     def __init__(self, k: int, device: torch.device | str = "cpu", cross: bool = False):
         self.h = torch.zeros(k, k, device=device)
@@ -134,44 +128,32 @@ def last_gradient(model: nn.Module, stack: Stack, batch: Batch, hidden: Tensor, 
     return grad * 2.0 ** int((labels != IGNORED).sum()).bit_length()
 
 
-class BackwardPass:
-    """Backward through one layer at a time.
-
-    Args:
-        inputs: of every layer, the hidden states of every batch.
-        grads: of the last layer's output, one for each batch.
-    """
-
-    def __init__(self, stack: Stack, inputs: list[list[Tensor]], grads: list[Tensor], device: torch.device):
-        self.stack, self.inputs, self.grads, self.device = stack, inputs, grads, device
-
-    def collect(self, index: int, linears: dict[str, NVFP4FrozenLinear]) -> dict[str, Moments]:
-        """Moments of D(Q(dy)) of the named linears of a layer."""
-        moments = {name: Moments(linear.out_features, self.device) for name, linear in linears.items()}
-
-        def watch(name: str) -> Callable:
-            def note(dy: Tensor) -> None:
-                q = ops.quantize(dy.reshape(-1, dy.shape[-1]), GRADIENT)
-                moments[name].add(ops.dequantize(q, dy.dtype))
-
-            return lambda module, args, output: output.register_hook(note) and None
-
-        handles = [linear.register_forward_hook(watch(name)) for name, linear in linears.items()]
-        try:
-            for batch in range(len(self.grads)):
-                self._backward(index, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return moments
-
-    def propagate(self, index: int) -> None:
-        """Take the gradients through the layer."""
-        for batch in range(len(self.grads)):
-            self.grads[batch] = self._backward(index, batch).cpu()
-
-    def _backward(self, index: int, batch: int) -> Tensor:
-        hidden = self.inputs[index][batch].to(self.device).requires_grad_()
+def layer_gradients(stack: Stack, index: int, inputs: list[Tensor], grads: list[Tensor], device: torch.device) -> list[Tensor]:
+    """For every batch the gradient in a layer's input, which is given, from that in its output; on the CPU."""
+    results = []
+    for batch, (hidden, grad) in enumerate(zip(inputs, grads)):
+        leaf = hidden.detach().to(device).requires_grad_()
         with torch.enable_grad():
-            output = self.stack.run(index, batch, hidden)
-            return torch.autograd.grad(output, hidden, self.grads[batch].to(self.device, output.dtype))[0]
+            output = stack.run(index, batch, leaf)
+            results.append(torch.autograd.grad(output, leaf, grad.to(device, output.dtype))[0].cpu())
+    return results
+
+
+def gradient_moments(linears: dict[str, NVFP4FrozenLinear], backward: Callable[[], object]) -> dict[str, Moments]:
+    """Moments of D(Q(dy)) of the linears while ``backward()`` goes through them."""
+    moments = {name: Moments(linear.out_features, linear.weight.device) for name, linear in linears.items()}
+
+    def watch(name: str) -> Callable:
+        def note(dy: Tensor) -> None:
+            q = ops.quantize(dy.reshape(-1, dy.shape[-1]), GRADIENT)
+            moments[name].add(ops.dequantize(q, dy.dtype))
+
+        return lambda module, args, output: output.register_hook(note) and None
+
+    handles = [linear.register_forward_hook(watch(name)) for name, linear in linears.items()]
+    try:
+        backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return moments

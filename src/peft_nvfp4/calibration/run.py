@@ -4,17 +4,18 @@
 >>> model = get_peft_model(model, NVFP4LoraConfig(...))        # keeps the frozen linears as they are
 
 Layer by layer: the inputs of a layer come from layers that are quantised already, W4A4, through the package's own linears. One
-layer is on the GPU at a time; activations wait on the CPU. With an ``output_dir`` every finished layer is kept there,
-and the same call goes on where it was interrupted: finished layers are loaded and only run to produce the next one's input, so
-the result has the same bits (on one device) as an uninterrupted run. The :class:`Report` (errors per layer against rounding to
-nearest, time, memory) is kept there too, as JSON.
+layer is on the GPU at a time; activations wait on the CPU, and so do the dense linears that were replaced: an error puts them
+back. With an ``output_dir`` every finished layer is kept there, and the same call goes on where it was interrupted: finished
+layers are loaded and only run to produce the next one's input, so the result has the same bits (on one device) as an
+uninterrupted run. The :class:`Report` (errors per layer against rounding to nearest, time, memory) is kept there too, as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ from .structure import find_stack
 
 METHODS = ("gptq", "nearest")
 BACKWARDS = ("requantize", "gptq")
-KEYS = ("w4a4", "w4a16", "weight")
 TITLES = {"w4a4": "output, W4A4", "w4a16": "output, W4A16", "weight": "weight"}
 
 
@@ -47,7 +47,7 @@ class CalibrationOptions:
         accuracy: preset of the inputs' terms, see :class:`~peft_nvfp4.NVFP4LoraConfig`.
         budget: choose the terms by measured errors instead, adding at most this share to the multiplications of the forward
             products (two terms at all norm outputs add 0.66 in a Llama; backward has one term in any case).
-        offset: subtract the mean input, at sites of one term (``accuracy="high"`` has none).
+        offset: subtract the mean of inputs of one term (``accuracy="high"`` has none).
         backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
             the gradient from a few backward passes.
         backward_batches: how many.
@@ -97,8 +97,9 @@ class Report:
     settings: of the calibration.
     device: where it ran.
     tokens: of calibration, without padding: fewer than asked for, where the data held fewer.
-    layers: dotted name -> {"linears": {name: errors in per cent}, "seconds", "peak_gib", "sites", "not_reached"}.
-    survey: list of layers -> the measured sites, where terms were chosen under a budget.
+    layers: dotted name -> {"linears": {name: errors in per cent}, "seconds", "peak_gib", "not_reached", "sites" (names of the
+        linears that read one input, group by group)}.
+    survey: list of layers -> the measured groups, where terms were chosen under a budget.
     dense: planned linears outside of the calibrated layers, left as they were.
     """
 
@@ -112,24 +113,20 @@ class Report:
     def means(self) -> dict[str, float]:
         """Every error, averaged over all linears."""
         rows = [r for layer in self.layers.values() for r in layer["linears"].values()]
-        keys = [key for key in (*KEYS, *(f"{k}_nearest" for k in KEYS), "a4") if any(key in r for r in rows)]
-        return {key: sum(r[key] for r in rows if key in r) / sum(key in r for r in rows) for key in keys}
+        values = {key: [r[key] for r in rows if key in r] for key in (*TITLES, *(f"{k}_nearest" for k in TITLES), "a4")}
+        return {key: sum(errors) / len(errors) for key, errors in values.items() if errors}
 
     def __str__(self) -> str:
         means, seconds = self.means(), sum(row.get("seconds", 0) for row in self.layers.values())
         lines = [f"{len(self.layers)} layers in {seconds:.0f} s on {self.device}, {self.tokens:,} tokens of calibration"]
-        lines += [
-            f"{TITLES[key]} error: {means[key]:.2f} % (to nearest {means[f'{key}_nearest']:.2f} %)"
-            for key in KEYS
-            if key in means
-        ]
+        for key, title in TITLES.items() if self.layers and self.settings["report_tokens"] else ():
+            lines.append(f"{title} error: {means[key]:.2f} % (to nearest {means[f'{key}_nearest']:.2f} %)")
         if self.dense:
             lines.append(f"left dense: {len(self.dense)} linears outside of these layers ({self.dense[0]}, ...)")
         return "\n".join(lines)
 
-    def save(self, folder: Path) -> None:
-        """``report.json``."""
-        (folder / "report.json").write_text(json.dumps({**asdict(self), "means": self.means()}, indent=1) + "\n")
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "means": self.means()}
 
 
 def calibrate(
@@ -160,7 +157,7 @@ def calibrate(
 
     Raises:
         ValueError: an option or the data does not fit; the model cannot be calibrated layer by layer; ``output_dir`` holds a
-            calibration of something else.
+            calibration of something else, or a damaged one. The model is dense again after any error.
     """
     if isinstance(tokenizer, CalibrationOptions):
         raise TypeError("options go by name: calibrate(model, data, options=...)")
@@ -180,18 +177,31 @@ def calibrate(
     marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)} if output_dir is not None else {}
     store = Store(output_dir, marks, settings)
     report = Report(settings, str(device), tokens=count_tokens(data))
-    for name in names:
-        inside = [n for n in planned if n.startswith(f"{name}.")]
-        run = Run(model, name, inside, data, options, device, store)
-        run.run(progress)
-        report.layers.update(run.rows)
-        if run.survey:
-            report.survey[name] = run.survey
-    report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
+    with _dense_after_error(model, planned):
+        for name in names:
+            inside = [n for n in planned if n.startswith(f"{name}.")]
+            run = Run(model, name, inside, data, options, device, store)
+            run.run(progress)
+            report.layers.update(run.rows)
+            if run.survey:
+                report.survey[name] = run.survey
+        report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
+        if store.folder is not None:
+            (store.folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     _mark_quantised(model)
-    if store.folder is not None:
-        report.save(store.folder)
     return report
+
+
+@contextmanager
+def _dense_after_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """An error within the context puts the named dense linears back, where they were."""
+    before = {name: (linear := model.get_submodule(name), linear.weight.device) for name in names}
+    try:
+        yield
+    except BaseException:
+        for name, (linear, device) in before.items():
+            model.set_submodule(name, linear.to(device))
+        raise
 
 
 def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
@@ -226,13 +236,15 @@ def apply_calibration(
 
     Args:
         weight_layouts: of the frozen linears; by default those of the calibration.
-        on_frozen: see :func:`~peft_nvfp4.quantization.freeze.freeze_model`.
+        on_frozen: see :func:`~peft_nvfp4.quantization.freeze.freeze_model`. The dense linears wait on the CPU until all calls
+            have returned; an error in one puts them back.
 
     Returns:
         Dotted names of the linears.
 
     Raises:
-        ValueError: the folder holds no calibration, an unfinished one, or one of another model. Nothing has been changed then.
+        ValueError: the folder holds no calibration, an unfinished or damaged one, or one of another model. Nothing has been
+            changed then.
     """
     manifest = read_manifest(folder)
     settings = manifest["settings"]
@@ -248,13 +260,14 @@ def apply_calibration(
         raise ValueError(f"the calibration in {folder} was made for other weights than this model's")
     for name in expected:
         load_layer(folder, manifest, name)  # all are whole, before the first linear is replaced
-    done = []
-    for name in expected:
-        entry, tensors, layer = manifest["layers"][name], load_layer(folder, manifest, name), model.get_submodule(name)
-        dense = {n: layer.get_submodule(n) for group in entry["sites"] for n in group}
-        install(layer, name, entry, tensors, weight_layouts or settings["weight_layouts"])
-        for n, linear in dense.items() if on_frozen is not None else ():
-            on_frozen(f"{name}.{n}", linear, layer.get_submodule(n))
-        done += [f"{name}.{n}" for n in dense]
+    done = [f"{name}.{n}" for name in expected for names in manifest["layers"][name]["sites"] for n in names]
+    with _dense_after_error(model, done if on_frozen is not None else ()):
+        for name in expected:
+            entry, layer = manifest["layers"][name], model.get_submodule(name)
+            dense = {n: layer.get_submodule(n) for names in entry["sites"] for n in names}
+            install(layer, name, entry, load_layer(folder, manifest, name), weight_layouts or settings["weight_layouts"])
+            for n, linear in dense.items() if on_frozen is not None else ():
+                on_frozen(f"{name}.{n}", linear, layer.get_submodule(n))
+                linear.to("cpu")
     _mark_quantised(model)
     return done

@@ -5,7 +5,7 @@ linears of a layer read one input. No table of architectures.
 * Calls: the model runs with every layer of the stack replaced by one that notes its arguments and returns its input. That costs
   next to nothing and gives each layer its own arguments (masks and rotary embeddings differ between sliding and full attention).
   From then on a layer can be run alone, on the output of the one before it.
-* Sites: linears of a layer that are handed the same tensor.
+* Groups: linears of a layer that are handed the same tensor.
 """
 
 from __future__ import annotations
@@ -84,12 +84,16 @@ def find_stack(model: nn.Module, planned: Sequence[str], name: str | None = None
 
 @contextmanager
 def on_device(layer: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-    """Within the context the layer is on ``device``; and where it was, afterwards."""
+    """Within the context the layer is on ``device``; and where it was, afterwards. Linears that were replaced meanwhile wait on
+    the CPU, for an error to put them back."""
     home = next(layer.parameters()).device
+    linears = {module for module in layer.modules() if isinstance(module, nn.Linear)}
     try:
         yield layer.to(device)
     finally:
         layer.to(home)
+        for linear in linears.difference(layer.modules()):
+            linear.to("cpu")
 
 
 @contextmanager
@@ -166,7 +170,7 @@ def _recorder(stack: Stack, index: int, record: list[tuple[Tensor, Call]], devic
     return forward
 
 
-def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch: int = 0) -> list[list[str]]:
+def linear_groups(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch: int = 0) -> list[list[str]]:
     """Groups of the named linears of a layer that are handed one tensor, in the order of use, when it runs on a batch; linears
     that the run does not reach are left out."""
     layer = stack.layers[index]

@@ -98,7 +98,7 @@ def calibrate(
     dense, tokenizer = models.load(model, layers=layers, device=torch.device("cpu"))
     report = calibration.calibrate(dense, data, tokenizer, options, output_dir=output, device=models.default_device())
     hint = f"Train with it: peft-nvfp4 train MODEL DATA --calibration {output}"
-    return Outcome({**asdict(report), "means": report.means()}, [str(report), hint])
+    return Outcome(report.as_dict(), [str(report), hint])
 
 
 @command(busy="Merging")
