@@ -13,7 +13,6 @@ from peft_nvfp4.memory import (
     CARDS,
     Settings,
     card,
-    draw,
     estimate,
     fit,
     largest_batch,
@@ -159,7 +158,6 @@ def test_categories_add_up_to_the_peak():
         found = estimate("llama-1b", settings)
         assert found.peak == sum(found.categories().values()) == sum(found.groups().values())
         assert found.peak == found.as_dict()["moments"][found.at] == max(found.as_dict()["moments"].values())
-        assert set(found.groups()) <= set(draw.GROUPS)
 
 
 def test_paged_optimizers_keep_their_state_on_the_host():
@@ -322,13 +320,6 @@ def test_cards():
         card("RTX 1080")
     with pytest.raises(ValueError, match="unknown card"):
         card("RTX")  # many
-
-
-def test_drawing(tmp_path):
-    several = draw.over_lengths(estimate("llama-1b", BENCH))
-    assert [e.settings.sequence for e in several] == [512, 1024, 2048, 4096]
-    draw.png(several, ["a", "b", "c", "d"], tmp_path / "x.png", "title", 16 << 30)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_is_json():

@@ -189,22 +189,13 @@ def asymmetric_target(w: Tensor, moments: Moments, factor: Factor) -> Tensor:
 def gptq(
     weights: Sequence[Tensor], moments: Moments, options: GPTQOptions | None = None, name: str = "weight"
 ) -> list[QuantizedMatrix] | None:
-    """Quantise the weights of the linears that read one input, under one global scale.
-
-    Args:
-        weights: each (N_i, K), any floating dtype, on the device where the work is to be done.
-        moments: of their input, see :class:`~peft_nvfp4.calibration.moments.Moments`.
-        name: of the linears, for warnings.
-
-    Returns:
-        The quantised weights. None, after a warning, where H cannot be factorised.
+    """Quantise the weights (N_i, K), any floating dtype, of the linears that read one input, under one global scale, where they
+    are. None, after a warning that has their name, where H cannot be factorised.
 
     Raises:
         ValueError: shapes do not fit; an asymmetric target without cross moments; NaN or Inf in a weight.
     """
-    options = options or GPTQOptions()
-    device = weights[0].device
-    k = moments.h.shape[0]
+    options, k = options or GPTQOptions(), moments.h.shape[0]
     if any(w.ndim != 2 or w.shape[1] != k for w in weights):
         raise ValueError(f"{name}: weights must be (N, {k}), got {[tuple(w.shape) for w in weights]}")
     if options.asymmetric and moments.c is None:
@@ -214,7 +205,7 @@ def gptq(
     if not torch.isfinite(target).all():
         raise ValueError(f"{name}: weight holds NaN or Inf; a quantised layer cannot represent them")
     with exact_matmul(), torch.no_grad():
-        factor = factorize(moments.h.to(device), options.act_order)
+        factor = factorize(moments.h.to(target.device), options.act_order)
         if factor is None:
             why = "no input reached it, or its Hessian is not finite or not positive"
             warnings.warn(f"{name}: GPTQ is not possible ({why}); it is rounded to nearest", stacklevel=2)

@@ -34,28 +34,20 @@ from ..numerics.formats import WEIGHT
 from ..numerics.matmul import exact_matmul
 from .gptq import GPTQOptions, gptq, gptq_backward, output_error
 from .moments import Moments
-from .store import replace_linears
+from .store import BACKWARD, replace_linears
 from .structure import Stack
 
 
 @dataclass
 class LinearGroup:
-    """The linears of a layer that read one input.
+    """The linears of a layer that read one input."""
 
-    Attributes:
-        names: within the layer.
-        terms: NVFP4 terms of the input.
-        offset: (K,) or None.
-        moments: of D(x~), once collected.
-        sample: (tokens, K) inputs that did not enter the moments, for the errors.
-    """
-
-    names: list[str]
+    names: list[str]  # within the layer
     linears: list[nn.Linear]
-    terms: int
-    offset: Tensor | None = None
-    moments: Moments | None = None
-    sample: Tensor | None = None
+    terms: int  # NVFP4 terms of the input
+    offset: Tensor | None = None  # (K,)
+    moments: Moments | None = None  # of D(x~), once collected
+    sample: Tensor | None = None  # (tokens, K) inputs that did not enter the moments, for the errors
 
 
 def run_dense(groups: Sequence[LinearGroup], run: Callable[[], Tensor], visit: Callable = lambda *_: None) -> Tensor:
@@ -80,23 +72,14 @@ def run_dense(groups: Sequence[LinearGroup], run: Callable[[], Tensor], visit: C
         return run()
 
 
-# ---------------------------------------------------------------------------------------------- terms
-
-
 @dataclass
 class Survey:
-    """What was measured of one group.
+    """What was measured of one group."""
 
-    Attributes:
-        names: dotted names of its linears in the model.
-        work: multiplications per token of one term.
-        one, two: mean squared relative error of the layer's output with one and two terms.
-    """
-
-    names: list[str]
-    work: int
-    one: float
-    two: float
+    names: list[str]  # dotted names of the linears in the model
+    work: int  # multiplications per token of one term
+    one: float  # mean squared relative error of the layer's output with one term
+    two: float  # with two terms
 
 
 def survey_layer(stack: Stack, index: int, groups: Sequence[LinearGroup], hidden: Sequence[Tensor], name: str) -> list[Survey]:
@@ -126,9 +109,6 @@ def choose_terms(surveys: Sequence[Survey], budget: float) -> dict[str, int]:
     return terms
 
 
-# ---------------------------------------------------------------------------------------------- solving
-
-
 def freeze_group(
     layer: nn.Module, group: LinearGroup, layouts: str, solver: GPTQOptions | None, name: str
 ) -> dict[str, NVFP4FrozenLinear]:
@@ -145,9 +125,6 @@ def freeze_group(
         frozen[n].set_offset(group.offset)
     replace_linears(layer, frozen)
     return frozen
-
-
-BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
 
 
 def solve_backward(
@@ -172,14 +149,10 @@ def solve_backward(
     return errors, tensors
 
 
-# ---------------------------------------------------------------------------------------------- errors
-
-
 def group_errors(group: LinearGroup, frozen: dict[str, NVFP4FrozenLinear]) -> dict[str, dict[str, float]]:
     """Per linear, in per cent: error of the weight, and of the output on the sample (mean over tokens of the relative error),
     with rounded inputs (W4A4) and exact ones (W4A16); the same for rounding to nearest."""
-    errors = {}
-    x = group.sample
+    errors, x = {}, group.sample
     values = None if x is None else rounded_input(x, group.terms, group.offset).float()
     for name, linear in zip(group.names, group.linears):
         w = linear.weight.detach().float()

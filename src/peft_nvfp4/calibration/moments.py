@@ -43,16 +43,8 @@ class Moments:
         self.count = 0
 
     def add(self, values: Tensor, x: Tensor | None = None, mask: Tensor | None = None) -> None:
-        """Average in a batch.
-
-        Args:
-            values: (..., K), D(x~) of the tokens.
-            x: like ``values``, needed for the cross moment.
-            mask: (...) bool, tokens to count (padding is False); all by default.
-
-        Raises:
-            ValueError: a shape does not fit, or x is missing where a cross moment is collected.
-        """
+        """Average in a batch: D(x~) of the tokens (..., K), for the cross moment also x, and a mask (...) bool of the tokens to
+        count (all by default)."""
         k = self.h.shape[0]
         if values.shape[-1] != k or (x is not None and x.shape != values.shape):
             raise ValueError(f"expected inputs (..., {k}), got {tuple(values.shape)} and {None if x is None else tuple(x.shape)}")
@@ -84,17 +76,13 @@ def _average(total: Tensor, a: Tensor, b: Tensor, old: float, new: float) -> Non
         total.addmm_(a.float().T, b.float(), beta=old, alpha=new)
 
 
-# ---------------------------------------------------------------------------------------------- of gradients
-
-
-def labels_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The batch's own labels, or its tokens but for padding and placeholders of images."""
+def _labels(model: nn.Module, batch: Batch) -> Tensor:
+    """Those of the batch, or its tokens but for padding and placeholders of images."""
     if "labels" in batch:
         return batch["labels"]
-    labels = batch["input_ids"].clone()
+    labels, config = batch["input_ids"].clone(), getattr(model, "config", None)
     if isinstance(batch.get("attention_mask"), Tensor):
         labels[batch["attention_mask"] == 0] = IGNORED
-    config = getattr(model, "config", None)
     for key in ("image_token_id", "image_token_index"):
         if isinstance(getattr(config, key, None), int):
             labels[labels == getattr(config, key)] = IGNORED
@@ -107,7 +95,7 @@ def last_gradient(model: nn.Module, stack: Stack, batch: Batch, hidden: Tensor, 
     Scaled by a power of two to a sum over tokens: moments of a mean's gradient would be tiny.
     """
     leaf = hidden.detach().to(device).requires_grad_()
-    labels = labels_of(model, batch)
+    labels = _labels(model, batch)
 
     def skip(index: int) -> Callable:
         def forward(*args, **kwargs):

@@ -26,27 +26,15 @@ from .structure import capture, linear_groups, on_device
 
 
 class Run:
-    """Calibration of one list of layers.
-
-    Attributes:
-        rows: dotted name of a layer -> what the report says of it.
-        survey: the measured groups, where terms are chosen under a budget.
-    """
+    """Calibration of one list of layers, with :class:`~.run.CalibrationOptions`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        planned: list[str],
-        data: list[Batch],
-        options: Any,  # CalibrationOptions
-        device: torch.device,
-        store: Store,
+        self, model: nn.Module, name: str, planned: list[str], data: list[Batch], options: Any, device: torch.device, store: Store
     ):
         self.model, self.name, self.planned, self.data = model, name, planned, data
         self.options, self.device, self.store = options, device, store
-        self.rows: dict[str, dict] = {}
-        self.survey: list[dict] = []
+        self.rows: dict[str, dict] = {}  # dotted name of a layer -> what the report says of it
+        self.survey: list[dict] = []  # the measured groups, where terms are chosen under a budget
         self.stack = capture(model, name, data, device)
         self.hidden = self.stack.hidden  # of every batch, the input of the layer that is next
         self.inputs: list[list[Tensor]] = []  # of every layer, for the backward passes

@@ -32,8 +32,6 @@ from .passes import Run
 from .store import Store, digest, install, load_layer, model_digest, read_manifest
 from .structure import find_stack
 
-METHODS = ("gptq", "nearest")
-BACKWARDS = ("requantize", "gptq")
 TITLES = {"w4a4": "output, W4A4", "w4a16": "output, W4A16", "weight": "weight"}
 
 
@@ -71,7 +69,7 @@ class CalibrationOptions:
     report_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        for name, known in (("method", METHODS), ("backward", BACKWARDS)):
+        for name, known in (("method", ("gptq", "nearest")), ("backward", ("requantize", "gptq"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         check_accuracy(self.accuracy)
@@ -93,22 +91,15 @@ class CalibrationOptions:
 
 @dataclass
 class Report:
-    """Attributes:
-    settings: of the calibration.
-    device: where it ran.
-    tokens: of calibration, without padding: fewer than asked for, where the data held fewer.
-    layers: dotted name -> {"linears": {name: errors in per cent}, "seconds", "peak_gib", "not_reached", "sites" (names of the
-        linears that read one input, group by group)}.
-    survey: list of layers -> the measured groups, where terms were chosen under a budget.
-    dense: planned linears outside of the calibrated layers, left as they were.
-    """
+    """What a calibration has done. Of a layer: {"linears": {name: errors in per cent}, "seconds", "peak_gib", "not_reached",
+    "sites" (names of the linears that read one input, group by group)}."""
 
     settings: dict[str, Any]
-    device: str = "cpu"
-    tokens: int = 0
-    layers: dict[str, dict] = field(default_factory=dict)
-    survey: dict[str, list[dict]] = field(default_factory=dict)
-    dense: list[str] = field(default_factory=list)
+    device: str
+    tokens: int  # of calibration, without padding: fewer than asked for, where the data held fewer
+    layers: dict[str, dict] = field(default_factory=dict)  # by dotted name
+    survey: dict[str, list[dict]] = field(default_factory=dict)  # the measured groups, where terms were chosen under a budget
+    dense: list[str] = field(default_factory=list)  # planned linears outside of the calibrated layers, left as they were
 
     def means(self) -> dict[str, float]:
         """Every error, averaged over all linears."""
@@ -163,20 +154,18 @@ def calibrate(
         raise TypeError("options go by name: calibrate(model, data, options=...)")
     options = options or CalibrationOptions()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    skip_modules = (skip_modules,) if isinstance(skip_modules, str) else tuple(skip_modules)
-    layers = (layers,) if isinstance(layers, str) else layers
+    skip_modules, layers = ((names,) if isinstance(names, str) else tuple(names or ()) for names in (skip_modules, layers))
     planned = plan(model, "nvfp4", skip_modules)
     if not planned and frozen_layers(model):
         raise ValueError("the linears of this model are frozen already; calibrate a dense copy of it")
     names = [find_stack(model, planned, name) for name in layers or (None,)]
-    data = batches(
-        data, tokenizer, samples=options.samples, seq_len=options.seq_len, batch_size=options.batch_size, seed=options.seed
-    )
+    sizes = {key: getattr(options, key) for key in ("samples", "seq_len", "batch_size", "seed")}
+    data = batches(data, tokenizer, **sizes)
     _check_ids(model, data)
     settings = {**asdict(options), "layers": names, "skip_modules": list(skip_modules)}
     marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)} if output_dir is not None else {}
     store = Store(output_dir, marks, settings)
-    report = Report(settings, str(device), tokens=count_tokens(data))
+    report = Report(settings, str(device), count_tokens(data))
     with _dense_after_error(model, planned):
         for name in names:
             inside = [n for n in planned if n.startswith(f"{name}.")]
@@ -211,7 +200,7 @@ def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
     ids = [t for t in ids if isinstance(t, torch.Tensor) and t.numel()]
     if not ids or not isinstance(embedding, nn.Embedding):
         return
-    largest = max(int(t.max()) for t in ids)
+    largest, longest = max(int(t.max()) for t in ids), max(t.shape[-1] for t in ids)
     if largest >= embedding.num_embeddings:
         raise ValueError(
             f"token id {largest} in the calibration data, and the model has {embedding.num_embeddings} embeddings: "
@@ -220,7 +209,6 @@ def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(config, "max_position_embeddings", None)
-    longest = max(t.shape[-1] for t in ids)
     if isinstance(limit, int) and longest > limit:
         raise ValueError(f"sequences of {longest} tokens for a model of {limit} positions: CalibrationOptions(seq_len={limit})")
 

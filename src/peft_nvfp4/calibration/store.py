@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,15 @@ from ..quantization.freeze import _carry_attributes
 MANIFEST = "manifest.json"
 VERSION = 2
 STORED = ("weight", "weight_scales", "weight_gscale", "input_offset")
+BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
 PARTS = ("layers", "backward")
 SAMPLED = 4096
 """Elements of every parameter that enter the fingerprint."""
 
 
 class Store:
-    """The folder of one calibration; without a folder nothing is kept.
-
-    Raises:
-        ValueError: the folder holds a calibration of something else, or a damaged one.
-    """
+    """The folder of one calibration; without a folder nothing is kept. Raises ValueError if it holds a calibration of something
+    else, or a damaged one."""
 
     def __init__(self, folder: str | Path | None, fingerprint: Mapping[str, str], settings: Mapping[str, Any]):
         self.folder = None if folder is None else Path(folder)
@@ -111,11 +109,7 @@ def _file(part: str, number: int) -> str:
 
 
 def load_layer(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
-    """All tensors of a layer, of both parts.
-
-    Raises:
-        ValueError: a file, which is named, is missing or not what was written.
-    """
+    """All tensors of a layer, of both parts."""
     tensors = {}
     for entries, part in ((manifest[part], part) for part in PARTS if layer in manifest[part]):
         path = Path(folder) / _file(part, list(entries).index(layer))
@@ -126,13 +120,9 @@ def load_layer(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> d
     return tensors
 
 
-# ---------------------------------------------------------------------------------------------- frozen linears
-
-
-def stored_tensors(name: str, layer: NVFP4FrozenLinear) -> dict[str, Tensor]:
+def stored_tensors(name: str, linear: NVFP4FrozenLinear) -> dict[str, Tensor]:
     """What a layer's file keeps of one linear."""
-    tensors = {key: getattr(layer, key) for key in STORED}
-    return {f"{name}.{key}": t.detach() for key, t in tensors.items() if t is not None}
+    return {f"{name}.{key}": t.detach() for key in STORED if (t := getattr(linear, key)) is not None}
 
 
 def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, Tensor], layouts: str) -> None:
@@ -140,23 +130,22 @@ def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, T
     for names in entry["sites"]:
         built = {}
         for n in names:
-            prefix = f"{name}.{n}."
-            stored = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+            linear, prefix = layer.get_submodule(n), f"{name}.{n}."
+            device = linear.weight.device
+            stored = {key.removeprefix(prefix): t.to(device) for key, t in tensors.items() if key.startswith(prefix)}
             options = FrozenOptions(layouts, terms=entry["linears"][n]["terms"])
-            built[n] = _build(layer.get_submodule(n), stored, options)
+            built[n] = _build(linear, stored, options)
         replace_linears(layer, built)
 
 
 def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOptions) -> NVFP4FrozenLinear:
     """The frozen layer with the stored bits, in place of ``linear``."""
-    device = linear.weight.device
-    tensors = {key: t.to(device) for key, t in tensors.items()}
-    n, k = linear.out_features, linear.in_features
+    k = linear.in_features
     q = QuantizedMatrix(tensors["weight"], tensors["weight_scales"], tensors["weight_gscale"].view(torch.float32), k)
-    layer = NVFP4FrozenLinear(k, n, linear.bias, linear.weight.dtype, options, q)
-    if "backward_weight" in tensors and layer.backward_weight is not None:
-        layer.backward_weight = frozen(tensors["backward_weight"])
-        layer.backward_scales, layer.backward_gscale = frozen(tensors["backward_scales"]), frozen(tensors["backward_gscale"])
+    layer = NVFP4FrozenLinear(k, linear.out_features, linear.bias, linear.weight.dtype, options, q)
+    if layer.backward_weight is not None:
+        for key in tensors.keys() & BACKWARD:
+            setattr(layer, key, frozen(tensors[key]))
     if "input_offset" in tensors:
         layer.set_offset(tensors["input_offset"].view(torch.float32))
     return layer
@@ -169,17 +158,7 @@ def replace_linears(layer: nn.Module, linears: Mapping[str, NVFP4FrozenLinear]) 
         new.shares_input, new.calibrated = len(linears) > 1, True
         _carry_attributes(old, new)
         layer.set_submodule(name, new.train(old.training))
-    share_offset(list(linears.values()))
-
-
-def share_offset(linears: Sequence[NVFP4FrozenLinear]) -> None:
-    """Linears of a group recognise a shared input by the identity of its offset, where it has one."""
-    if linears[0].input_offset is not None:
-        for linear in linears[1:]:
-            linear.input_offset = linears[0].input_offset
-
-
-# ---------------------------------------------------------------------------------------------- fingerprint
+        new.input_offset = next(iter(linears.values())).input_offset  # by its identity they know that their input is shared
 
 
 def _sha256(content: bytes) -> str:
