@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from peft import get_peft_model
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.calibration.store import digest, read_manifest, write_manifest
-from peft_nvfp4.quantization.freeze import frozen_layers
+from peft_nvfp4.quantization.freeze import freeze_model, frozen_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
 
@@ -178,7 +179,7 @@ def test_a_resumed_calibration_of_a_damaged_folder_leaves_the_model_alone(tmp_pa
 
 
 def test_an_error_in_the_second_layer_leaves_the_model_dense(tmp_path):
-    """While it is calibrated, and while a calibration is applied."""
+    """While it is calibrated, while a calibration is applied, and without one."""
     model = tiny_llama()
     second = model.model.layers[1].mlp.down_proj
     second.register_forward_pre_hook(lambda *args: 1 / 0 if frozen_layers(model) else None)
@@ -187,15 +188,15 @@ def test_an_error_in_the_second_layer_leaves_the_model_dense(tmp_path):
     assert unchanged(model) and model.model.layers[1].mlp.down_proj is second
 
     calibrate(tiny_llama(), IDS, output_dir=tmp_path, **FAST)
-    model, names = tiny_llama(), []
 
-    def note(name, dense, frozen):
-        names.append(name)
+    def refuse(name, dense, frozen):
         assert "layers.1" not in name
 
-    with pytest.raises(AssertionError):
-        apply_calibration(model, tmp_path, on_frozen=note)
-    assert len(names) == 8 and unchanged(model)
+    for freeze in (partial(apply_calibration, folder=tmp_path), freeze_model):
+        model = tiny_llama()
+        with pytest.raises(AssertionError):
+            freeze(model, on_frozen=refuse)
+        assert unchanged(model), freeze
 
 
 def test_fingerprints_are_those_of_other_versions():

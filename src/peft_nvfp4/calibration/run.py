@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from ..nn.frozen_linear import FrozenOptions
-from ..quantization.freeze import _mark_quantised, frozen_layers, plan
+from ..quantization.freeze import _mark_quantised, dense_after_error, frozen_layers, plan
 from ..quantization.groups import check_accuracy
 from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions
@@ -166,7 +165,7 @@ def calibrate(
     marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)} if output_dir is not None else {}
     store = Store(output_dir, marks, settings)
     report = Report(settings, str(device), count_tokens(data))
-    with _dense_after_error(model, planned):
+    with dense_after_error(model, planned):
         for name in names:
             inside = [n for n in planned if n.startswith(f"{name}.")]
             run = Run(model, name, inside, data, options, device, store)
@@ -179,18 +178,6 @@ def calibrate(
             (store.folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     _mark_quantised(model)
     return report
-
-
-@contextmanager
-def _dense_after_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """An error within the context puts the named dense linears back, where they were."""
-    before = {name: (linear := model.get_submodule(name), linear.weight.device) for name in names}
-    try:
-        yield
-    except BaseException:
-        for name, (linear, device) in before.items():
-            model.set_submodule(name, linear.to(device))
-        raise
 
 
 def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
@@ -224,8 +211,7 @@ def apply_calibration(
 
     Args:
         weight_layouts: of the frozen linears; by default those of the calibration.
-        on_frozen: see :func:`~peft_nvfp4.quantization.freeze.freeze_model`. The dense linears wait on the CPU until all calls
-            have returned; an error in one puts them back.
+        on_frozen: see :func:`~peft_nvfp4.quantization.freeze.freeze_model`.
 
     Returns:
         Dotted names of the linears.
@@ -249,7 +235,7 @@ def apply_calibration(
     for name in expected:
         load_layer(folder, manifest, name)  # all are whole, before the first linear is replaced
     done = [f"{name}.{n}" for name in expected for names in manifest["layers"][name]["sites"] for n in names]
-    with _dense_after_error(model, done if on_frozen is not None else ()):
+    with dense_after_error(model, done if on_frozen is not None else ()):
         for name in expected:
             entry, layer = manifest["layers"][name], model.get_submodule(name)
             dense = {n: layer.get_submodule(n) for names in entry["sites"] for n in names}
