@@ -153,7 +153,8 @@ def calibrate(
         raise TypeError("options go by name: calibrate(model, data, options=...)")
     options = options or CalibrationOptions()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    skip_modules, layers = ((names,) if isinstance(names, str) else tuple(names or ()) for names in (skip_modules, layers))
+    skip_modules = (skip_modules,) if isinstance(skip_modules, str) else tuple(skip_modules)
+    layers = (layers,) if isinstance(layers, str) else layers
     planned = plan(model, "nvfp4", skip_modules)
     if not planned and frozen_layers(model):
         raise ValueError("the linears of this model are frozen already; calibrate a dense copy of it")
