@@ -147,8 +147,8 @@ def test_weights_of_one_input_fill_the_last_wave():
     together = tiles.modelled_us(Problem(2048, (2048, 512, 512), 2048), SMALL, 84)
     alone = sum(tiles.modelled_us(Problem(2048, (n,), 2048), SMALL, 84) for n in (2048, 512, 512))
     # 384 tiles are 5 waves, 256 + 64 + 64 are 4 + 1 + 1; and one start instead of three
-    loop = 16 * (tiles.ESTIMATED.block + tiles.ESTIMATED.step) + tiles.ESTIMATED.epilogue
-    assert alone - together == pytest.approx(loop + 2 * (tiles.ESTIMATED.start + tiles.ESTIMATED.fill))
+    loop = 16 * (tiles.BLOCK_US + tiles.STEP_US) + tiles.EPILOGUE_US
+    assert alone - together == pytest.approx(loop + 2 * (tiles.START_US + tiles.FILL_US))
 
 
 def test_measured_tiles_win_and_survive(tmp_path, monkeypatch):

@@ -135,16 +135,15 @@ class ExpertNames:
         self.name, self.experts, self.leaves = name, experts, {}
         converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
         for projection, (_, k) in experts.projections.items():
-            made = [c for c in converters if c.reverse_transform().rename_source_key(f"{name}.{projection}")[1]]
-            if not made or k % BLOCK:
-                why = (
-                    f"it has {k} inputs, no multiple of {BLOCK}" if made else "the files of such a model hold all experts in one"
-                )
+            makers = [c for c in converters if c.reverse_transform().rename_source_key(f"{name}.{projection}")[1]]
+            if not makers or k % BLOCK:
+                narrow = f"it has {k} inputs, no multiple of {BLOCK}"
+                why = narrow if makers else "the files of such a model hold all experts in one"
                 raise ValueError(
                     f"{name}.{projection} cannot be written in another tool's layout: {why}. save_pretrained writes a model "
                     "loaded with PactConfig in this package's own"
                 )
-            sources = [source.removesuffix(".weight").rstrip("\\") for source in made[0].source_patterns]
+            sources = [source.removesuffix(".weight").rstrip("\\") for source in makers[0].source_patterns]
             self.leaves[projection] = [re.split(r"\W", source)[-1] for source in sources]
         parent = name.rpartition(".")[0]
         beside = model.get_submodule(parent).named_children()
@@ -175,8 +174,8 @@ def _state_dict(
     input_scales: dict[str, float],
 ) -> tuple[dict[str, Tensor], list[str]]:
     """(the model's state dict in another layout, names of the linears whose global scale changed)."""
-    own = {f"{name}.{leaf}" for name, layer in layers.items() for leaf in layer.packed_tensors()}
-    state = {key: tensor for key, tensor in model.state_dict().items() if key not in own}
+    replaced = {f"{name}.{leaf}" for name, layer in layers.items() for leaf in layer.packed_tensors()}
+    state = {key: tensor for key, tensor in model.state_dict().items() if key not in replaced}
     inexact, seen = [], set()
     for name, layer in layers.items():
         if name not in packed:

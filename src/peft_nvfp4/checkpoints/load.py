@@ -83,10 +83,10 @@ def stored_in(files: Iterable[str]) -> Iterable[Stored]:
             try:
                 with safe_open(file, framework="pt") as f:
                     slices = {key: f.get_slice(key) for key in f.keys()}  # noqa: SIM118 (not a mapping)
-                    found = [Stored(key, file, s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()]
+                    tensors = [Stored(key, file, s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()]
             except SafetensorError as error:
                 raise ValueError(f"{file} is truncated or damaged: {error}. Download it again") from error
-            yield from found
+            yield from tensors
 
 
 # ---------------------------------------------------------------------------------------------- before loading
@@ -120,26 +120,25 @@ def packed_linears(
         stored: name in the model -> tensor in the files; a part of a weight (:data:`.layouts.PARTS`) under its own last name.
         planned: names of the linears that this package would freeze; those that are dense in the files stay dense.
     """
-    layout, found = published.layout, {}
+    layout, linears = published.layout, {}
     for name, part in stored.items():
         stem, _, leaf = name.rpartition(".")
-        packed = leaf in PARTS or leaf == layout.codes and part.dtype == "U8"
         if leaf == "weight" and part.dtype in _FP8:
             raise ValueError(f"{part} is an FP8 weight, and peft_nvfp4 reads NVFP4 and dense ones. {INSTEAD}")
-        if packed:
-            found.setdefault(stem, {})[leaf] = part
-    for stem, parts in found.items():
+        if leaf in PARTS or leaf == layout.codes and part.dtype == "U8":
+            linears.setdefault(stem, {})[leaf] = part
+    for stem, parts in linears.items():
         if "weight" not in parts and f"{stem}.weight" in stored:
             parts["weight"] = stored[f"{stem}.weight"]
         _check_linear(model, stem, layout, parts)
-    if absent := [n for n in planned if n not in found and f"{n}.weight" not in stored]:
+    if absent := [n for n in planned if n not in linears and f"{n}.weight" not in stored]:
         files = ", ".join(sorted({part.file for part in stored.values()}))
         raise ValueError(f"{absent[0]} (and {len(absent) - 1} more) is missing in {files}; download the files again")
-    if not found:
+    if not linears:
         raise ValueError(
             f"{published.origin} says {layout.name}, and no linear in the files is packed: the settings are another model's"
         )
-    return found
+    return linears
 
 
 def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, Stored]) -> None:
@@ -219,11 +218,12 @@ def check_loaded(
 
 def first_set(flags: Mapping[str, Tensor]) -> str | None:
     """Name of the first flag that is set, None if none is. Waits once for each device, not once for each flag."""
-    by_device: dict[torch.device, list[str]] = {}
-    for name, flag in flags.items():
-        by_device.setdefault(flag.device, []).append(name)
-    read = [zip(names, torch.stack([flags[name] for name in names]).tolist()) for names in by_device.values()]
-    return next((name for pairs in read for name, flag in pairs if flag), None)
+    for device in {flag.device: None for flag in flags.values()}:
+        names = [name for name, flag in flags.items() if flag.device == device]
+        for name, flag in zip(names, torch.stack([flags[name] for name in names]).tolist()):
+            if flag:
+                return name
+    return None
 
 
 def frozen_layer(packed: PackedLinear, options: FrozenOptions) -> NVFP4FrozenLinear:

@@ -100,7 +100,7 @@ def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:
             what = "rotates inputs or weights while it computes" if key == "transform_config" else "stores sparse weights"
             raise ValueError(f"{origin}: {key} says that the model {what}, which a frozen NVFP4 layer cannot. {INSTEAD}")
     groups = _groups(settings, origin)
-    formats = {str(found) for found in (settings.get("format"), *(g.get("format") for g in groups.values())) if found is not None}
+    formats = {str(word) for word in (settings.get("format"), *(g.get("format") for g in groups.values())) if word is not None}
     if formats - {"mixed-precision"} != {FORMAT}:
         names = ", ".join(sorted(formats - {FORMAT, "mixed-precision"})) or "none"
         raise ValueError(f"{origin}: the format is {names}; {_OURS} ({FORMAT}). {INSTEAD}")

@@ -1,7 +1,7 @@
 """CUDA graphs for training: the decoder's forward and backward as two recorded launches instead of thousands.
 
-A training step of a small model on a fast GPU is bound by Python and by kernel launches. :func:`enable_cuda_graphs` makes the
-decoder (everything between token ids and the last hidden state; the loss stays outside) replay recordings of itself:
+A training step of a small model on a fast GPU is bound by Python and by kernel launches. Here the decoder (everything between
+token ids and the last hidden state; the loss stays outside) replays recordings of itself:
 
 >>> model = get_peft_model(model, NVFP4LoraConfig(...))
 >>> enable_cuda_graphs(model)
@@ -93,7 +93,6 @@ def _baked_in(p: nn.Parameter) -> tuple:
 
 
 def _adapter_state(layer: nn.Module) -> tuple:
-    """Of a LoRA layer."""
     if layer._forward_pre_hooks:
         raise Unsupported("hooks on adapters (aLoRA) may do something else in every step")
     dropouts = tuple(getattr(d, "p", 0.0) for d in layer.lora_dropout.values())
@@ -194,18 +193,14 @@ class GraphedForward:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            children = module._modules
-            if children:
-                left += [child for child in children.values() if child is not None]
+            left += [child for child in module._modules.values() if child is not None]
             state.append((type(module), module.training, module.__dict__.get("attention_dropout")))
-            if module._parameters:
-                state += [_baked_in(p) for p in module._parameters.values() if p is not None]
-            if module._buffers:
-                state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-                hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+            state += [_baked_in(p) for p in module._parameters.values() if p is not None]
+            state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
+            hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+            if any(hooks):
                 state.append(tuple(map(tuple, hooks)))
-            if "lora_A" in children:
+            if "lora_A" in module._modules:
                 state.append(_adapter_state(module))
             elif isinstance(module, nn.Dropout):
                 state.append(module.p)

@@ -61,9 +61,9 @@ class CudaRecording:
         """Gradients of the parameters, in memory of their own: ``.grad`` outlives the next replay."""
         self.dy.copy_(dy)
         self.backward_graph.replay()
-        there = [g for g in self.grads if g is not None]
-        own = iter(torch._foreach_mul(there, 1.0) if there else ())
-        return [None if g is None else next(own) for g in self.grads]
+        recorded = [g for g in self.grads if g is not None]
+        copies = iter(torch._foreach_mul(recorded, 1.0) if recorded else ())
+        return [None if g is None else next(copies) for g in self.grads]
 
 
 class Ticket:

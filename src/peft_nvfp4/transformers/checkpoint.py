@@ -63,14 +63,14 @@ def stored_tensors(model: nn.Module, files: Iterable[str], quantizer: HfQuantize
     """Name in the model -> the tensor that transformers will load there, with this quantizer. (A tensor that is split on loading
     is under the name of its first part.)"""
     renamings, converters, context = conversions(model, quantizer)
-    found = {}
+    tensors = {}
     for stored in stored_in(files):
         stem, dot, leaf = stored.key.rpartition(".")
         part = leaf in PACKED[1:] or leaf in PARTS  # not in the model yet: named after its weight
         name, converter = rename_source_key(f"{stem}.weight" if part else stored.key, renamings, converters, *context)
         name = f"{name.rpartition('.')[0]}{dot}{leaf}" if part else name
-        found[name] = replace(stored, converted=converter is not None)
-    return found
+        tensors[name] = replace(stored, converted=converter is not None)
+    return tensors
 
 
 def packed_shapes(name: str, module: nn.Module) -> dict[str, tuple[int, ...]]:

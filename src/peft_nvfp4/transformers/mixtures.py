@@ -134,13 +134,13 @@ def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
     for stored in stored_in(files):
         stem, _, leaf = stored.key.rpartition(".")
         plain = rename_source_key(f"{stem}.weight", renamings, [], *context)[0]
-        found = _LINEAR.fullmatch(plain.removesuffix(".weight")) if leaf in PARTS else None
-        if found is None or found[1] not in state.mixtures or found[3] in roles.get(found[1], {}):
+        match = _LINEAR.fullmatch(plain.removesuffix(".weight")) if leaf in PARTS else None
+        if match is None or match[1] not in state.mixtures or match[3] in roles.get(match[1], {}):
             continue
         target, pattern = rename_source_key(f"{stem}.weight", renamings, converters, *context)
         sources = next((c.source_patterns for c in converters if pattern in c.source_patterns), [pattern])
-        roles.setdefault(found[1], {})[found[3]] = target.rpartition(".")[2], sources.index(pattern)
-        state.opened[found[1]] = stored
+        roles.setdefault(match[1], {})[match[3]] = target.rpartition(".")[2], sources.index(pattern)
+        state.opened[match[1]] = stored
     wanted = {("gate_up_proj", 0), ("gate_up_proj", 1), ("down_proj", 0)}
     if roles and (partly := [n for n in state.mixtures if set(roles.get(n, {}).values()) != wanted]):
         part = next(iter(state.opened.values()))
@@ -149,8 +149,8 @@ def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
             f"{INSTEAD}"
         )
     state.mixtures = list(roles)
-    for name, its in roles.items():
-        opened = OpenedExperts(model.get_submodule(name), dict(sorted(its.items(), key=lambda item: item[1])))
+    for name, linears in roles.items():
+        opened = OpenedExperts(model.get_submodule(name), dict(sorted(linears.items(), key=lambda item: item[1])))
         model.set_submodule(name, opened)
         state.planned |= {f"{name}.{linear}": (f"{name}.{linear}",) for linear in opened.linears()}
 

@@ -19,10 +19,12 @@ from .pairs import (
     decode_words,
     divides,
     join_codes,
+    load,
     multiply,
     multiply_add,
     opaque,
     round_pairs,
+    store,
     two_roundings,
     unpack,
 )
@@ -31,7 +33,6 @@ from .rows import BLOCK, HALF, INF, block_amax, block_sum, load_row, padded_k, r
 RULES = {"max6": 0, "four_over_six": 1, "mse": 2}
 MAX6 = tl.constexpr(0)
 FOUR_OVER_SIX = tl.constexpr(1)
-MSE = tl.constexpr(2)
 STOCHASTIC = tl.constexpr(3)
 
 E2M1_MAX: tl.constexpr = tl.constexpr(formats.E2M1_MAX)
@@ -217,7 +218,7 @@ def quantize_blocks(x, amax, g, inverse_g, NB: tl.constexpr, MODE: tl.constexpr,
     """All blocks under the global scale g by the rule max6: (codes, scale bits, grid values where GRID, their scale). amax is
     amax_values'. BOUNDED: g need not suit the values."""
     finite = amax < INF
-    bits, s = max6_scale(tl.where(finite, amax, 0.0) * inverse_g, MODE)
+    bits, s = max6_scale(finite_part(amax) * inverse_g, MODE)
     codes, grid = round_blocks(x, s, g, finite, NB, MODE, BOUNDED, GRID)
     return (codes, tl.where(finite, bits, E4M3_NAN), grid, tl.where(finite, s * g, float("nan")))
 
@@ -235,13 +236,8 @@ def store_codes(codes_ptr, scales_ptr, codes, bits, blk, K: tl.constexpr, NB: tl
         at = blk[:, None] * 2 + tl.arange(0, 2)[None, :]
     else:
         at = blk[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    blk = opaque(blk, MODE)
-    if WHOLE:
-        tl.store(codes_ptr + at, codes)
-        tl.store(scales_ptr + blk, bits.to(tl.uint8))
-    else:
-        tl.store(codes_ptr + at, codes, mask=inside[:, None])
-        tl.store(scales_ptr + blk, bits.to(tl.uint8), mask=inside)
+    store(codes_ptr + at, codes, inside[:, None], WHOLE)
+    store(scales_ptr + opaque(blk, MODE), bits.to(tl.uint8), inside, WHOLE)
 
 
 @triton.jit
@@ -311,20 +307,10 @@ def load_quantized(codes_ptr, scales_ptr, g, blk, K: tl.constexpr, NB: tl.conste
     """Dequantised (lo, hi), FP32, of the row whose storage starts at the pointers."""
     WHOLE: tl.constexpr = divides(NB, K)
     inside = blk * BLOCK < padded_k(K)
-    at = opaque(blk, MODE)
-    if WHOLE:
-        bits = tl.load(scales_ptr + at).to(tl.int32)
-    else:
-        bits = tl.load(scales_ptr + at, mask=inside, other=0).to(tl.int32)
-    sg = decode_e4m3(bits, MODE) * g
+    sg = decode_e4m3(load(scales_ptr + opaque(blk, MODE), inside, WHOLE).to(tl.int32), MODE) * g
     if MODE == PAIR:
-        words = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        at = blk[:, None] * 2 + tl.arange(0, 2)[None, :]
-        if WHOLE:
-            codes = tl.load(words + at)
-        else:
-            codes = tl.load(words + at, mask=inside[:, None], other=0)
-        return decode_words(codes, sg, NB)
+        words = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + blk[:, None] * 2 + tl.arange(0, 2)[None, :]
+        return decode_words(load(words, inside[:, None], WHOLE), sg, NB)
     else:
         byte = blk[:, None] * HALF + tl.arange(0, HALF)[None, :]
         packed = tl.load(codes_ptr + byte, mask=inside[:, None], other=0).to(tl.int32)

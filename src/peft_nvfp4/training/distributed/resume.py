@@ -31,9 +31,10 @@ ALONE = "without-fsdp"
 
 def last_checkpoint(folder: str | Path) -> str | None:
     """The newest checkpoint of a run that was written to its end (a process may have died while it wrote one); None without."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    whole = [path for path in found if _ended(path / STATE) and any((path / name).exists() for name in OPTIMIZERS)]
-    return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
+    number = lambda path: path.name.partition("-")[2]
+    numbered = [path for path in Path(folder).glob("checkpoint-*") if number(path).isdigit()]
+    whole = [path for path in numbered if _ended(path / STATE) and any((path / name).exists() for name in OPTIMIZERS)]
+    return str(max(whole, key=lambda path: int(number(path)))) if whole else None
 
 
 def _ended(state: Path) -> bool:
