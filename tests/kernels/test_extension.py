@@ -69,7 +69,7 @@ def test_missing_library_says_how_to_get_one(refused, tmp_path):
     assert re.match(f"not built: .*nothing.so.*{cutlass.VARIABLE}", str(error)) and not error.broken
     x, w = ops.quantize(torch.randn(3, 64), ACTIVATION), ops.quantize_weight(torch.randn(8, 64), WEIGHT)
     with pytest.raises(Unavailable, match="not built"):
-        cutlass.gemms([x], [w])
+        cutlass.gemms([x], [w], constants=[None], adds=[None])
 
 
 def test_missing_library_of_an_installation(monkeypatch, tmp_path):

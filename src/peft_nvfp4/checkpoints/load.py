@@ -1,11 +1,10 @@
 """From the files of a published checkpoint to frozen layers, while transformers loads the rest of the model.
 
-Before loading, from the headers of the files: which linears are packed, whether every tensor is there in its type and shape,
-and whether there is one that cannot be represented. A packed linear's place in the model is then taken by a
-:class:`PackedLinear`, whose parameters have the names, types and shapes that the files have, so that transformers fills them
-as it fills any other, on whatever device they go to. After loading they become frozen layers, one at a time, without a copy of
-their bytes; those that this package does not freeze (an output head, ``skip_modules``) become dense ones. Whatever is wrong
-raises a ValueError that names tensor and file.
+Before loading, the headers of the files say which linears are packed, whether every tensor is there in its type and shape, and
+whether there is one that cannot be represented. A packed linear's place in the model is then taken by a :class:`PackedLinear`,
+whose parameters have the names, types and shapes that the files have, so that transformers fills them as it fills any other.
+After loading they become frozen layers, one at a time, without a copy of their bytes; those that this package does not freeze
+(an output head, ``skip_modules``) become dense ones. Whatever is wrong raises a ValueError that names tensor and file.
 
 Rejected: transformers' own weight converters. They convert tensors by patterns of names, which have changed their meaning between
 releases, and a float tensor that matches one may be cast before it is converted.
@@ -51,7 +50,7 @@ class Stored:
 
 
 def check_files(files: Iterable[str], packed: bool) -> None:
-    """Raises ValueError for a packed model in a pickle."""
+    """A packed model is in no pickle."""
     if pickles := [file for file in files if packed and not file.endswith(".safetensors")]:
         raise ValueError(
             f"{pickles[0]} is not a safetensors file; a packed model is read from those only (a pickle can run code). Ask its "
@@ -230,7 +229,9 @@ def frozen_layer(packed: PackedLinear, options: FrozenOptions) -> NVFP4FrozenLin
     """The frozen layer with a packed linear's bytes."""
     w = packed.layout.read(packed.tensors(), packed.in_features)
     layer = NVFP4FrozenLinear(packed.in_features, packed.out_features, packed.bias, packed.dtype, options, w)
-    layer.published_input_scale = _input_scale(packed)
+    stored = packed.tensors().get(packed.layout.input_scale)
+    scale = 0.0 if stored is None else packed.layout.read_gscale(stored).item()  # to multiply with; for an export alone
+    layer.published_input_scale = scale if 0.0 < scale < float("inf") else None
     return layer.train(packed.training)
 
 
@@ -242,10 +243,3 @@ def dense_linear(packed: PackedLinear) -> nn.Linear:
     linear.weight = nn.Parameter(dequantize(w, torch.float32).to(packed.dtype))
     linear.bias = packed.bias
     return linear.train(packed.training)
-
-
-def _input_scale(packed: PackedLinear) -> float | None:
-    """Global scale of the calibrated input, to multiply with; kept for an export, since nothing computes with it here."""
-    stored = packed.tensors().get(packed.layout.input_scale)
-    scale = 0.0 if stored is None else packed.layout.read_gscale(stored).item()
-    return scale if 0.0 < scale < float("inf") else None

@@ -2,8 +2,7 @@
 
 :func:`load` gives every operator that has a kernel an implementation for CUDA tensors. That is a table entry: Triton is
 imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
-The two products of a training step have several implementations (:mod:`implementations`): the best one that works is found out on
-the device, at the first call. All compute the same bits (of a matrix product, up to the order of its sum).
+All implementations compute the same bits (of a matrix product, up to the order of its sum).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ CAPABILITY = (8, 0)
 WIDEST_ROW = 32768
 """Kernels that hold a row in one program leave wider rows to the reference."""
 
-
 KERNELS = {
     "quantize": "quantize",
     "quantize_terms": "quantize",
@@ -47,7 +45,7 @@ KERNELS = {
 WHOLE_ROW = ("quantize_terms", "rmsnorm_quantize", "rmsnorm_backward", "silu_mul_quantize", "silu_mul_backward", "gated_values")
 """Operators whose first argument is a matrix, or the codes of one, a row of which must fit in one program."""
 PRODUCTS = ("fprop", "dgrad")
-"""The products of a training step, which have several implementations."""
+"""The products of a training step, which have several implementations (:mod:`implementations`)."""
 
 _loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
 _forced = ""  # a name of implementations.NAMES
@@ -104,11 +102,7 @@ def _kernel_on_cuda(name: str) -> Callable:
 
 def choice(device: torch.device) -> implementations.Choice:
     """What computes the two products on a CUDA device. The first call for a device tries the implementations, which synchronises
-    with it.
-
-    Raises:
-        RuntimeError: the implementation that ``PEFT_NVFP4_KERNELS`` names does not work here.
-    """
+    with it, and raises RuntimeError if the one that ``PEFT_NVFP4_KERNELS`` names does not work."""
     chosen = _choices.get(device)
     if chosen is None:
         if torch.cuda.is_current_stream_capturing():
@@ -141,11 +135,8 @@ def few_rows_module(x: torch.Tensor) -> ModuleType | None:
 
 
 def load() -> None:
-    """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing.
-
-    Raises:
-        ValueError: ``PEFT_NVFP4_KERNELS`` has an unknown value.
-    """
+    """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing. An unknown
+    value of ``PEFT_NVFP4_KERNELS`` raises ValueError."""
     global _loaded, _forced
     if _loaded is not None:
         return
@@ -182,14 +173,10 @@ class OperatorStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What runs where. Prints as a table.
-
-    Attributes:
-        skipped: implementation of the two products that does not run -> why.
-    """
+    """What runs where. Prints as a table."""
 
     operators: tuple[OperatorStatus, ...]
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # implementation of the two products that does not run -> why
 
     def __str__(self) -> str:
         rows = [tuple(f.name for f in fields(OperatorStatus)), *map(astuple, self.operators)]

@@ -22,6 +22,7 @@ from ..numerics.matmul import full_precision_sums
 from ..numerics.products import BackwardLinear, Dgrad, Fprop
 from ..numerics.reference import without_scale_factor
 from ..ops import linear
+from .fp4.native import join
 from .triton import matmul
 from .triton.dequantize import write_operand, write_rounded
 from .triton.launch import MAX_BLOCKS
@@ -69,26 +70,22 @@ def fprop(p: Fprop) -> list[Tensor]:
     from_operand = len(p.terms) == 1 and plain and p.a is not None and all(adapter.hidden is None for adapter in adapters)
     if from_operand and all(item.scale_factor == 1.0 for item in p.linears):
         h = p.a.new_empty(m, p.a.shape[0])
-        extras = [_join([adapter.up for adapter in item.adapters]) for item in p.linears]
+        extras = [join([adapter.up for adapter in item.adapters]) for item in p.linears]
         return [*_side_by_side(p, extras, h, p.a), h]
     p, h = reference.with_hidden(p, linear.dequantize_input.run)
     extras, columns = [], []
     for item in p.linears:
         constant = None if item.constant is None else item.constant[:, None]
         added = [] if constant is None else [constant if constant.dtype == torch.bfloat16 else _in_three(constant)]
-        extra = _join([adapter.up for adapter in item.adapters] + added)
+        extra = join([adapter.up for adapter in item.adapters] + added)
         ones = [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
         multipliers = [adapter.hidden for adapter in item.adapters] + ones
         if extra is not None and item.scale_factor != 1.0:
             extra, multipliers = _in_three(extra.float() / item.scale_factor), 3 * multipliers
         extras.append(extra)
         columns += multipliers
-    ys = _side_by_side(p, extras, _join(columns), None)
+    ys = _side_by_side(p, extras, join(columns), None)
     return ys if h is None else [*ys, h]
-
-
-def _join(pieces: Sequence[Tensor]) -> Tensor | None:
-    return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0] if pieces else None
 
 
 def _one_by_one(p: Fprop) -> list[Tensor]:

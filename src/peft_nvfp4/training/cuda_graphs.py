@@ -8,11 +8,10 @@ token ids and the last hidden state; the loss stays outside) replays recordings 
 >>> Trainer(model=model, ...).train()
 >>> print(graph_status(model))
 
-A recording is made for each combination of input shapes, at its first use, and holds its memory until it is discarded:
-when something that is baked into it has changed (an adapter switched, merged, frozen or added, a scaling, a dropout probability,
-a parameter that lives elsewhere), or by :func:`disable_cuda_graphs`. Whatever a recording cannot do (evaluation, generation,
-hidden states of all layers, packed sequences, a second forward before the backward of the first) runs as it would without, and
-the status says why.
+A recording is made for each combination of input shapes, at its first use, and holds its memory until something that is baked
+into it has changed (an adapter switched, merged, frozen or added, a scaling, a dropout probability, a parameter that lives
+elsewhere), or :func:`disable_cuda_graphs`. Whatever a recording cannot do (evaluation, generation, hidden states of all layers,
+packed sequences, a second forward before the backward of the first) runs as it would without, and the status says why.
 
 Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.seeds.draw_seed`), and before each replay the seeds
 are drawn from PyTorch's CPU generator as eager code would, in the same order. Warm-up and recording put the generators back.
@@ -55,17 +54,11 @@ DROPPED = {"num_items_in_batch", "use_cache"}
 
 @dataclass
 class GraphStatus:
-    """What :func:`graph_status` returns.
+    """What :func:`graph_status` returns."""
 
-    Attributes:
-        graphs: input shapes -> number of replays.
-        reasons: why calls ran without a graph -> how many did.
-        discarded: recordings that were dropped because the model had changed.
-    """
-
-    graphs: dict[str, int] = field(default_factory=dict)
-    reasons: Counter = field(default_factory=Counter)
-    discarded: int = 0
+    graphs: dict[str, int] = field(default_factory=dict)  # input shapes -> number of replays
+    reasons: Counter = field(default_factory=Counter)  # why calls ran without a graph -> how many did
+    discarded: int = 0  # recordings that were dropped because the model had changed
 
     def __str__(self) -> str:
         lines = [f"replayed {n} times: {shapes}" for shapes, n in self.graphs.items()] or ["no recording"]
@@ -295,12 +288,8 @@ def _graphed(model: nn.Module) -> GraphedForward | None:
 
 def enable_cuda_graphs(model: nn.Module) -> None:
     """Record the decoder's training steps in CUDA graphs from now on. On a machine without CUDA every step runs without, and
-    :func:`graph_status` says so.
-
-    Raises:
-        ValueError: no decoder was found, or its layers cannot be recorded: their weights are on the host, or adapters are trained
-            with ``merge_aware=True``.
-    """
+    :func:`graph_status` says so. Raises ValueError where no decoder is found or its layers cannot be recorded: their weights are
+    on the host, or adapters are trained with ``merge_aware=True``."""
     decoder = _decoder(model)
     if decoder is None:
         raise ValueError(f"{type(model).__name__} has no decoder module of its own: CUDA graphs need a *ForCausalLM model")

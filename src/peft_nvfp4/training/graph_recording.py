@@ -23,13 +23,9 @@ class Unsupported(Exception):
 
 
 class CudaRecording:
-    """Forward and backward of ``run(**inputs)``, which returns one tensor, in two CUDA graphs.
-
-    Args:
-        parameters: what is differentiated: aliases of the model's parameters (:func:`substituted`).
-        pool: memory shared by the recordings of one model. They may share it because no two are ever between forward and
-            backward at the same time.
-    """
+    """Forward and backward of ``run(**inputs)``, which returns one tensor, in two CUDA graphs. ``parameters``, aliases of the
+    model's (:func:`substituted`), are differentiated. Recordings of one model share the memory ``pool``: no two are ever between
+    forward and backward at the same time."""
 
     def __init__(self, run: Callable[..., Tensor], inputs: dict[str, Tensor], parameters: list[Tensor], pool: Any):
         self.inputs = {name: t.clone() for name, t in inputs.items()}

@@ -164,21 +164,15 @@ def _candidate(x, s, finite, NB: tl.constexpr, MODE: tl.constexpr, BOUNDED: tl.c
 
 
 @triton.jit
-def search_blocks(
-    x, amax, inverse_g, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, BOUNDED: tl.constexpr
-):  # fmt: skip
+def search_blocks(x, amax, inverse_g, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, BOUNDED: tl.constexpr):
     """(codes, scale bits) under the rules that compare squared errors; otherwise as :func:`quantize_blocks`."""
     if MODE == PAIR and RULE == FOUR_OVER_SIX:
         return four_over_six_pairs(multiply(x, both(inverse_g * PAIR_UNIT)), amax * inverse_g, NB, BOUNDED)
     else:
-        finite = amax < INF
-        amax = tl.where(finite, amax, 0.0)
+        finite, amax = amax < INF, finite_part(amax)
         bits, s = max6_scale(amax * inverse_g, MODE)
         # x / g, exact: g is a power of two (what BF16 rounds off, below 2**-133, has no effect on any code)
-        if MODE == PAIR:
-            x = multiply(x, both(inverse_g))
-        else:
-            x = (x[0] * inverse_g, x[1] * inverse_g)
+        x = multiply(x, both(inverse_g)) if MODE == PAIR else (x[0] * inverse_g, x[1] * inverse_g)
         codes, error = _candidate(x, s, finite, NB, MODE, BOUNDED)
         nearest = bits
         for i in tl.static_range(1 if RULE == FOUR_OVER_SIX else 8):
@@ -201,8 +195,7 @@ PAIR_UNIT: tl.constexpr = tl.constexpr(2.0**-8)
 def four_over_six_pairs(x, amax, NB: tl.constexpr, BOUNDED: tl.constexpr):
     """:func:`search_blocks` of BF16 pairs x, in units of 2**8 g, whose blocks have the maxima amax in units of g. What does not
     depend on the candidate is computed once; the sum of squares, which decides, is 2**-16 of the reference's."""
-    finite = amax < INF
-    amax = tl.where(finite, amax, 0.0)
+    finite, amax = amax < INF, finite_part(amax)
     bits, s = max6_scale(amax, PAIR)
     bits_4, s_4 = encode_e4m3(amax * 0.25, PAIR)
     n, n_4, left, left_4 = two_roundings(x, s * PAIR_UNIT, s_4 * PAIR_UNIT, finite & (s > 0.0), finite & (s_4 > 0.0), BOUNDED)
@@ -251,7 +244,7 @@ def _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K: tl.co
 @triton.jit
 def quantize_store(
     codes_ptr, scales_ptr, gscale_ptr, row, x, amax, largest, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
+):
     """A whole row under the rule max6, with the global scale that follows from its largest magnitude, stored as row ``row`` of a
     matrix."""
     g, inverse_g = power_of_two_scale(largest)

@@ -25,10 +25,7 @@ SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
 START: tl.constexpr = tl.constexpr(fused_reference.EXP2_START)
 SPAN: tl.constexpr = tl.constexpr(-fused_reference.EXP2_SPAN)
 MAGIC: tl.constexpr = tl.constexpr(fused_reference.EXP2_MAGIC)
-C4: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[0])
-C3: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[1])
-C2: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[2])
-C1: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[3])
+C4, C3, C2, C1 = map(tl.constexpr, fused_reference.EXP2_COEFFICIENTS)
 GELU_C0: tl.constexpr = tl.constexpr(fused_reference.GELU_C0)
 GELU_C1: tl.constexpr = tl.constexpr(fused_reference.GELU_C1)
 
@@ -139,8 +136,7 @@ def gated_backward_kernel(
     lo_a, hi_a = lo_g * lo_s, hi_g * hi_s
     dup = rounded(lo_d * lo_a, hi_d * hi_a, dtype, MODE)
     store_values(dup_ptr + row * K, dup, blk, K, NB, MODE)
-    lo = (lo_d * lo_u) * _gate_gradient(lo_g, lo_s, GELU)
-    hi = (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
+    lo, hi = (lo_d * lo_u) * _gate_gradient(lo_g, lo_s, GELU), (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
     dgate = rounded(lo, hi, dtype, MODE)
     store_values(dgate_ptr + row * K, dgate, blk, K, NB, MODE)
 

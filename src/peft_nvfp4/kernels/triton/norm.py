@@ -89,10 +89,7 @@ def norm_kernel(
         y = rounded(lo, hi, dtype, MODE)
     if PADDED:  # a row with Inf or NaN has rstd 0, Inf or NaN, and 0 * NaN would spoil blocks that are padding alone
         inside = (blk * BLOCK < K)[:, None]
-        if MODE == PAIR:
-            y = tl.where(inside, y, 0)
-        else:
-            y = (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
+        y = tl.where(inside, y, 0) if MODE == PAIR else (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
     store_terms(codes_ptr, scales_ptr, gscale_ptr, y_ptr, offset_ptr, row, y, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, True)
 
 

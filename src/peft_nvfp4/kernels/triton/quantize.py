@@ -61,8 +61,7 @@ def amax_kernel(x_ptr, amax_ptr, x_stride, amax_stride, K: tl.constexpr, NB: tl.
     """Largest magnitude of the finite blocks, as the bits of a float32: of every row (amax_stride 1) or of the tensor (0)."""
     row = tl.program_id(0).to(tl.int64)
     x = load_values(x_ptr + row * x_stride, tl.program_id(1) * NB + tl.arange(0, NB), K, NB, MODE)
-    amax = amax_values(x, NB, MODE)
-    largest = row_max(finite_part(amax))
+    largest = row_max(finite_part(amax_values(x, NB, MODE)))
     tl.atomic_max(amax_ptr + row * amax_stride, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -95,9 +94,7 @@ def quantize_kernel(
         g, inverse_g = power_of_two_scale(largest)
         tl.store(gscale_ptr + row * g_stride, g)  # one for all: every program stores the same number
     if RULE == STOCHASTIC:
-        codes, bits = round_stochastically(
-            x, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1, NB, MODE, SEED_ON_DEVICE
-        )  # fmt: skip
+        codes, bits = round_stochastically(x, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1, NB, MODE, SEED_ON_DEVICE)
     elif RULE == MAX6:
         codes, bits, _, _ = quantize_blocks(x, amax, g, inverse_g, NB, MODE, GLOBAL == GIVEN, False)
     else:

@@ -20,10 +20,7 @@ from .launch import EXACT_MATH, RANDOM_CHUNK, launch
 from .pairs import JOIN_NIBBLES, both, exponent_factor, split_words
 from .rows import INF
 
-M0: tl.constexpr = tl.constexpr(PHILOX_M[0])
-M1: tl.constexpr = tl.constexpr(PHILOX_M[1])
-W0: tl.constexpr = tl.constexpr(PHILOX_W[0])
-W1: tl.constexpr = tl.constexpr(PHILOX_W[1])
+M0, M1, W0, W1 = map(tl.constexpr, PHILOX_M + PHILOX_W)
 
 
 @triton.jit
@@ -39,18 +36,14 @@ def _load_key(seed_ptr, key0, key1, SEED_ON_DEVICE: tl.constexpr):
 @triton.jit
 def philox(counter, k0, k1):
     """Four uint32 tensors for every 32-bit counter."""
-    c0 = counter
-    c1 = tl.zeros_like(c0)
-    c2 = tl.zeros_like(c0)
-    c3 = tl.zeros_like(c0)
+    c0, c1, c2, c3 = counter, tl.zeros_like(counter), tl.zeros_like(counter), tl.zeros_like(counter)
     for _ in tl.static_range(10):
         h0 = tl.umulhi(c0, tl.full(c0.shape, M0, tl.uint32))
         h1 = tl.umulhi(c2, tl.full(c0.shape, M1, tl.uint32))
         l0 = c0 * tl.full(c0.shape, M0, tl.uint32)
         l1 = c2 * tl.full(c0.shape, M1, tl.uint32)
         c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
-        k0 = k0 + tl.full([], W0, tl.uint32)
-        k1 = k1 + tl.full([], W1, tl.uint32)
+        k0, k1 = k0 + tl.full([], W0, tl.uint32), k1 + tl.full([], W1, tl.uint32)
     return c0, c1, c2, c3
 
 
