@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from _assertions import by_device
-from _low_level import adapted_model
 from _tiny_models import save_tiny
 from conftest import tiny_llama
+from low_level import adapted_model
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 

@@ -10,8 +10,8 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from _low_level import adapted_model
 from _rehearsal import Rehearsal
+from low_level import adapted_model
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status

@@ -192,7 +192,7 @@ class Measurement:
             sums.accumulate(produced.totals, produced.extremes, produced.values)
         elif halves and isinstance(layer, NVFP4FrozenLinear) and self._fused(x, layer):
             pair, parts = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1), self._last[name].parts
-            product = fused_reference.gated_product(pair[parts.gate], pair[1 - parts.gate], parts.act)
+            product = fused_reference.gated_product(pair[parts.gate], pair[1 - parts.gate], parts.act, pair[parts.gate].dtype)
             _add_input(sums, product, layer)  # what the fused kernel quantised
         else:
             _add_input(sums, self._some(autocast_input(x)), layer)

@@ -10,7 +10,6 @@ peak stays about one layer above the larger of "before" and "after".
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from ..fusion.probe import share_hooks
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.registry import BACKENDS
+from ..nn.wrapping import warn_caller
 from ..ops import shared_gscale, weight_gscale
 from .groups import check_accuracy, fused_siblings, input_terms
 from .plan import check_names, expert_options, kept_dense, plan, plan_experts, skipped
@@ -119,13 +119,12 @@ def _warn_upcast(model: nn.Module, names: list[str], mixtures: list[str]) -> Non
     """A model loaded in 16 bits whose weights are FP32 now went through ``prepare_model_for_kbit_training``, which is meant for
     models that are quantised already; and a model without a single linear to freeze is likely a mistake."""
     if not names and not mixtures and not frozen_modules(model):
-        warnings.warn("no linear layer of this model can be frozen; it stays as it is", stacklevel=5)
+        warn_caller("no linear layer of this model can be frozen; it stays as it is")
     loaded = getattr(getattr(model, "config", None), "dtype", None)
     if names and loaded in (torch.bfloat16, torch.float16) and model.get_submodule(names[0]).weight.dtype == torch.float32:
-        warnings.warn(
+        warn_caller(
             f"the model was loaded in {loaded} and is float32 now, so activations will take twice the memory. If it went through "
-            "prepare_model_for_kbit_training, leave that call out (use model.gradient_checkpointing_enable() for checkpointing).",
-            stacklevel=5,
+            "prepare_model_for_kbit_training, leave that call out (use model.gradient_checkpointing_enable() for checkpointing)."
         )
 
 
@@ -216,10 +215,9 @@ def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
         kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in list(dense.items())[:3])
         experts = any("(3-D)" in kind for kind in dense)
         advice = " Experts in 3-D parameters can be adapted, dense, through target_parameters." if experts else ""
-        warnings.warn(
+        warn_caller(
             f"{sum(dense.values()):.0%} of the matrix weights stay dense, in their full size: {kinds}. "
-            f"Only plain nn.Linear layers, and experts without biases in (experts, out, in) order, are packed.{advice}",
-            stacklevel=4,
+            f"Only plain nn.Linear layers, and experts without biases in (experts, out, in) order, are packed.{advice}"
         )
 
 

@@ -59,7 +59,7 @@ def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
         "quantize (mse)": (finite, None, None, "mse", False, False),
         "quantize_terms": (x, None, 2),
         "dequantize": (*q, dtype),
-        "transpose_requantize": (*w, "four_over_six"),
+        "transpose_requantize": (*w, 1.0),
         "rmsnorm_quantize": (finite, gamma, None, 1e-6, False, 2),
         "silu_mul_quantize": (finite, finite.flip(0), None, "silu", 1, True),
         "dropout": (x, 0.3, seed),

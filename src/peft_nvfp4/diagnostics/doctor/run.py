@@ -13,7 +13,7 @@ import torch
 
 from ... import kernels
 from ...kernels import dispatch, implementations
-from ...kernels.report import Status
+from ...kernels.dispatch import Status
 from . import conformance, environment
 from .results import FAILED, NOT_RUN, PASSED, WARNING, Result
 
