@@ -3,7 +3,6 @@ the side effects that they would have one by one."""
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -375,14 +374,6 @@ def test_replicas_compute_for_themselves(calls):
     y = torch.cat([replica(x) for replica in replicas], -1)
     assert calls == [1, 1, 1]
     assert_close(dict(y=y.detach()), dict(y=expected.detach()))
-
-
-def test_threads_do_not_meet():
-    model, xs = made({}), [torch.randn(3, 64, generator=torch.Generator().manual_seed(i)) for i in range(8)]
-    expected = [model(x).detach() for x in xs]
-    with ThreadPoolExecutor(4) as pool:
-        for y, want in zip(pool.map(lambda x: model(x).detach(), xs * 4), expected * 4):
-            assert torch.equal(y, want)
 
 
 # ---------------------------------------------------------------------------------------------- who belongs to a site

@@ -6,7 +6,6 @@ import gzip
 import io
 import random
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +17,6 @@ from _families import image_for, qwen2_5_vl
 from _reproduce import write_rows
 from _tiny_models import tiny_tokenizer
 from conftest import tiny_llama
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import image_tasks, image_text, run_log, runner, sources, tables
 
 from peft_nvfp4.quantization.freeze import frozen_layers

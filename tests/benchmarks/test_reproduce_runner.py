@@ -8,20 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from _reproduce import write_rows
+from _reproduce import data
 from _tiny_models import save_tiny
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import ablations, accuracy, long_run, methods, run_log, runner
 
+__all__ = ["data"]  # a fixture
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
-
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path))
-    write_rows(tmp_path / "reproduce")
-    return tmp_path
 
 
 @pytest.fixture

@@ -5,26 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 import tarfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from _reproduce import Letters, write_rows
+from _reproduce import Letters, data
 from conftest import tiny_llama
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import prompts, scoring, sources, tasks, training
 from reproduce.training import Recipe
 
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path))
-    write_rows(tmp_path / "reproduce")
-    return tmp_path
+__all__ = ["data"]  # a fixture
 
 
 # ---------------------------------------------------------------------------------------------- prompts, sources

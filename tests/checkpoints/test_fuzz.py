@@ -92,38 +92,31 @@ def test_headers(small, damage):
             assert isinstance(stored.dtype, str) and all(n >= 0 for n in stored.shape)
 
 
-@tried(150)
-@given(
-    st.one_of(
-        json_values,
-        st.dictionaries(st.text(max_size=4), st.one_of(st.text(), words), max_size=4).map(lambda m: {"weight_map": m}),
-    )
-)
-@example({"weight_map": {"a": "../x"}})
-@example({"weight_map": {"a": "C:\\x"}})
-@example({"weight_map": {"a": "\x00"}})
-def test_indices(tmp_path_factory, content):
+def index(content):
+    return json.dumps(content).encode()
+
+
+maps = st.dictionaries(st.text(max_size=4), st.one_of(st.text(), words), max_size=4).map(lambda m: {"weight_map": m})
+SOUND_INDEX = index({"weight_map": {"a": "model-1.safetensors"}})
+
+
+@tried(200)
+@given(st.one_of(json_values.map(index), maps.map(index), edits().map(lambda damage: spoil(damage, SOUND_INDEX))))
+@example(index({"weight_map": {"a": "../x"}}))
+@example(index({"weight_map": {"a": "C:\\x"}}))
+@example(index({"weight_map": {"a": "\x00"}}))
+def test_indices(tmp_path_factory, data):
     """What is let through lies in the folder."""
     folder = tmp_path_factory.mktemp("index")
     path = folder / "model.safetensors.index.json"
-    path.write_text(json.dumps(content))
+    path.write_bytes(data)
     with done_or_refused(path) as outcome:
         check_indices([str(folder / "x.safetensors")], str(folder))
-    if outcome.done and isinstance(content, dict) and isinstance(content.get("weight_map"), dict):
+    content = json.loads(data) if outcome.done else None
+    if isinstance(content, dict) and isinstance(content.get("weight_map"), dict):
         for name in content["weight_map"].values():
             if isinstance(name, str) and "\x00" not in name:
                 assert (folder / name).resolve().is_relative_to(folder.resolve())
-    shutil.rmtree(folder)
-
-
-@tried(60)
-@given(edits())
-def test_damaged_indices(tmp_path_factory, damage):
-    folder = tmp_path_factory.mktemp("index")
-    path = folder / "model.safetensors.index.json"
-    path.write_bytes(spoil(damage, json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()))
-    with done_or_refused(path):
-        check_indices([str(folder / "x.safetensors")], None)
     shutil.rmtree(folder)
 
 
@@ -192,13 +185,6 @@ LOADED_WORDS = tuple(PactConfig.__dataclass_fields__)
 def test_damaged_hf_quant_config(saved, damage):
     with spoiled(saved / "old" / "hf_quant_config.json", damage) as path:
         load(saved / "old", path)
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, '"\ud800"', "[]", "null", '{"quantization": []}', "\x00"])
-def test_extremes_in_hf_quant_config(saved, content):
-    damage = "bytes", lambda data: content.encode("utf-8", "surrogatepass")
-    with spoiled(saved / "old" / "hf_quant_config.json", damage) as path:
-        assert not load(saved / "old", path)
 
 
 # ---------------------------------------------------------------------------------------------- adapters

@@ -30,7 +30,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    modeling_utils,
 )
 
 from peft_nvfp4 import (
@@ -40,8 +39,6 @@ from peft_nvfp4 import (
     freeze_model,
     ops,
     prepare_model_for_nvfp4_training,
-    register,
-    unregister,
 )
 from peft_nvfp4.checkpoints import export_checkpoint
 from peft_nvfp4.checkpoints.layouts import COMPRESSED_TENSORS, MODELOPT
@@ -253,24 +250,6 @@ def test_without_a_pact_config_nothing_is_hooked(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     tiny_llama(torch.bfloat16).save_pretrained(tmp_path / "dense")
     assert not frozen_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"))
-
-
-def test_a_model_loaded_for_inference_says_how_to_load_it():
-    model = tiny_llama(torch.bfloat16)
-    model.config.quantization_config = {"quant_method": "compressed-tensors"}
-    with pytest.raises(ValueError, match="PactConfig"):
-        freeze_model(model, "nvfp4")
-
-
-def test_hook_is_removed_and_installed():
-    hooked = modeling_utils.get_hf_quantizer
-    unregister()
-    try:
-        assert modeling_utils.get_hf_quantizer is hooked.__wrapped__
-    finally:
-        register()
-    register()
-    assert modeling_utils.get_hf_quantizer.__wrapped__ is hooked.__wrapped__
 
 
 # ---------------------------------------------------------------------------------------------- export

@@ -198,12 +198,6 @@ def test_memory_by_a_flag_and_by_a_file(app, world, tmp_path):
     assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["use_rslora"] is True
 
 
-def test_options_of_other_versions_are_refused(app, world, tmp_path):
-    (tmp_path / "old.yaml").write_text("weight_layouts: transient\n")
-    found = plain(run(app, "train", world / "model", world / "data.jsonl", "--config", tmp_path / "old.yaml", code=1).stderr)
-    assert "unknown options: weight_layouts; known: " in found and "Leave the others out" in found
-
-
 def test_max_memory_chooses_what_fits(app, world, tmp_path):
     args = ("train", world / "model", world / "data.jsonl", "-o", tmp_path / "o", "--steps", "1", "--max-memory", "1GiB")
     assert "1 x 8 rows a step; nothing given up" in plain(run(app, *args).output)

@@ -192,7 +192,7 @@ def test_resuming_reads_what_the_run_was(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ranks: 8", "unknown options:? ranks; known: model, dataset"),
+        ("ranks: 8", "unknown options:? ranks; known: model, dataset.*Leave the others out"),
         ("rank: many", "rank must be int, got 'many'"),
         ("rank: true", "rank must be int"),
         ("lr: fast", "lr must be float"),

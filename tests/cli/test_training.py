@@ -1,5 +1,5 @@
-"""Training as people do it: plain loops, HF Trainer with resume, TRL, activation checkpointing, bitsandbytes' optimizers,
-accumulation, generation; copies, determinism, and evaluating before training."""
+"""Training as people do it: plain loops, activation checkpointing, bitsandbytes' optimizers under HF Trainer, accumulation,
+generation, and copies. (Resuming, and TRL: test_resume_matrix.py.)"""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from _frozen_models import packed
 from _low_level import adapted_model
-from _peft_models import BACKENDS, adapter_tensors, by_backend, config, logits, same_tensors
+from _peft_models import adapter_tensors, by_backend, config, logits, same_tensors
 from _steps import steps as optimizer_steps
 from conftest import tiny_llama
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -118,16 +118,6 @@ def test_checkpointing_leaves_gradients_bit_equal(backend, reentrant, dropout):
 
 
 @by_backend
-def test_checkpointing_with_stochastic_gradients(backend):
-    """Stochastic rounding happens in backward, after recomputation: its seed must be the one that the plain run drew."""
-    settings = dict(backend=backend, gradients="nvfp4_sr", lora_dropout=0.1, init_lora_weights=False)
-    expected = gradients(adapted(**settings))
-    model = adapted(**settings)
-    checkpointing_enable(model.base_model.model)({"use_reentrant": False})
-    assert same_tensors(gradients(model), expected)
-
-
-@by_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_prepare_model_for_kbit_training_before_the_adapter(backend, dtype):
     """PEFT's own preparation of a QLoRA script: everything in 16 bits goes to FP32, then the base is frozen from that. The codes
@@ -188,9 +178,6 @@ def test_bitsandbytes_optimizers(tmp_path, backend, optim, bits):
     assert losses[-1] < losses[0] and len(losses) == 6
 
 
-# ---------------------------------------------------------------------------------------------- TRL
-
-
 # ---------------------------------------------------------------------------------------------- copies
 
 
@@ -232,47 +219,3 @@ def test_generate_follows_the_teacher_forced_path(backend):
     with model.disable_adapter():
         without = model.generate(input_ids=prompt, **settings)
     assert not torch.equal(without, out.sequences), "the adapter takes part in generation"
-
-
-# ---------------------------------------------------------------------------------------------- evaluating first
-
-
-@pytest.mark.parametrize("cpu", ["this-cpu", "as-if-avx512-bf16"])
-@pytest.mark.parametrize("backend, loaded", [*[(b, "dense") for b in BACKENDS], ("nf4", "in-4-bits")])
-def test_evaluating_then_training_then_merging(tmp_path, monkeypatch, backend, cpu, loaded):
-    """bitsandbytes repacks a 4-bit weight in place when a CPU with AVX512-BF16 first evaluates it; training then lacks input
-    gradients and merging reads garbage. "as-if" makes bitsandbytes believe that this is such a CPU."""
-    if cpu == "as-if-avx512-bf16":
-        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-    if loaded == "in-4-bits":
-        tiny_llama(intermediate_size=192).save_pretrained(tmp_path)
-        quantised = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-        make = lambda: hf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised)
-        assert (
-            any(m.support_avx512bf16_for_cpu for m in make().modules() if isinstance(m, bnb.nn.Linear4bit)) or cpu == "this-cpu"
-        )
-    else:
-        make = lambda: tiny_llama(intermediate_size=192)
-
-    def fresh():
-        base = make()
-        torch.manual_seed(1)
-        return get_peft_model(base, config(backend=backend, init_lora_weights=False))
-
-    never, first = fresh(), fresh()
-    weights = {n: m.dequantize() for n, m in frozen_layers(first)}
-    before = logits(first)
-    assert same_tensors({n: m.dequantize() for n, m in frozen_layers(first)}, weights)
-    for model in (never, first):
-        model.enable_input_require_grads()
-    assert same_tensors(gradients(first), gradients(never))
-    assert torch.equal(logits(first), before)
-    x = torch.randn(2, 64, requires_grad=True)
-    frozen_layers(first)[0][1].eval()(x).sum().backward()
-    assert x.grad is not None and x.grad.abs().max() > 0
-    fit(first, 2)
-    trained = logits(first)
-    merged = first.merge_and_unload()
-    # merged weights are dense FP32: only the order of FP32 sums differs. NVFP4 no longer quantises its activations (a tenth each)
-    assert distance(logits(merged), trained) < (0.3 if backend == "nvfp4" else 1e-4)
-    assert distance(before, trained) > 0.01

@@ -14,7 +14,6 @@ from torch import nn
 from peft_nvfp4 import attach, dequantize_model, detach, freeze_model
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.fusion.attach import attached
-from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.fusion.norm import NVFP4RMSNorm
 
 
@@ -130,23 +129,6 @@ def test_a_run_that_fails_is_reported_and_nothing_breaks():
     assert "no such input" in report.skipped["(model)"] and report.groups == []
     assert not any(isinstance(m, NVFP4RMSNorm) for m in model.modules())
     assert torch.isfinite(model(input_ids=IDS, labels=IDS).loss)
-
-
-# ---------------------------------------------------------------------------------------------- checkpointing and copies
-
-
-def test_copies_pickles_and_merges(tmp_path):
-    model = tuned("Llama")
-    attach(model)
-    model.eval()
-    with torch.no_grad():
-        logits = model(IDS).logits
-        assert torch.equal(copy.deepcopy(model)(IDS).logits, logits)
-        torch.save(model, tmp_path / "model.pt")
-        assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(IDS).logits, logits)
-    merged = model.merge_and_unload()
-    assert not any(isinstance(m, NVFP4RMSNorm | FusedGatedMLP) for m in merged.modules())
-    assert type(merged.model.layers[0].mlp) is hf.models.llama.modeling_llama.LlamaMLP
 
 
 def test_dequantising_detaches():

@@ -11,7 +11,19 @@ import warnings
 import pytest
 import torch
 from _assertions import assert_same_bits, unit
-from _lora_layers import LAYERS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed, sqnr
+from _lora_layers import (
+    LAYERS,
+    REQUANTISED_SQNR,
+    D,
+    Mlp,
+    assert_close,
+    assert_same_packed,
+    formula,
+    inputs,
+    layer_of,
+    packed,
+    sqnr,
+)
 from peft import (
     BdLoraConfig,
     EvaConfig,
@@ -28,8 +40,6 @@ from torch import nn
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 
-# dB of a weight after one requantisation: measured 21.5 (nvfp4) and 20.8 (nf4); exact for bf16, which holds FP32 here.
-REQUANTISED_SQNR = {"nvfp4": 20.0, "nf4": 20.0, "bf16": float("inf")}
 REWRITING = ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
 R, SCALING = 4, 2.0
 

@@ -31,7 +31,8 @@ from _peft_models import (
 from conftest import tiny_llama
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from transformers import AutoModelForCausalLM
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, modeling_utils
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model, register, unregister
 from peft_nvfp4.lora.config import SIDE_CAR
@@ -284,11 +285,26 @@ def test_unregister_restores_the_very_objects(stock):
     assert stock[1]["left behind"] == []
 
 
+@pytest.mark.parametrize("owner, name", [(modeling_utils, "get_hf_quantizer"), (DistributedDataParallel, "__init__")])
+def test_hooks_outside_of_peft_come_off(owner, name):
+    hooked = getattr(owner, name)
+    unregister()
+    try:
+        assert getattr(owner, name) is hooked.__wrapped__
+    finally:
+        register()
+    register()
+    assert getattr(owner, name).__wrapped__ is hooked.__wrapped__, "one layer of wrapping"
+
+
 def test_registering_twice_is_harmless():
     before = hooked_functions()
     register()
     register()
     assert all(a is b for a, b in zip(before, hooked_functions()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config()
     unregister()
     try:
         for function in hooked_functions():
@@ -314,7 +330,9 @@ def test_models_made_before_unregister_still_run(llama, backend):
 
 
 def test_after_unregister_peft_is_stock_peft(llama, unregistered):
-    model = get_peft_model(llama(), config())
+    with pytest.warns(UserWarning, match="not registered"):
+        lora = config()
+    model = get_peft_model(llama(), lora)
     assert frozen_layers(model) == [] and frozen_lora(model) == {}
     frozen = get_peft_model(freeze_model(llama()), LoraConfig(target_modules=["q_proj"]))
     assert type(frozen.base_model.model.model.layers[0].self_attn.q_proj) is peft.tuners.lora.Linear

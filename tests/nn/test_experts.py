@@ -3,7 +3,6 @@ linears; also inside a whole model, checkpointed or with fused norms."""
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -294,7 +293,6 @@ def test_fused_norms_fall_back_before_experts(make):
 
 
 def test_the_benchmark_runs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import bench_experts
 
     words = ["--shape", "tiny", "--tokens", "24", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]

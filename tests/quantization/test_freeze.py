@@ -19,13 +19,14 @@ from peft_nvfp4.quantization.freeze import frozen_layers
 
 
 @by_backend
-def test_every_plain_linear_but_the_head(llama, backend):
-    model = llama()
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_plain_linear_but_the_head(llama, backend, tied):
+    model = llama(tie_word_embeddings=tied)
     keep = {n: p for n, p in model.named_parameters() if not any(n.startswith(a) for a in ALL)}
     freeze_model(model, backend)
     assert names(model) == ALL
     assert all(type(m) is BACKENDS[backend] and not m.weight.requires_grad for _, m in frozen_layers(model))
-    assert type(model.lm_head) is nn.Linear
+    assert type(model.lm_head) is nn.Linear and (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     now = dict(model.named_parameters())
     assert all(now[n] is p for n, p in keep.items()), "what is not frozen keeps its very parameters"
 

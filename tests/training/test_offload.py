@@ -4,10 +4,10 @@ once; the tests marked gpu check the streams."""
 import copy
 import io
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from _assertions import by_device
 from _offloaded import BACKENDS, at_rest, batch, late, packed, same, scrambled, steps, tuned
 from peft import LoraConfig
 
@@ -98,11 +98,12 @@ def test_state_dict_reads_the_host():
     assert same(model.state_dict(), plain.state_dict())
 
 
+@by_device
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_merging_and_unmerging(backend):
-    model, plain = tuned(backend, "cpu"), tuned(backend, None)
+def test_merging_and_unmerging(backend, device):
+    model, plain = tuned(backend, "cpu", device=device), tuned(backend, None, device=device)
     before = packed(model)
-    ids = batch()
+    ids = batch(device)
     for m in (model, plain):
         m.merge_adapter()
     assert same(packed(model), packed(plain))
@@ -281,7 +282,6 @@ def test_what_excludes_it_is_said():
 
 @pytest.mark.parametrize("part", ["equal", "tiny"])
 def test_the_benchmark_runs(part, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import bench_offload
 
     words = ["--parts", part, "--equal-shape", "tiny", "--device", "cpu", "--seq", "40", "--steps", "1", "--out", str(tmp_path)]

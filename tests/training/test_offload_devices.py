@@ -3,7 +3,7 @@
 import pytest
 import torch
 from _mixtures import mixtral
-from _offloaded import BACKENDS, at_rest, batch, packed, same, steps, tuned
+from _offloaded import BACKENDS, at_rest, batch, same, steps, tuned
 from _two_processes import both
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
@@ -150,22 +150,17 @@ def test_training_on_a_gpu_is_bit_equal(backend, checkpointing):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_merging_on_a_gpu(backend):
-    model, plain = tuned(backend, "cpu", 3, "cuda"), tuned(backend, None, 3, "cuda")
-    ids = batch("cuda")
-    model(input_ids=ids)
-    for m in (model, plain):
-        m.merge_adapter()
-    assert same(packed(model), packed(plain))
-    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
-    model.unmerge_adapter(), plain.unmerge_adapter()
+    """Besides what test_offload compares there: where weights are, and adapters that come later."""
+    model = tuned(backend, "cpu", 3, "cuda")
+    model(input_ids=batch("cuda"))
+    model.merge_adapter()
+    model.unmerge_adapter()
     layer = model.get_base_model().model.layers[0].mlp.up_proj.base_layer
     with computing(layer):
         assert layer.weight.is_cuda and layer.dequantize().is_cuda
     assert not layer.weight.is_cuda and layer.dequantize().is_cuda
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     assert all(p.is_cuda for n, p in model.named_parameters() if ".second." in n)
-    dense, wanted = model.merge_and_unload(), plain.merge_and_unload()
-    assert torch.equal(dense(input_ids=ids).logits, wanted(input_ids=ids).logits)
 
 
 @pytest.mark.gpu

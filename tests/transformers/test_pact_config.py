@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from _dataflow_models import SIZES
 from _pact_models import IDS, assert_same_state, dense, dense_files, load, logits, tiny_llava, with_adapter
 from conftest import tiny_llama
 from safetensors.torch import load_file
@@ -24,10 +25,6 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, ops
 from peft_nvfp4.numerics.formats import WEIGHT
 from peft_nvfp4.quantization.freeze import frozen_layers
-
-SMALL = dict(
-    hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
-)
 
 
 @pytest.fixture
@@ -65,14 +62,20 @@ def test_settings_survive_json():
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
-@pytest.mark.parametrize("settings", [{}, dict(memory="small", accuracy="paper")])
-@pytest.mark.parametrize("tied", [False, True])
-def test_bits_are_those_of_a_model_frozen_in_memory(tmp_path, settings, tied):
+OTHERS = dict(memory="small", accuracy="paper")
+
+
+@pytest.mark.parametrize(
+    "settings, tied, dtype",
+    [({}, False, torch.bfloat16), (OTHERS, True, torch.bfloat16), ({}, True, torch.float32), (OTHERS, False, torch.float16)],
+)
+def test_bits_are_those_of_a_model_frozen_in_memory(tmp_path, settings, tied, dtype):
     tiny_llama(torch.bfloat16, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="60kB")
-    streamed, options = load(tmp_path, **settings), PactConfig(**settings).options
+    streamed, options = load(tmp_path, dtype=dtype, **settings), PactConfig(**settings).options
     layouts = options.frozen.weight_layouts
-    frozen = freeze_model(dense(tmp_path), "nvfp4", accuracy=options.accuracy, weight_layouts=layouts)
+    frozen = freeze_model(dense(tmp_path, dtype=dtype), "nvfp4", accuracy=options.accuracy, weight_layouts=layouts)
     assert_same_state(streamed, frozen)
+    assert streamed.dtype == dtype and {layer.compute_dtype for _, layer in frozen_layers(streamed)} == {dtype}
     assert len(frozen_layers(streamed)) == 14 and type(streamed.lm_head) is torch.nn.Linear
     assert (streamed.lm_head.weight is streamed.model.embed_tokens.weight) == tied
     for (name, a), (_, b) in zip(frozen_layers(streamed), frozen_layers(frozen), strict=True):
@@ -80,24 +83,6 @@ def test_bits_are_those_of_a_model_frozen_in_memory(tmp_path, settings, tied):
     assert torch.equal(logits(streamed), logits(frozen))
     attention = streamed.model.layers[0].self_attn
     assert torch.equal(attention.q_proj.weight_gscale, attention.v_proj.weight_gscale)
-
-
-def test_siblings_share_the_largest_scale(tmp_path):
-    model = tiny_llama(torch.bfloat16)
-    model.model.layers[0].self_attn.k_proj.weight.data *= 64
-    model.save_pretrained(tmp_path)
-    attention = load(tmp_path).model.layers[0].self_attn
-    alone = ops.weight_gscale(model.model.layers[0].self_attn.q_proj.weight)
-    scales = [getattr(attention, f"{p}_proj").weight_gscale.view(torch.float32) for p in "qkvo"]
-    assert scales[0] == scales[1] == scales[2] == ops.weight_gscale(model.model.layers[0].self_attn.k_proj.weight)
-    assert scales[0] > alone and scales[3] < scales[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes(folder, dtype):
-    model = load(folder, dtype=dtype)
-    assert_same_state(model, freeze_model(dense(folder, dtype=dtype), "nvfp4"))
-    assert model.dtype == dtype and {layer.compute_dtype for _, layer in frozen_layers(model)} == {dtype}
 
 
 def test_skipped_modules_stay_dense(folder):
@@ -112,7 +97,7 @@ def test_skipped_modules_stay_dense(folder):
 
 def test_biases(tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**SMALL, dtype="bfloat16"))
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, dtype="bfloat16"))
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(p)
