@@ -7,14 +7,7 @@ import torch
 from conftest import tiny_llama
 from peft import get_peft_model
 from peft.tuners.lora import layer as lora_layer
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.fusion import rope

@@ -168,8 +168,6 @@ def test_how_often_a_model_computes(calls):
 
 
 # ---------------------------------------------------------------------------------------------- between the calls
-
-
 @pytest.mark.parametrize("double", [lambda y: y * 2, lambda y: y.mul_(2)], ids=["new", "in-place"])
 @pytest.mark.parametrize("plus", [None, lambda x: (x + 1,)], ids=["same input", "another input"])
 def test_hooks_of_a_linear_fire(double, plus):
@@ -309,8 +307,6 @@ def test_inference_mode(calls):
 
 
 # ---------------------------------------------------------------------------------------------- checkpointing
-
-
 @pytest.mark.parametrize("unit", ["all", "each"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(unit, reentrant):
@@ -337,8 +333,6 @@ def test_checkpointing(unit, reentrant):
 
 
 # ---------------------------------------------------------------------------------------------- copies
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_are_independent(way):
     model = made({})
@@ -377,8 +371,6 @@ def test_replicas_compute_for_themselves(calls):
 
 
 # ---------------------------------------------------------------------------------------------- who belongs to a site
-
-
 def test_an_adapter_that_comes_later(calls):
     """Attached without adapters, then one on q, then another on k: the linears of a site are found with what they have."""
     model = three(made())

@@ -24,8 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.lora import lora_branch
 
-# ---------------------------------------------------------------------------------------------- ways of calling
-
 
 @by_gradients
 def test_eval_mode_changes_no_gradient(gradients):
@@ -100,9 +98,6 @@ def test_non_contiguous_gradient():
         assert_same_bits(results[0], results[1], "dx")
 
 
-# ---------------------------------------------------------------------------------------------- bad input
-
-
 def test_wrong_last_dimension_names_both_sizes():
     layer = make_layer((64, 7))
     for shape in ((M, 60), (2, 3, 128), (60,)):
@@ -143,9 +138,6 @@ def test_a_gradient_that_is_not_finite_is_seen_and_spoils_only_its_token(gradien
     assert_same_bits(got["dx"][others], clean[others], "the other tokens")
     assert not got["dx"][2].isfinite().any()
     assert not got["dA0"].isfinite().any() and not got["dB0"][5].isfinite().any()
-
-
-# ---------------------------------------------------------------------------------------------- autocast, checkpointing
 
 
 def test_autocast_equals_casting_the_input_first():

@@ -89,8 +89,6 @@ def group(method="bf16", **k) -> runner.Group:
 
 
 # ---------------------------------------------------------------------------------------------- rows
-
-
 def test_questions_are_about_the_digits_in_their_picture(tmp_path, monkeypatch):
     monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path))
     known = {row[:-1]: row[-1] for row in write_digits(tmp_path / "reproduce")}
@@ -154,8 +152,6 @@ def test_rows_without_an_answer_are_refused(options, gold):
 
 
 # ---------------------------------------------------------------------------------------------- models
-
-
 @pytest.mark.parametrize("method", ["bf16", "nf4", "paper", "balanced"])
 def test_only_the_decoder_is_frozen_and_adapted(name, method):
     if method == "nf4":
@@ -223,8 +219,6 @@ def test_padding_changes_no_answer(name, processor, splits):
 
 
 # ---------------------------------------------------------------------------------------------- training, scoring
-
-
 def test_scores_are_of_the_rows_own_letters(name, processor, splits, monkeypatch):
     """Made-up logits: E is always the likeliest and nobody's letter; then the right one, or in every other row a wrong one."""
     items = [item for item in splits.test if len(item.candidates) < 5][:5]
@@ -247,8 +241,6 @@ def test_scores_are_of_the_rows_own_letters(name, processor, splits, monkeypatch
 
 
 # ---------------------------------------------------------------------------------------------- the command
-
-
 def test_the_whole_table_in_small(home, name, tmp_path, monkeypatch):
     """All methods; the same command again runs nothing; the table has the paper's figures beside them."""
     pytest.importorskip("bitsandbytes")
@@ -313,8 +305,6 @@ def test_what_is_missing_is_said(home, name, tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- the report
-
-
 def cells(table: str, first: str) -> list[str]:
     (row,) = [line for line in table.splitlines() if line.startswith(f"| {first} |")]
     return [cell.strip() for cell in row.strip("|").split("|")][1:]

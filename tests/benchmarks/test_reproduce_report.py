@@ -19,9 +19,6 @@ from peft_nvfp4.memory import Settings, estimate
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# ---------------------------------------------------------------------------------------------- the paper's figures
-
-
 @pytest.mark.parametrize("model", PAPER["accuracy"])
 def test_the_papers_averages_are_those_of_its_rows(model):
     for values, mean in PAPER["accuracy"][model].values():
@@ -34,9 +31,6 @@ def test_the_papers_breakdown_misses_its_total_by_less_than_five_milliseconds():
     for column in (0, 1):
         assert 0 < total[column] - sum(part[column] for part in parts) < 5
     assert sorted(c for _, _, categories in parts for c in categories) == sorted(profiling.CATEGORIES)
-
-
-# ---------------------------------------------------------------------------------------------- small versions
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +85,6 @@ def test_an_error_is_a_row_and_is_tried_again(tmp_path):
     assert row["error"] == "ValueError: no such thing" and "traceback" not in row and log.find(key) is None
 
 
-# ---------------------------------------------------------------------------------------------- search and settings
-
-
 @pytest.mark.parametrize("largest", [0, 1, 2, 7, 8, 30, 31, 32])
 def test_largest_batch_is_found(largest):
     tried = []
@@ -123,9 +114,6 @@ def test_settings_of_the_default_are_the_estimators_defaults():
     assert Case("nvfp4-paper-recompute-once-transient-graphs").settings() == Settings(
         accuracy="paper", memory="small", cuda_graphs=True
     )
-
-
-# ---------------------------------------------------------------------------------------------- tables
 
 
 MEMORY = {
@@ -159,7 +147,7 @@ ACCURACY = {
         run("bf16", "a", 2, 0.1, kind="sweep"),
         run("bf16", "a", None, 0.2, kind="zero_shot"),
         run("bf16", "a", 0, 0.0, weights="rotated"),
-    ],
+    ]
 }
 
 
@@ -206,9 +194,6 @@ def test_a_task_that_bf16_lora_does_not_learn_is_in_no_average():
         "- `high`, average minus BF16 LoRA's: −2.0 ± 0.0 points; at least −1.0 was asked for: **missed** "
         "(in nats +0.250 ± 0.000, less is better; over all tasks +18.7 ± 0.5 points)."
     )
-
-
-# ---------------------------------------------------------------------------------------------- the page
 
 
 def test_the_report_is_what_the_results_say_now():

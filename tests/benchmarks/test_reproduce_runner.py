@@ -36,9 +36,6 @@ def runs(path: Path, name: str) -> list[dict]:
     return run_log.read(path, name)["runs"]
 
 
-# ---------------------------------------------------------------------------------------------- what is to be run
-
-
 def test_the_learning_rate_is_that_of_the_least_validation_loss(tmp_path):
     g, log = group(zero_shot=True), run_log.RunLog(tmp_path, "accuracy", {})
     assert runner.missing(g, log) == [("zero_shot", None, None), *(("sweep", lr, 100) for lr in runner.GRID)]
@@ -64,9 +61,6 @@ def test_ablations_take_the_accuracy_tables_learning_rates(tmp_path):
     log.add(row(group(method=methods.METHODS["balanced"]), "final", 3e-4, 0))
     rates = {g.method.name: g.lrs for g in ablations.groups(args) if g.task == "sentiment"}
     assert rates["balanced"] == rates["balanced:sr"] == (3e-4,) and rates["paper_gptq:sr"] == (7e-4,)
-
-
-# ---------------------------------------------------------------------------------------------- result files
 
 
 def test_a_log_keeps_what_is_there_and_drops_half_a_line(tmp_path):
@@ -98,9 +92,6 @@ def test_lines_are_read_beside_the_published_file(tmp_path):
     assert [r["weights"] for r in content["peaks"]] == [5, 7] and content["largest"][0]["largest_batch"] == 3
     assert content["environment"]["commit"] != "abc"  # of the last session
     assert run_log.read(tmp_path, "step_time") is None
-
-
-# ---------------------------------------------------------------------------------------------- sessions
 
 
 def test_a_plan_runs_to_the_end_and_not_twice(small, tmp_path, monkeypatch):

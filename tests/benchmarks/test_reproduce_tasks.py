@@ -18,9 +18,6 @@ from reproduce.training import Recipe
 __all__ = ["data"]  # a fixture
 
 
-# ---------------------------------------------------------------------------------------------- prompts, sources
-
-
 def test_prompt_forms():
     row = {"question": "Is it? ", "passage": "A passage.", "label": True}
     item = prompts.item("boolq", row)
@@ -147,9 +144,6 @@ def test_examples_from_wordnets_files(data, monkeypatch):
     assert ("noun00001740", "river bank", "a river bank here") in rows
     assert ("noun00001741", "bank", "the bank lends money") in rows
     assert len(rows) == 4  # "bank" is in three sentences; "too short" has two words
-
-
-# ---------------------------------------------------------------------------------------------- encoding, scoring
 
 
 def test_encoding_marks_the_targets_tokens():

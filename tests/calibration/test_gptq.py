@@ -187,8 +187,6 @@ def test_linears_of_a_site_share_the_global_scale():
 
 
 # ---------------------------------------------------------------------------------------------- what may go wrong
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("rule", ["max6", "mse"])
 def test_dead_columns(weighted, rule):
@@ -301,8 +299,6 @@ def test_refusals():
 
 
 # ---------------------------------------------------------------------------------------------- what it is for
-
-
 def errors(w: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> tuple[float, float]:
     """Relative output error on x: W4A4, W4A16."""
     y = x @ w.T
@@ -364,8 +360,6 @@ def test_output_error_is_the_one_on_the_data():
 
 
 # ---------------------------------------------------------------------------------------------- the backward layout
-
-
 def test_backward_layout():
     """W_b from GPTQ: smaller error of dx than W_b from requantising, for the gradients it was made for."""
     w, moments = layer(128, 64)
@@ -391,8 +385,6 @@ def test_backward_layout():
 
 
 # ---------------------------------------------------------------------------------------------- storage
-
-
 def test_a_frozen_linear_keeps_the_bits():
     w, moments = layer(48, 50)
     q = gptq([w.bfloat16()], moments)[0]
@@ -404,8 +396,6 @@ def test_a_frozen_linear_keeps_the_bits():
 
 
 # ---------------------------------------------------------------------------------------------- moments
-
-
 def test_moments_are_the_means_over_all_tokens():
     x = inputs(300, 32) + 2.0
     values = dq(x)

@@ -52,9 +52,6 @@ def refused(layout, stored, match, planned=(), of=None):
 DENSE = {"b.weight": torch.zeros(N, K, dtype=torch.bfloat16)}
 
 
-# ---------------------------------------------------------------------------------------------- what the headers say
-
-
 @LAYOUTS
 def test_the_packed_linears_are_found_with_all_their_tensors(layout):
     """Dense tensors, and bytes that are no codes (a mask), are left alone."""
@@ -95,9 +92,6 @@ def test_only_plain_linears_are_read_packed(layout):
 def test_inputs_that_do_not_fill_blocks():
     of = nn.ModuleDict({"a": nn.Linear(K + 8, N)})
     refused(MODELOPT, headers(named("a", values(MODELOPT))), "has 56 inputs, which is not a multiple of 16", of=of)
-
-
-# ---------------------------------------------------------------------------------------------- what was loaded
 
 
 def loaded(layout, bias=False, **settings):
@@ -172,9 +166,6 @@ def test_the_largest_block_scale_is_sound_and_the_next_byte_is_not(layout):
         else:
             with pytest.raises(ValueError, match="^a.weight_scale in x.safetensors is corrupt: it holds NaN or negative scales"):
                 check(a=packed)
-
-
-# ---------------------------------------------------------------------------------------------- what it becomes
 
 
 @LAYOUTS

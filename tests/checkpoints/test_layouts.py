@@ -25,21 +25,9 @@ from published_checkpoints import (
     write,
 )
 from safetensors.torch import load_file
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from peft_nvfp4 import (
-    NVFP4LoraConfig,
-    PactConfig,
-    attach,
-    freeze_model,
-    ops,
-    prepare_model_for_nvfp4_training,
-)
+from peft_nvfp4 import NVFP4LoraConfig, PactConfig, attach, freeze_model, ops, prepare_model_for_nvfp4_training
 from peft_nvfp4.checkpoints import export_checkpoint
 from peft_nvfp4.checkpoints.layouts import COMPRESSED_TENSORS, MODELOPT
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
@@ -63,8 +51,6 @@ def assert_holds(model, weights, reciprocal_of=None):
 
 
 # ---------------------------------------------------------------------------------------------- loading
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_and_logits_are_those_that_were_written(tmp_path, layout):
     model = tiny_llama(torch.bfloat16)
@@ -226,8 +212,6 @@ def test_vision_language(tmp_path, layout):
 
 
 # ---------------------------------------------------------------------------------------------- training
-
-
 @pytest.mark.parametrize("config", [LoraConfig, NVFP4LoraConfig])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_train(tmp_path, layout, config):
@@ -253,8 +237,6 @@ def test_without_a_pact_config_nothing_is_hooked(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- export
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_export_loads_bit_equal(tmp_path, layout):
     tiny_llama(torch.bfloat16).save_pretrained(tmp_path / "dense")
@@ -362,8 +344,6 @@ def test_centred_layers_export_their_weights(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- with compressed-tensors
-
-
 def through_compressed_tensors(folder):
     pytest.importorskip("compressed_tensors", reason="not run: compressed-tensors is not installed")
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)

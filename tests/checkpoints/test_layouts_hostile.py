@@ -57,8 +57,6 @@ def test_untouched_copies_load(saved, tmp_path, layout):
 
 
 # ---------------------------------------------------------------------------------------------- files
-
-
 @or_own
 @pytest.mark.parametrize("keep", [0.9, 0.01, 0])
 def test_truncated_shard(saved, tmp_path, layout, keep):
@@ -179,8 +177,6 @@ def test_bad_global_scale(saved, tmp_path, layout, value):
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be represented
-
-
 @by_layout
 @pytest.mark.parametrize(
     "leaf, t, reason",
@@ -249,7 +245,8 @@ def test_damaged_settings_beside_the_files(saved, tmp_path, text):
     shutil.copytree(saved["modelopt"], tmp_path / "copy")
     edit_config(tmp_path / "copy", None)
     (tmp_path / "copy" / "hf_quant_config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    raises(tmp_path / "copy", tmp_path / "copy" / "hf_quant_config.json", "damaged", "Download")
+    said = ("in no layout",) if "quantization" in text else ("damaged", "Download")
+    raises(tmp_path / "copy", tmp_path / "copy" / "hf_quant_config.json", *said)
 
 
 def test_settings_of_dense_files(saved, tmp_path):
@@ -259,8 +256,6 @@ def test_settings_of_dense_files(saved, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- settings
-
-
 def edited(settings, path, value):
     settings = copy.deepcopy(settings)
     *way, last = path.split(".")
@@ -323,10 +318,7 @@ def test_mixed_precision():
 
 
 def test_refused_settings_reach_the_user(saved, tmp_path):
-    for layout, path, value in (
-        ("compressed-tensors", f"{WEIGHTS}.group_size", 32),
-        ("modelopt", "quant_algo", "NVFP4_SVD"),
-    ):
+    for layout, path, value in (("compressed-tensors", f"{WEIGHTS}.group_size", 32), ("modelopt", "quant_algo", "NVFP4_SVD")):
         shutil.copytree(saved[layout], tmp_path / layout)
         edit_config(tmp_path / layout, edited(CT_SETTINGS if layout != "modelopt" else MODELOPT_SETTINGS, path, value))
         raises(tmp_path / layout, tmp_path / layout, value, "PactConfig")

@@ -48,9 +48,6 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-# ---------------------------------------------------------------------------------------------- a plain loop
-
-
 @by_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no-dropout", "dropout"])
@@ -90,9 +87,6 @@ def test_gradient_accumulation(backend, parts):
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert distance(parameter.grad, whole[name]) < bound, name
-
-
-# ---------------------------------------------------------------------------------------------- activation checkpointing
 
 
 def checkpointing_enable(model):
@@ -135,9 +129,6 @@ def test_prepare_model_for_kbit_training_before_the_adapter(backend, dtype):
     assert losses[-1] < losses[0]
 
 
-# ---------------------------------------------------------------------------------------------- HF Trainer
-
-
 class Rows(torch.utils.data.Dataset):
     def __init__(self):
         self.ids = torch.randint(0, 128, (8, 16), generator=torch.Generator().manual_seed(0))
@@ -178,9 +169,6 @@ def test_bitsandbytes_optimizers(tmp_path, backend, optim, bits):
     assert losses[-1] < losses[0] and len(losses) == 6
 
 
-# ---------------------------------------------------------------------------------------------- copies
-
-
 @by_backend
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_compute_the_same_and_share_nothing(backend, way):
@@ -195,9 +183,6 @@ def test_copies_compute_the_same_and_share_nothing(backend, way):
     assert torch.equal(logits(model), expected) and same_tensors(adapter_tensors(model), weights)
     merged = twin.merge_and_unload()  # also rewrites what is frozen
     assert not torch.equal(logits(merged), expected) and torch.equal(logits(model), expected)
-
-
-# ---------------------------------------------------------------------------------------------- generation
 
 
 @by_backend

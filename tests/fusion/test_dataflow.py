@@ -40,9 +40,6 @@ def test_fusing_changes_no_output_and_detaching_puts_everything_back(family, acc
     assert torch.equal(loss_and_gradients(model)[1], gradients)
 
 
-# ---------------------------------------------------------------------------------------------- what others did to the modules
-
-
 def test_hooks_and_patched_forwards_survive():
     """Hooks of norms and MLPs fire once, whether they were there before or come later; accelerate's patched forwards stay."""
     model, calls = tuned("Llama"), []

@@ -13,8 +13,6 @@ from peft_nvfp4.fusion import loss, loss_attach
 from peft_nvfp4.fusion.loss import Transform, linear_cross_entropy
 from peft_nvfp4.fusion.loss_attach import LazyLogits, attach_loss, detach_loss
 
-# ---------------------------------------------------------------------------------------------- the function
-
 
 def ordinary(hidden, weight, labels, bias=None, transform=None, num_items=None, **kwargs):
     """As transformers: all logits, FP32 from there on."""
@@ -111,9 +109,6 @@ def test_autocast():
         assert g.dtype == torch.float32 and distance(g, e) <= 4 * unit(torch.bfloat16)
 
 
-# ---------------------------------------------------------------------------------------------- what is allocated
-
-
 class Widest(TorchDispatchMode):
     """The most rows that any tensor with a vocabulary-sized last dimension has had, other than weights (of ``width`` rows)."""
 
@@ -167,9 +162,6 @@ def test_without_gradients_none_is_computed(monkeypatch):
     hidden, weight, labels, _ = case()
     with torch.no_grad():
         assert linear_cross_entropy(hidden, weight, labels).isfinite()
-
-
-# ---------------------------------------------------------------------------------------------- compilers
 
 
 @pytest.mark.gpu

@@ -12,8 +12,6 @@ from conftest import tiny_llama
 
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-# ---------------------------------------------------------------------------------------------- zeros, NaN, unwritten memory
-
 
 def test_weights_that_are_zero(backend):
     """ModelOpt#1633: scales of zero blocks became NaN. A matrix of zeros, one zero row of blocks, one zero block."""
@@ -83,9 +81,6 @@ def test_channels_that_a_norm_switches_off(backend):
     assert embeds.grad.isfinite().all() and embeds.grad.any()
 
 
-# ---------------------------------------------------------------------------------------------- shapes and strides of inputs
-
-
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 3, 64)], ids=str)
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -136,9 +131,6 @@ def test_inputs_that_are_views(backend, kind):
     # the residual stream keeps these strides, and PyTorch sums a strided row in another order: a few units of FP32 roundoff
     for name, gradient in steps[0][1].items():
         torch.testing.assert_close(steps[1][1][name], gradient, rtol=0, atol=64 * 2**-24 * gradient.abs().max().item(), msg=name)
-
-
-# ---------------------------------------------------------------------------------------------- dtypes
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=lambda d: str(d).removeprefix("torch."))

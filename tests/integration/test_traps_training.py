@@ -24,8 +24,6 @@ from peft import LoraConfig
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-# ---------------------------------------------------------------------------------------------- what changes while training
-
 
 def test_gradient_reaches_the_embedding_through_every_base_layer(backend):
     """transformers#46736: a base without an autograd path dropped upstream gradients without a word; TE#3281: stochastic
@@ -209,9 +207,6 @@ def test_parameters_handed_in_from_outside(backend):
                 p.mul_(2)
     assert_same_bits(got, changed(input_ids=IDS).logits, "logits")
     assert not torch.equal(got, model(input_ids=IDS).logits)
-
-
-# ---------------------------------------------------------------------------------------------- heads and ties
 
 
 def test_ties_after_modules_to_save(backend):

@@ -62,8 +62,6 @@ def shared_object(tmp_path, source):
 
 
 # ---------------------------------------------------------------------------------------------- loading
-
-
 def test_missing_library_says_how_to_get_one(refused, tmp_path):
     error = refused(tmp_path / "nothing.so")
     assert re.match(f"not built: .*nothing.so.*{cutlass.VARIABLE}", str(error)) and not error.broken
@@ -128,8 +126,6 @@ def test_structures_match_the_header(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- tiles
-
-
 def test_few_tiles_prefer_small_ones_many_rows_may_take_large_ones():
     # 512 x 2048 outputs: 64 tiles of 128 x 128 in one wave of 84 SMs, 32 of 256 x 128 also one wave, each twice as long
     assert tiles.choose(Problem(512, (2048,), 2048), [LARGE, SMALL], 84) == SMALL
@@ -186,8 +182,6 @@ def test_tune_stores_the_fastest(tmp_path, monkeypatch, capsys):
 
 
 # ---------------------------------------------------------------------------------------------- build
-
-
 def test_generated_sources(build, tmp_path):
     names = [one.name for one in build.generate.instances()]
     assert len(set(names)) == len(names) >= 8 and ONE in names
@@ -304,8 +298,6 @@ def test_library_checks_its_arguments(library):
 
 
 # ---------------------------------------------------------------------------------------------- on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_match_the_reference(dtype):

@@ -75,8 +75,6 @@ def rounded_operand_is_noticed(dtype: torch.dtype, m: int = 3, n: int = 48, k: i
 
 
 # ---------------------------------------------------------------------------------------------- arithmetic
-
-
 def test_what_is_left_without_the_scale_factor_is_exact_in_bf16():
     """Every code under every E4M3 scale, subnormal ones included: code * scale has 2 + 4 bits, from 2**-10 to 2688."""
     scales = torch.arange(0x7F, dtype=torch.uint8)
@@ -148,8 +146,6 @@ def test_the_product_of_a_gpu(terms, dtype, bias, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- backward layouts
-
-
 @by_device
 @by_scale
 def test_backward_layouts_of_all_makers_are_the_same(g, device):
@@ -164,8 +160,6 @@ def test_backward_layouts_of_all_makers_are_the_same(g, device):
 
 
 # ---------------------------------------------------------------------------------------------- layers
-
-
 def make(options: FrozenOptions, dtype: torch.dtype, device: str, g: float = SCALES[0]) -> NVFP4FrozenLinear:
     return NVFP4FrozenLinear(96, 70, None, dtype, options, to(foreign(70, 96, g), device), None)
 
@@ -356,8 +350,6 @@ def test_merging_requantises_under_a_power_of_two_and_dequantising_rounds_once()
 
 
 # ---------------------------------------------------------------------------------------------- kernels
-
-
 def wrong_transposes(n: int, k: int, device: str, scales: tuple[float, ...] = SCALES) -> list[str]:
     """Kernel against reference, bit for bit: rules, one scale or one a row, block scales of all sizes."""
     found = []

@@ -19,8 +19,6 @@ from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, QuantizedMatrix
 
-# ---------------------------------------------------------------------------------------------- the kernels
-
 RANDOM = [  # M, N, K, terms, result, bias; the first of every pair of lines goes to the vector kernel
     *((1, 9, 300, 1, BF16, FP32), (16, 70, 300, 1, BF16, FP32)),
     *((3, 5, 1040, 2, FP32, BF16), (33, 70, 1040, 2, FP32, BF16)),
@@ -121,13 +119,7 @@ def interpreted():
     return interpreted_results(__file__)
 
 
-RIGHT = {
-    "exact": [],
-    "decoded": [0, 0],
-    "bounds": [0] * len(RANDOM),
-    "nan": [[1, 2], [1, 8]],
-    "adapters": [0] * len(ADAPTERS),
-}
+RIGHT = {"exact": [], "decoded": [0, 0], "bounds": [0] * len(RANDOM), "nan": [[1, 2], [1, 8]], "adapters": [0] * len(ADAPTERS)}
 
 
 @pytest.mark.parametrize("what", RIGHT)

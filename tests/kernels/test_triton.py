@@ -20,8 +20,6 @@ from peft_nvfp4.numerics.formats import QuantizedMatrix
 from peft_nvfp4.ops import fused
 from peft_nvfp4.ops.core import Operator
 
-# ---------------------------------------------------------------------------------------------- on a CPU
-
 INTERPRETED = {  # group -> rows, widths, weights
     "quantize": (21, (10, 300), ()),
     "terms": (21, (10, 576), ()),
@@ -52,9 +50,6 @@ def interpreted():
 def test_interpreted_kernels_give_the_bits_of_the_reference(group, interpreted):
     assert interpreted[group]["cases"] > 0
     assert interpreted[group]["mismatches"] == []
-
-
-# ---------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
@@ -99,9 +94,6 @@ def test_operators_call_the_kernels_and_say_so():
     assert triton == set(dispatch.KERNELS)
 
 
-# ---------------------------------------------------------------------------------------------- operators
-
-
 FUSED = [value.name for value in vars(fused).values() if isinstance(value, Operator)] + ["quantize_terms", "dequantize_terms"]
 
 
@@ -142,9 +134,6 @@ def flattened(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for v in value for t in flattened(v)] if isinstance(value, (list, tuple)) else []
-
-
-# ---------------------------------------------------------------------------------------------- choosing
 
 
 def test_status_names_every_operator_and_a_reason():

@@ -30,9 +30,8 @@ from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, frozen_experts, 
 from peft_nvfp4.nn.registry import BACKENDS
 from peft_nvfp4.training.offload.frozen_methods import computing
 
+
 # ---------------------------------------------------------------------------------------------- freezing a model
-
-
 def test_freezing_packs_experts_and_dequantising_gives_them_back():
     model = mixtral()
     total = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
@@ -107,8 +106,6 @@ def test_records_of_dense_mixtures_know_their_experts():
 
 
 # ---------------------------------------------------------------------------------------------- adapters
-
-
 @BACKEND
 @by_family
 def test_adapters_reach_every_projection_and_load_in_stock_peft(make, backend, tmp_path):
@@ -269,8 +266,6 @@ def test_generate_and_inspect(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- two processes
-
-
 def one_step(model, ids):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from peft_nvfp4 import PactConfig, dequantize_model, export_checkpoint, freeze_model
 from peft_nvfp4.nn.experts.frozen_experts import frozen_experts
 
-# ---------------------------------------------------------------------------------------------- files
-
 
 def loaded(folder, **settings):
     return AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16", **settings)
@@ -91,8 +89,6 @@ def test_corrupt_files_are_refused(spoil, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
-
-# ---------------------------------------------------------------------------------------------- other tools' files
 
 FILE_NAMES = {"MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2"), None: ("mlp", "gate_proj", "up_proj", "down_proj")}
 

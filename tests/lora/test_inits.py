@@ -82,8 +82,6 @@ def factors(layer, name="default"):
 
 
 # ---------------------------------------------------------------------------------------------- that leave the base alone
-
-
 @pytest.mark.parametrize("init", (True, False, "gaussian", "orthogonal", "mica", "eva"), ids=str)
 def test_base_keeps_its_bytes(backend, init):
     """And where B A = 0, the function is the base's."""
@@ -106,8 +104,6 @@ def test_base_keeps_its_bytes(backend, init):
 
 
 # ---------------------------------------------------------------------------------------------- that rewrite the base
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("init", REWRITING)
 def test_rewriting_inits_keep_the_sum(backend, init, dtype):
@@ -175,8 +171,6 @@ def test_dense_init_of_a_second_adapter_while_one_is_merged_raises(backend, init
 
 
 # ---------------------------------------------------------------------------------------------- that are refused
-
-
 @pytest.mark.parametrize(
     "option, make",
     (
@@ -191,7 +185,6 @@ def test_options_that_cannot_work_raise_and_are_named(backend, option, make):
 
 
 # ---------------------------------------------------------------------------------------------- variants
-
 VARIANTS = {
     "dora": dict(use_dora=True),
     "velora": dict(velora_config=VeloraConfig(num_groups=8)),

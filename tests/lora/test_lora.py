@@ -15,8 +15,6 @@ from peft_nvfp4.autograd.seeds import draw_seed
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.numerics import philox
 
-# ---------------------------------------------------------------------------------------------- forward
-
 
 @by_dtype
 @pytest.mark.parametrize("name", LAYERS)

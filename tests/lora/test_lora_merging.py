@@ -31,8 +31,6 @@ from torch import nn
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-# ---------------------------------------------------------------------------------------------- merging in place
-
 
 @by_dtype
 @pytest.mark.parametrize("safe_merge", (False, True), ids=("unsafe", "safe"))
@@ -193,9 +191,6 @@ def test_a_copy_of_a_merged_model_unmerges_by_itself(backend):
     assert_same_packed(packed(layer_of(model)), merged, "the original, still merged")
     model.unmerge_adapter()
     assert_same_packed(packed(layer_of(model)), before, "the original, unmerged")
-
-
-# ---------------------------------------------------------------------------------------------- merging for good
 
 
 @by_dtype

@@ -38,9 +38,8 @@ from peft_nvfp4 import NVFP4LoraConfig, freeze_model, register, unregister
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.quantization.freeze import frozen_layers
 
+
 # ---------------------------------------------------------------------------------------------- stock PEFT in a subprocess
-
-
 def plain_run(model) -> dict:
     """Plain LoRA on a plain model, in whatever process this runs. Only PEFT and torch are in scope (see HEADER)."""
     torch.manual_seed(7)
@@ -201,10 +200,7 @@ def test_stock_peft_computes_our_layers_in_bf16(stock, backend, adapters):
     at most U on E = s |x| |A|.T |B|.T. Both round the sum, to within U of it. With BF16 adapters PEFT rounds in the same places,
     and only a rounding that another order of summation flips may differ: two errors of one ulp, 2 U each, in h and the branch."""
     root, out = stock
-    case, autocast, factor = {
-        "fp32-adapters": ("bf16", True, 5),
-        "bf16-adapters": ("bf16, BF16 adapters", False, 4),
-    }[adapters]
+    case, autocast, factor = {"fp32-adapters": ("bf16", True, 5), "bf16-adapters": ("bf16, BF16 adapters", False, 4)}[adapters]
     model = ours_on(root, backend, "bf16", autocast_adapter_dtype=autocast)
     calls = {n.split("layers.")[-1]: c for n, c in out[backend, case]["calls"].items()}
     layers = frozen_lora(model)
@@ -262,8 +258,6 @@ def test_plain_lora_is_untouched_by_the_import(stock):
 
 
 # ---------------------------------------------------------------------------------------------- the hooks
-
-
 @pytest.fixture
 def unregistered():
     unregister()

@@ -20,8 +20,6 @@ from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.quantization.options import NAMES
 
-# ---------------------------------------------------------------------------------------------- the configuration
-
 VALUES = {
     "backend": ["nvfp4", "nf4", "bf16"],
     "accuracy": ["paper", "balanced", "high"],
@@ -124,9 +122,6 @@ def test_a_configuration_of_another_method_is_refused(tmp_path):
     IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match="IA3.*not LoRA"):
         NVFP4LoraConfig.from_pretrained(str(tmp_path))
-
-
-# ---------------------------------------------------------------------------------------------- loading
 
 
 @by_backend

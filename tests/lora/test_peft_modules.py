@@ -16,24 +16,12 @@ from _peft_models import (
     train,
     trained,
 )
-from peft import (
-    AdaLoraConfig,
-    BOFTConfig,
-    IA3Config,
-    LoHaConfig,
-    LoraConfig,
-    OFTConfig,
-    PeftModel,
-    VeraConfig,
-    get_peft_model,
-)
+from peft import AdaLoraConfig, BOFTConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers
-
-# ---------------------------------------------------------------------------------------------- heads and modules to save
 
 
 def tiny_classifier() -> LlamaForSequenceClassification:
@@ -104,9 +92,6 @@ def test_trainable_tokens(llama, tmp_path, backend):
     assert torch.equal(logits(PeftModel.from_pretrained(llama(), str(tmp_path), config=read)), logits(model))
 
 
-# ---------------------------------------------------------------------------------------------- selection of modules
-
-
 @pytest.mark.parametrize(
     "settings, expected",
     [
@@ -132,8 +117,6 @@ def test_rank_and_alpha_patterns(llama):
     assert layers["0.self_attn.q_proj"].scaling["default"] == 32 / 2**0.5
     assert layers["0.self_attn.k_proj"].scaling["default"] == 8 / 2
 
-
-# ---------------------------------------------------------------------------------------------- other methods
 
 OTHER_TUNERS = {
     "IA3": lambda: IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),

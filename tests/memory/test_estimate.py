@@ -8,19 +8,7 @@ from pathlib import Path
 import pytest
 from _estimates import llama
 
-from peft_nvfp4.memory import (
-    BUILTIN,
-    CARDS,
-    Settings,
-    card,
-    draw,
-    estimate,
-    fit,
-    largest_batch,
-    model_shape,
-    parse_bytes,
-    usable,
-)
+from peft_nvfp4.memory import BUILTIN, CARDS, Settings, card, draw, estimate, fit, largest_batch, model_shape, parse_bytes, usable
 from peft_nvfp4.memory.kept import codes
 from peft_nvfp4.quantization.groups import ACCURACY
 from peft_nvfp4.training.callbacks import explain
@@ -152,8 +140,6 @@ def test_largest_batches_of_the_paper(settings, batch):
 
 
 # ---------------------------------------------------------------------------------------------- behaviour
-
-
 def test_categories_add_up_to_the_peak():
     for settings, _ in MEASURED.values():
         found = estimate("llama-1b", settings)
@@ -215,8 +201,6 @@ def test_fit_of_batches_that_do_not_divide():
 
 
 # ---------------------------------------------------------------------------------------------- weights on the host
-
-
 OFFLOADED = Settings(batch=1, sequence=512, memory="small", checkpointing=True)
 
 
@@ -240,8 +224,6 @@ def test_what_excludes_offload_and_what_is_advised():
 
 
 # ---------------------------------------------------------------------------------------------- models, settings, cards
-
-
 def test_from_config_json_alone(tmp_path):
     config = llama(2).config
     config.save_pretrained(tmp_path)
@@ -302,8 +284,7 @@ def test_targets_that_do_not_exist():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("16GiB", 16 << 30), ("16 GB", 16 * 10**9), ("1.5gib", 3 << 29), ("500MiB", 500 << 20)],
+    ("text", "expected"), [("16GiB", 16 << 30), ("16 GB", 16 * 10**9), ("1.5gib", 3 << 29), ("500MiB", 500 << 20)]
 )
 def test_parse_bytes(text, expected):
     assert parse_bytes(text) == expected

@@ -30,8 +30,6 @@ def backend(request):
 
 
 # ---------------------------------------------------------------------------------------------- the registry
-
-
 def test_registry_lists_the_three_words_and_their_classes(backend):
     assert list(BACKENDS) == ["nvfp4", "nf4", "bf16"] and len(BACKENDS) == 3
     assert issubclass(BACKENDS[backend], FrozenLinear) and BACKENDS[backend].backend == backend
@@ -48,8 +46,6 @@ def test_more_terms_than_two_are_refused():
 
 
 # ---------------------------------------------------------------------------------------------- the function
-
-
 @by_dtype
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no_bias"))
 @pytest.mark.parametrize("shape", ((IN, OUT), (10, 7)), ids=("K128-N64", "K10-N7"))
@@ -109,8 +105,6 @@ def test_forward_under_autocast(backend):
 
 
 # ---------------------------------------------------------------------------------------------- storage
-
-
 @by_dtype
 def test_parameters_are_frozen_bytes(backend, dtype):
     """Only the bias, and the dense weight of bf16, are floating; nothing has a gradient."""
@@ -232,8 +226,6 @@ def test_state_dict_round_trip(backend, dtype):
 
 
 # ---------------------------------------------------------------------------------------------- rewriting the weight
-
-
 @by_dtype
 def test_requantize(backend, dtype):
     layer, weight = freeze(backend, dense(dtype)), torch.randn(OUT, IN)

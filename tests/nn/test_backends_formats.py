@@ -14,8 +14,6 @@ from torch import nn
 from peft_nvfp4 import BACKENDS, ops
 from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 
-# ---------------------------------------------------------------------------------------------- NF4
-
 
 @pytest.fixture
 def bnb():
@@ -115,9 +113,6 @@ def test_nf4_is_packed_alike_on_any_stream():
     torch.cuda.synchronize()
     for name, tensor in expected.items():
         assert_same_bits(found[name], tensor, name)
-
-
-# ---------------------------------------------------------------------------------------------- NVFP4
 
 
 def test_nvfp4_layouts_are_those_of_the_operators():

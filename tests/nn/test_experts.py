@@ -27,8 +27,6 @@ def linears(weights, backend, options=OPTIONS):
 
 
 # ---------------------------------------------------------------------------------------------- storage
-
-
 @pytest.mark.parametrize("layouts", ("cached", "transient"))
 @by_family
 def test_packed_bytes_are_those_of_every_slice_alone(make, layouts):
@@ -121,8 +119,6 @@ def test_backends_that_do_not_pack_are_refused():
 
 
 # ---------------------------------------------------------------------------------------------- forward and gradient
-
-
 @BACKEND
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @by_family
@@ -290,8 +286,6 @@ def test_fused_norms_fall_back_before_experts(make):
 
 
 # ---------------------------------------------------------------------------------------------- the benchmark
-
-
 def test_the_benchmark_runs(tmp_path, monkeypatch):
     import bench_experts
 

@@ -242,8 +242,6 @@ def test_helper(base, way, model, setting, helper, record_property):
 
 
 # ---------------------------------------------------------------------------------------------- matrix of quantised backends
-
-
 class Quantised:
     """One of our bases as a row of ``test_quantization``."""
 

@@ -90,8 +90,6 @@ def verdict(content: dict) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- as text
-
-
 def line(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 

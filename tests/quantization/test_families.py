@@ -20,8 +20,6 @@ from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.fusion.attach import OTHER_RUN, attached
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-# ---------------------------------------------------------------------------------------------- what is expected
-
 NORMS = {"input_layernorm": 2, "post_attention_layernorm": 2}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FINAL = {("norm", "its output is read by __getitem__"): 1}
@@ -69,14 +67,7 @@ FAMILIES = {
         ),
     ),
     "qwen3-moe": (  # the second layer has a dense MLP
-        causal(
-            "Qwen3Moe",
-            head_dim=16,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=48,
-            mlp_only_layers=[1],
-        ),
+        causal("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]),
         layers(
             fused={"input_layernorm": 2, "post_attention_layernorm": 1, "mlp": 1, "experts": 1},
             sites={QKV: 2, GATE_UP: 1},
@@ -154,9 +145,6 @@ def loss_and_gradients(model, batch):
 
 def distance(got, want):
     return ((got - want).norm() / want.norm()).item()
-
-
-# ---------------------------------------------------------------------------------------------- the tests
 
 
 @by_family

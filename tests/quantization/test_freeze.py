@@ -15,8 +15,6 @@ from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model, frozen_bytes
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-# ---------------------------------------------------------------------------------------------- what is frozen
-
 
 @by_backend
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -132,9 +130,6 @@ def test_a_bare_linear_is_refused():
         freeze_model(layer)
 
 
-# ---------------------------------------------------------------------------------------------- freezing twice
-
-
 @by_backend
 def test_freezing_again_changes_nothing(llama, backend):
     model = freeze_model(llama(), backend)
@@ -199,9 +194,6 @@ def test_a_sibling_frozen_later_is_not_clipped(llama, factor):
     assert error(later) <= 1.5 * error(freeze_model(model()))
 
 
-# ---------------------------------------------------------------------------------------------- refusals change nothing
-
-
 @by_packed_backend
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "-inf"])
 @pytest.mark.parametrize("way", ["freeze_model", "get_peft_model"])
@@ -239,9 +231,6 @@ def test_unknown_words(llama, settings, message):
     model = llama()
     with Unchanged(model), pytest.raises(ValueError, match=message):
         freeze_model(model, **settings)
-
-
-# ---------------------------------------------------------------------------------------------- shared weights
 
 
 @by_backend

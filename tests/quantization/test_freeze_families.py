@@ -21,8 +21,6 @@ from peft_nvfp4.numerics.reference import power_of_two_scale
 from peft_nvfp4.quantization.freeze import frozen_layers
 from peft_nvfp4.quantization.groups import fused_siblings, input_terms
 
-# ---------------------------------------------------------------------------------------------- what stays dense is said
-
 
 @by_backend
 @pytest.mark.parametrize("make, kind", [(gpt_oss, "GptOssExperts"), (gpt2, "Conv1D")])
@@ -42,9 +40,6 @@ def test_no_warning_where_all_is_frozen(llama, backend, tied, skipped):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         freeze_model(llama(tie_word_embeddings=tied), backend, skip_modules=skipped)
-
-
-# ---------------------------------------------------------------------------------------------- sites
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -120,8 +115,6 @@ def test_fused_siblings():
     assert fused_siblings("up_proj") == ("gate_proj", "up_proj")
     assert fused_siblings("a.o_proj") == ("a.o_proj",)
 
-
-# ---------------------------------------------------------------------------------------------- families
 
 ONE = dict(num_hidden_layers=1)
 ENCODER = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)

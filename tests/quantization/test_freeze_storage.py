@@ -18,8 +18,6 @@ from torch import nn
 from peft_nvfp4 import BACKENDS, dequantize_model, freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-# ---------------------------------------------------------------------------------------------- bitsandbytes models
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -85,9 +83,6 @@ def test_what_cannot_be_adopted_is_refused(folder, settings, backend, message, a
     assert absent not in str(error.value)
 
 
-# ---------------------------------------------------------------------------------------------- back again
-
-
 @by_backend
 def test_dequantize_model_is_the_inverse(llama, backend):
     """The same tree, names and dtypes, the weights that the frozen layers computed with; nothing frozen is left."""
@@ -111,9 +106,6 @@ def test_dequantize_model_leaves_adapters_alone(llama):
     dequantize_model(model)
     assert len(names(model)) == 2 and all(n.endswith("q_proj.base_layer") for n in names(model))
     assert type(model.base_model.model.model.layers[0].mlp.up_proj) is nn.Linear
-
-
-# ---------------------------------------------------------------------------------------------- bytes and memory
 
 
 @by_packed_backend

@@ -58,8 +58,6 @@ def stored_bytes(model) -> dict[str, torch.Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------- DDP
-
-
 def ddp_step(rank: int, backend: str, settings: dict, accumulate: bool):
     model, ids = tuned(backend), batch()
     loss, wanted = one_process(model, ids)
@@ -187,8 +185,6 @@ def test_ddp_replays_recordings_with_the_same_numbers():
 
 
 # ---------------------------------------------------------------------------------------------- FSDP2
-
-
 def fsdp_step(rank: int, backend: str, checkpointing: bool, supervised: bool, width: int = 176):
     model, ids = tuned(backend, width=width), batch()
     if checkpointing:
@@ -319,8 +315,6 @@ def test_other_backends_may_have_small_units():
 
 
 # ---------------------------------------------------------------------------------------------- layers and recordings
-
-
 def sharded_model(rank: int):
     model, ids = tuned("nvfp4 transient"), batch()
     whole = frozen_bytes(model)

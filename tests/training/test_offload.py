@@ -13,17 +13,8 @@ from peft import LoraConfig
 
 from peft_nvfp4 import enable_cuda_graphs, frozen_bytes
 from peft_nvfp4.autograd import activation_cache
-from peft_nvfp4.training.offload.enable import (
-    _owner,
-    disable_offload,
-    enable_offload,
-    find_layers,
-    offload_status,
-    offloaded,
-)
+from peft_nvfp4.training.offload.enable import _owner, disable_offload, enable_offload, find_layers, offload_status, offloaded
 from peft_nvfp4.training.offload.layers import ATTRIBUTE
-
-# ---------------------------------------------------------------------------------------------- the same bits
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpointing", "reentrant"])
@@ -87,9 +78,6 @@ def test_buffers_are_what_layers_compute_with():
     before = model(input_ids=ids).logits
     _owner(model).slots[0].data.zero_()
     assert not torch.equal(model(input_ids=ids).logits, before)
-
-
-# ---------------------------------------------------------------------------------------------- everything else
 
 
 def test_state_dict_reads_the_host():
@@ -259,9 +247,6 @@ def test_gradients_through_a_cache_are_refused():
         model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
     with torch.no_grad():
         model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
-
-
-# ---------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_excludes_it_is_said():

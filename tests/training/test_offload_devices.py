@@ -10,14 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.autograd import activation_cache
-from peft_nvfp4.training.offload.enable import (
-    _owner,
-    enable_offload,
-    offload_status,
-)
+from peft_nvfp4.training.offload.enable import _owner, enable_offload, offload_status
 from peft_nvfp4.training.offload.frozen_methods import computing
-
-# ---------------------------------------------------------------------------------------------- several processes and devices
 
 
 def ddp_step(rank: int, offload: str | None):
@@ -128,9 +122,6 @@ def test_device_map_over_two_gpus(backend, tmp_path):
         assert {p.device.index for p in model.parameters()} == set(device_map.values())
         found.append(steps(model))
     assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
-
-
-# ---------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu

@@ -32,9 +32,6 @@ def folder(tmp_path):
     return dense_files(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------- the settings
-
-
 @pytest.mark.parametrize(
     "settings, error, message",
     [
@@ -57,9 +54,6 @@ def test_settings_survive_json():
         PactConfig.from_dict({**config.to_dict(), "flavour": 1})
     with pytest.raises(ValueError, match="format_version 9.*newer"):
         PactConfig.from_dict({**config.to_dict(), "format_version": 9, "flavour": 1})
-
-
-# ---------------------------------------------------------------------------------------------- the same bits
 
 
 OTHERS = dict(memory="small", accuracy="paper")
@@ -174,9 +168,6 @@ def test_sizes_for_device_maps(folder):
         assert 0.95 * actual <= estimate <= actual, "padding of 176 columns and global scales are not in the estimate"
 
 
-# ---------------------------------------------------------------------------------------------- classes
-
-
 def test_sequence_classification(folder, tmp_path):
     model = load(folder, AutoModelForSequenceClassification)
     assert len(frozen_layers(model)) == 14 and type(model.score) is torch.nn.Linear
@@ -210,9 +201,6 @@ def test_model_without_linears_raises(tmp_path):
     AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no linear layer of GPT2LMHeadModel can be frozen"):
         load(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------- save, reload, dequantise
 
 
 @pytest.mark.parametrize("settings", [{}, dict(memory="small"), dict(skip_modules=["down_proj"])])

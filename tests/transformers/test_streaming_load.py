@@ -40,9 +40,6 @@ def reload(folder):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-# ---------------------------------------------------------------------------------------------- memory
-
-
 def write_checkpoint(folder, shard_bytes=50 << 20, **shape):
     """A random Llama in BF16, written shard by shard. Returns its bytes."""
     folder.mkdir()
@@ -163,9 +160,6 @@ def test_release_gives_pages_back_and_keeps_what_was_written(tmp_path):
         assert resident() < 1_000
         assert torch.equal(b, torch.ones(8)) and torch.equal(a.sum(), expected)
     checkpoint.release([str(tmp_path / "absent")])
-
-
-# ---------------------------------------------------------------------------------------------- broken files
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.01, 0])
