@@ -58,6 +58,15 @@ def _stop(processes: list) -> None:
     _processes.cache_clear()
 
 
+def refusal(call) -> str:
+    """What the ``ValueError`` of a call says; nothing where there is none."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def both(function, *arguments: Any) -> list:
     """[result of rank 0, of rank 1]."""
     processes = _processes()

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from _families import image_for, qwen2_5_vl
 from _reproduce import write_rows
-from _tiny_models import tiny_tokenizer
+from _tiny_models import images_or_skip, tiny_tokenizer
 from conftest import tiny_llama
 from reproduce import image_tasks, image_text, run_log, runner, sources, tables
 
@@ -25,13 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for line
 DIGITS = 60
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pillow():
-    pytest.importorskip("PIL.Image")
-    try:
-        transformers.Idefics3ImageProcessorPil()
-    except ImportError as error:  # 5.12 asks for torchvision, in a class that does without
-        pytest.skip(f"not run: {error}")
+pillow = pytest.fixture(scope="module", autouse=True)(images_or_skip)
 
 
 def write_digits(folder: Path) -> list[tuple[int, ...]]:

@@ -4,13 +4,12 @@ trained on, and scores of candidates and of generated answers. Rows are made up 
 from __future__ import annotations
 
 import hashlib
-import io
-import tarfile
 from types import SimpleNamespace
 
 import pytest
 import torch
 from _reproduce import Letters, data
+from _tiny_models import tar_bytes
 from conftest import tiny_llama
 from reproduce import prompts, scoring, sources, tasks, training
 from reproduce.training import Recipe
@@ -99,7 +98,7 @@ def test_hub_tasks_read_the_original_columns(monkeypatch):
 
 
 def test_a_damaged_or_other_package_is_refused(data, monkeypatch):
-    (data / "other-1.tar.gz").write_bytes(_archive({"pkg/data/rows.jsonl": b'{"a": 1}\n'}))
+    (data / "other-1.tar.gz").write_bytes(tar_bytes({"pkg/data/rows.jsonl": b'{"a": 1}\n'}))
     file = {"path": ["data/rows.jsonl"], "sha256": hashlib.sha256(b'{"a": 1}\n').hexdigest()}
     package = {"archive": "other-1.tar.gz", "pip": [], "files": {"rows.jsonl": file}}
     monkeypatch.setattr(sources, "PACKAGES", {"other==1": package})
@@ -116,16 +115,6 @@ def test_a_damaged_or_other_package_is_refused(data, monkeypatch):
 def test_every_file_that_a_task_reads_has_a_source(data):
     names = {name for package in sources.PACKAGES.values() for name in package["files"]} | {sources.EXAMPLES}
     assert names - {sources.DIGITS} == {path.name for path in (data / "reproduce").iterdir()}
-
-
-def _archive(members: dict[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return out.getvalue()
 
 
 def test_examples_from_wordnets_files(data, monkeypatch):

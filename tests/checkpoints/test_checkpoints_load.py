@@ -157,18 +157,6 @@ def test_the_range_of_global_scales_includes_its_ends(layout):
 
 
 @LAYOUTS
-def test_the_largest_block_scale_is_sound_and_the_next_byte_is_not(layout):
-    packed = loaded(layout)
-    for byte, sound in ((0x7E, True), (0x7F, False)):
-        packed.weight_scale.data.view(torch.uint8)[1, 2] = byte
-        if sound:
-            check(a=packed)
-        else:
-            with pytest.raises(ValueError, match="^a.weight_scale in x.safetensors is corrupt: it holds NaN or negative scales"):
-                check(a=packed)
-
-
-@LAYOUTS
 @pytest.mark.parametrize("bias", (False, True), ids=("no-bias", "bias"))
 @pytest.mark.parametrize("training", (False, True), ids=("eval", "train"))
 def test_a_packed_linear_becomes_frozen_or_dense(layout, bias, training):

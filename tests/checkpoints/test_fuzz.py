@@ -51,22 +51,6 @@ def test_settings_of_published_checkpoints(name, damage):
             read_settings(content, "origin.json")
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("compressed-tensors", "sparsity_config", "dense"),
-        ("compressed-tensors", "format", ["x"]),
-        ("compressed-tensors", "quant_method", ["x"]),
-        ("modelopt", "quant_algo", ["NVFP4"]),
-        ("modelopt", "quantized_layers", ["x"]),
-        ("modelopt", "quantized_layers", {"a": "NVFP4"}),
-    ],
-)
-def test_settings_of_a_wrong_type(name, key, value):
-    with pytest.raises(ValueError, match="origin.json"):
-        read_settings({**SETTINGS[name], key: value}, "origin.json")
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Bytes of a safetensors file of a few tensors, and a folder for damaged ones."""

@@ -2,7 +2,9 @@
 represent: one error that names the tensor or the file and says why, no model, no code run."""
 
 import copy
+import functools
 import json
+import operator
 import shutil
 
 import pytest
@@ -259,10 +261,7 @@ def test_settings_of_dense_files(saved, tmp_path):
 def edited(settings, path, value):
     settings = copy.deepcopy(settings)
     *way, last = path.split(".")
-    for part in way:
-        target = settings if part == way[0] else target  # noqa: F821
-        target = target[part]
-    (target if way else settings)[last] = value
+    functools.reduce(operator.getitem, way, settings)[last] = value
     return settings
 
 
@@ -297,6 +296,12 @@ WEIGHTS = "config_groups.group_0.weights"
         (MODELOPT_SETTINGS, "quant_algo", None, ["None"]),
         (MODELOPT_SETTINGS, f"{WEIGHTS}.group_size", 32, ["group_size", "32"]),
         (MODELOPT_SETTINGS, "layout_version", 7, ["layout_version", "Upgrade"]),
+        (CT_SETTINGS, "sparsity_config", "dense", []),
+        (CT_SETTINGS, "format", ["x"], []),
+        (CT_SETTINGS, "quant_method", ["x"], []),
+        (MODELOPT_SETTINGS, "quant_algo", ["NVFP4"], []),
+        (MODELOPT_SETTINGS, "quantized_layers", ["x"], []),
+        (MODELOPT_SETTINGS, "quantized_layers", {"a": "NVFP4"}, []),
         (OLD_MODELOPT, "quantization.group_size", 32, ["group_size", "32"]),
         (OLD_MODELOPT, "quantization.quant_algo", "W4A8_AWQ", ["W4A8_AWQ"]),
     ],

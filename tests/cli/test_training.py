@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from _frozen_models import packed
+from _loss_models import distance
 from _low_level import adapted_model
 from _peft_models import adapter_tensors, by_backend, config, logits, same_tensors
 from _steps import steps as optimizer_steps
@@ -42,10 +43,6 @@ def gradients(model: nn.Module, ids: torch.Tensor = IDS, seed: int = 5) -> dict[
 def fit(model: nn.Module, steps: int, lr: float = 1e-2) -> list[float]:
     model.train()
     return optimizer_steps(model, IDS, steps, lr)
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 @by_backend
@@ -129,26 +126,7 @@ def test_prepare_model_for_kbit_training_before_the_adapter(backend, dtype):
     assert losses[-1] < losses[0]
 
 
-class Rows(torch.utils.data.Dataset):
-    def __init__(self):
-        self.ids = torch.randint(0, 128, (8, 16), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return dict(input_ids=self.ids[i], labels=self.ids[i])
-
-
-def arguments(folder, **settings) -> hf.TrainingArguments:
-    usual = dict(max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, save_strategy="no")
-    return hf.TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], seed=3, disable_tqdm=True, **{**usual, **settings}
-    )
-
-
-def losses_of(trainer: hf.Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+ROWS = [dict(input_ids=row, labels=row) for row in torch.randint(0, 128, (8, 16), generator=torch.Generator().manual_seed(0))]
 
 
 @pytest.mark.parametrize("backend", ["nf4", "nvfp4"])
@@ -157,7 +135,9 @@ def losses_of(trainer: hf.Trainer) -> list[float]:
 def test_bitsandbytes_optimizers(tmp_path, backend, optim, bits):
     """Selected by name and used: states of 4096 or more values are kept in 8 bits. Paging itself needs CUDA."""
     model = adapted(backend=backend, r=64)  # A and B of a 64 x 64 projection hold 4096 values
-    trainer = hf.Trainer(model, arguments(tmp_path, optim=optim, max_steps=6), train_dataset=Rows())
+    settings = dict(use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, save_strategy="no", seed=3)
+    settings |= dict(optim=optim, max_steps=6, per_device_train_batch_size=2, learning_rate=1e-2)
+    trainer = hf.Trainer(model, hf.TrainingArguments(tmp_path, **settings), train_dataset=ROWS)
     trainer.train()
     optimizer = trainer.optimizer
     while not isinstance(optimizer, bnb.optim.optimizer.Optimizer8bit):
@@ -165,7 +145,7 @@ def test_bitsandbytes_optimizers(tmp_path, backend, optim, bits):
     assert optimizer.args.optim_bits == bits and optimizer.is_paged is optim.startswith("paged")
     states = [s["state1"].dtype for p, s in optimizer.state.items() if p.numel() >= 4096]
     assert states and set(states) == {torch.uint8 if bits == 8 else torch.float32}
-    losses = losses_of(trainer)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] and len(losses) == 6
 
 

@@ -209,7 +209,8 @@ def tiny(family, dtype):
 
 def step(model, call=None):
     model.zero_grad()
-    out = (model if call is None else call)(input_ids=IDS, labels=IDS, use_cache=False)
+    ids = IDS.to(model.device)
+    out = (model if call is None else call)(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
     return out.logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -467,11 +468,8 @@ def test_an_attached_model_runs_the_kernel_with_the_bits_of_transformers(dtype, 
     for attached in (False, True):
         if attached:
             assert attach_rope(model) == {modeling_llama.__name__: FUSED}
-        model.zero_grad()
-        out = model(input_ids=IDS.cuda(), labels=IDS.cuda(), use_cache=False)
-        out.loss.backward()
-        results.append((out.logits.detach().cpu(), [p.grad.cpu() for p in model.model.layers.parameters()]))
+        logits, gradients = step(model)
+        results.append({"logits": logits} | {name: g for name, g in gradients.items() if ".layers." in name})
         assert len(calls) == 2 * attached
-    assert_same_bits(results[1][0], results[0][0], "logits")
-    for a, b in zip(results[1][1], results[0][1]):
-        assert_same_bits(a, b, "gradient")
+    for name, t in results[0].items():
+        assert_same_bits(results[1][name], t, name)

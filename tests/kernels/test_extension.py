@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,9 @@ def refused(monkeypatch):
 
 @pytest.fixture(scope="module")
 def build():
-    sys.path.insert(0, str(CSRC))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(CSRC))
         import build as module
-    finally:
-        sys.path.remove(str(CSRC))
     return module
 
 
@@ -242,14 +239,12 @@ def library(compiled):
 
 
 @pytest.mark.slow
-def test_one_instance_compiles(compiled, library):
+def test_one_instance_compiles(compiled, library, monkeypatch):
     assert library.archs == ["12.0a"] and library.info["emulated"] == "0"
     assert library.instances == {(SMALL.name, "none", "bf16"): 0} and library.tiles == [SMALL]
-    sys.path.insert(0, str(CSRC))
-    try:
-        import report
-    finally:
-        sys.path.remove(str(CSRC))
+    monkeypatch.syspath_prepend(str(CSRC))
+    import report
+
     (row,) = report.report(compiled[1], compiled[0], report.find_cuobjdump())["rows"]
     assert row["arch"] == "sm_120a" and row["smem_bytes"] <= 101376
     if "fp4_mma" in row:  # cuobjdump is there

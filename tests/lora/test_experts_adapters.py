@@ -19,7 +19,7 @@ from _frozen_experts import (
     routed,
 )
 from _mixtures import IDS, by_family, mixtral, qwen3_moe
-from _two_processes import both
+from _two_processes import both, refusal
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -290,12 +290,7 @@ def distributed_step(rank: int, backend: str, way: str):
         found = one_step(model, IDS)
         model.zero_grad()
         apart = max(apart, *((found[n] - g).abs().max().item() / g.abs().max().item() for n, g in wanted.items()))
-    if way == "ddp":
-        return apart, ""
-    try:
-        experts_of(model.base_model.model).merge()
-    except ValueError as error:
-        return apart, str(error)
+    return apart, "" if way == "ddp" else refusal(experts_of(model.base_model.model).merge)
 
 
 @BACKEND

@@ -4,13 +4,11 @@ A test that takes ``backend`` runs for each word of BACKENDS (nf4 where bitsandb
 only."""
 
 import copy
-import io
-import pickle
 import re
 
 import pytest
 import torch
-from _assertions import assert_same_bits, unit
+from _assertions import COPIES, assert_same_bits, unit
 from _frozen_linears import IN, OUT, TOKENS, assert_same_packed, dense, freeze, packed, require, sqnr
 from torch import nn
 
@@ -178,22 +176,12 @@ def test_casts_leave_packed_bytes_alone(backend, convert):
         assert_same_bits(layer.weight.detach(), value.to(dtype), "weight")
 
 
-def copies():
-    def saved(layer):
-        buffer = io.BytesIO()
-        torch.save(layer, buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=False)
-
-    return {"deepcopy": copy.deepcopy, "pickle": lambda layer: pickle.loads(pickle.dumps(layer)), "torch.save": saved}
-
-
 @by_dtype
-@pytest.mark.parametrize("how", copies())
+@pytest.mark.parametrize("how", COPIES)
 def test_copies_are_independent_and_equal(backend, dtype, how):
     layer, x = freeze(backend, dense(dtype)).eval(), torch.randn(TOKENS, IN).to(dtype)
     before, y = packed(layer), layer(x)
-    twin = copies()[how](layer)
+    twin = COPIES[how](layer)
     assert type(twin) is type(layer) and twin.options == layer.options and not twin.training
     assert_same_packed(twin, before)
     assert_same_bits(twin(x), y, "output of the copy")

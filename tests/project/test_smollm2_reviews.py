@@ -1,12 +1,11 @@
 """examples/smollm2_reviews.py on files and models made here; nothing is fetched."""
 
-import io
-import tarfile
 import zipfile
 
 import pytest
 import smollm2_reviews as data
 import torch
+from _tiny_models import tar_bytes
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from smollm2_reviews import Example
@@ -38,16 +37,6 @@ def tokenizer():
 def toy_examples(count: int) -> list[Example]:
     """Lengths from 1 to 7 words; the label is what the last word says."""
     return [Example("film " * (i * 5 % 7) + (GOOD, BAD)[i % 2][i // 2 % 6], 1 - i % 2) for i in range(count)]
-
-
-def tar_bytes(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def put_archives(folder, **extra: bytes) -> None:

@@ -12,7 +12,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from _dataflow_models import loss_and_gradients
 from _families import causal, gpt2, idefics3, image_for, opt, qwen2_5_vl, t5, text
+from _loss_models import distance
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
@@ -134,17 +136,6 @@ def contents(report):
 def forward(model, batch):
     with torch.no_grad():
         return model(**batch).logits
-
-
-def loss_and_gradients(model, batch):
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def distance(got, want):
-    return ((got - want).norm() / want.norm()).item()
 
 
 @by_family

@@ -117,12 +117,6 @@ def test_subclasses_of_linear_keep_their_own_forward(backend):
     assert torch.equal(model(x), expected)
 
 
-def test_linear_layers_without_a_name_of_their_own():
-    """Numbered modules of nn.Sequential, nested containers."""
-    model = freeze_model(nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.ReLU(), nn.Linear(32, 8))))
-    assert names(model) == {"0", "1.1"}
-
-
 def test_a_bare_linear_is_refused():
     """It has no parent to be replaced in; anything but an error would leave it dense or break it."""
     layer = nn.Linear(32, 32)

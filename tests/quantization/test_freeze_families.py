@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from _families import IDS, causal, gpt2, opt, t5, text
 from _frozen_models import ALL, by_backend, names
+from _loss_models import distance
 from _mixtures import gpt_oss
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -76,31 +77,17 @@ def test_a_skipped_sibling_has_no_say_in_the_global_scale(llama):
         assert torch.equal(getattr(model.model.layers[0].self_attn, p).weight_gscale.view(torch.float32), expected)
 
 
-NORM_FED = [
-    "model.layers.0.self_attn.q_proj",
-    "model.layers.0.mlp.gate_proj",
-    "model.layers.0.mlp.gate_up_proj",
-    "model.layers.0.self_attn.qkv_proj",
-    "model.decoder.layers.0.fc1",
-    "encoder.block.0.layer.0.SelfAttention.q",
-    "encoder.block.0.layer.1.DenseReluDense.wi_0",
-    "transformer.h.0.self_attention.query_key_value",
-    "transformer.h.0.mlp.dense_h_to_4h",
-    "bert.encoder.layer.0.attention.self.query",
-    "bert.encoder.layer.0.intermediate.dense",
-    "some.unknown_linear",
-]
-INTERIOR = [
-    "model.layers.0.self_attn.o_proj",
-    "model.layers.0.mlp.down_proj",
-    "model.decoder.layers.0.self_attn.out_proj",
-    "model.decoder.layers.0.fc2",
-    "encoder.block.0.layer.0.SelfAttention.o",
-    "transformer.h.0.mlp.dense_4h_to_h",
-    "transformer.h.0.self_attention.dense",
-    "bert.encoder.layer.0.attention.output.dense",
-    "bert.encoder.layer.0.output.dense",
-]
+NORM_FED = """
+model.layers.0.self_attn.q_proj model.layers.0.mlp.gate_proj model.layers.0.mlp.gate_up_proj model.layers.0.self_attn.qkv_proj
+model.decoder.layers.0.fc1 encoder.block.0.layer.0.SelfAttention.q encoder.block.0.layer.1.DenseReluDense.wi_0
+transformer.h.0.self_attention.query_key_value transformer.h.0.mlp.dense_h_to_4h bert.encoder.layer.0.attention.self.query
+bert.encoder.layer.0.intermediate.dense some.unknown_linear
+""".split()
+INTERIOR = """
+model.layers.0.self_attn.o_proj model.layers.0.mlp.down_proj model.decoder.layers.0.self_attn.out_proj
+model.decoder.layers.0.fc2 encoder.block.0.layer.0.SelfAttention.o transformer.h.0.mlp.dense_4h_to_h
+transformer.h.0.self_attention.dense bert.encoder.layer.0.attention.output.dense bert.encoder.layer.0.output.dense
+""".split()
 
 
 @pytest.mark.parametrize("accuracy, norm, interior", [("paper", 1, 1), ("balanced", 2, 1), ("high", 2, 2)])
@@ -168,10 +155,6 @@ def run(model: nn.Module, inputs: dict) -> tuple[torch.Tensor, dict[str, torch.T
     out = model.eval()(**inputs)
     out.loss.backward()
     return out.logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 @by_family
