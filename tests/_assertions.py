@@ -1,7 +1,5 @@
 """What several test files share: awkward input distributions, conversions and bitwise assertions that say where they differ."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Tiny models for the memory estimator's tests, the settings that describe them, and what autograd keeps of their forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import tiny_llama

@@ -1,7 +1,5 @@
 """What the tests of ``benchmarks/reproduce`` share: made-up rows in the files' real layouts, and a tokenizer of letters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

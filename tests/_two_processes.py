@@ -4,8 +4,6 @@ A test calls ``both(function, *arguments)``; each process runs ``function(rank, 
 and the two results come back. An exception in either is raised in the test; after one that does not answer, both start anew.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

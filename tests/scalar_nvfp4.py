@@ -13,8 +13,6 @@ The only rounded arithmetic is the one the format *defines* as rounded: the squa
 summed by halving. Numbers of the format are stated again here on purpose, so that a change of formats.py is noticed.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

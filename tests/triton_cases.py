@@ -4,8 +4,6 @@ A *case* is an operator with arguments. Its kernel and its plain-PyTorch referen
 outputs must agree in every bit (any NaN equals any NaN). Used by test_triton.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The benchmarks of calibration on a tiny random model: what they change of a model is what they say, and they run to the end."""
 
-from __future__ import annotations
-
 import copy
 import json
 from types import SimpleNamespace

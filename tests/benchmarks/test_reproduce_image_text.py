@@ -1,7 +1,5 @@
 """Table 4 of ``benchmarks/reproduce``: questions with pictures, on a tiny random Idefics3 and made-up digits."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import random

@@ -1,7 +1,5 @@
 """Memory, time and the report of benchmarks/reproduce: small versions run, tables say what the data say, the page is current."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

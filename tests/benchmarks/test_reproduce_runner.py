@@ -1,7 +1,5 @@
 """The runner of ``benchmarks/reproduce`` on a tiny random model and made-up rows: what is run, what is skipped, and the files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The tasks of ``benchmarks/reproduce``: prompts from rows of every source, where the files come from, the tokens that are
 trained on, and scores of candidates and of generated answers. Rows are made up (:func:`_reproduce.write_rows`)."""
 
-from __future__ import annotations
-
 import hashlib
 from types import SimpleNamespace
 

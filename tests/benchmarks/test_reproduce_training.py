@@ -1,8 +1,6 @@
 """Training one adapter in ``benchmarks/reproduce``, on a tiny random model: against loops written out, and every variant of the
 ablations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _reproduce import WORDS, data

@@ -8,22 +8,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from _pact_models import LORA, assert_same_state, load, logits, tiny_llava
+from _pact_models import IDS, LORA, assert_same_state, load, logits, tiny_llava
 from _steps import steps
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
-from published_checkpoints import (
-    CT_SETTINGS,
-    IDS,
-    MODELOPT_SETTINGS,
-    OLD_MODELOPT,
-    as_loaded,
-    dense_model,
-    edit_config,
-    quantised,
-    tensors,
-    write,
-)
+from published_checkpoints import OLD_MODELOPT, SETTINGS, as_loaded, dense_model, edit_config, quantised, tensors, write
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
@@ -122,7 +111,7 @@ def test_requantised_under_a_power_of_two(tmp_path, factor):
 @pytest.mark.parametrize("place", ["beside", "config", "both"])
 def test_older_modelopt_settings(tmp_path, place):
     weights = write(tmp_path, "modelopt")
-    edit_config(tmp_path, None if place == "beside" else MODELOPT_SETTINGS)
+    edit_config(tmp_path, None if place == "beside" else SETTINGS["modelopt"])
     if place != "config":
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(OLD_MODELOPT))
     assert_holds(load(tmp_path), weights)
@@ -133,7 +122,7 @@ def test_scalars_of_either_shape_and_no_input_scales(tmp_path):
         for key in [key for key in state if key.endswith("weight_scale_2")]:
             state[key] = state[key].reshape(1)
 
-    settings = {**MODELOPT_SETTINGS, "quant_algo": "W4A16_NVFP4"}
+    settings = {**SETTINGS["modelopt"], "quant_algo": "W4A16_NVFP4"}
     weights = write(tmp_path, "modelopt", input_scale=None, change=change, settings=settings)
     assert_holds(load(tmp_path), weights)
 
@@ -142,7 +131,7 @@ def test_scalars_of_either_shape_and_no_input_scales(tmp_path):
 def test_what_is_dense_in_the_files_stays_dense_and_survives_saving(tmp_path, layout):
     model = tiny_llama(torch.bfloat16)
     weights = quantised(model, keep_dense=("lm_head", "o_proj", "0.mlp.up_proj"))
-    settings = copy.deepcopy({"modelopt": MODELOPT_SETTINGS, "compressed-tensors": CT_SETTINGS}[layout])
+    settings = copy.deepcopy(SETTINGS[layout])
     write(tmp_path / "a", layout, model, weights, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -202,7 +191,7 @@ def test_vision_language(tmp_path, layout):
         for name, w in on_disk.items():
             state |= {f"{name}.{leaf}": t for leaf, t in tensors(w, layout).items()}
 
-    settings = {"modelopt": MODELOPT_SETTINGS, "compressed-tensors": CT_SETTINGS}[layout]
+    settings = SETTINGS[layout]
     settings = {**settings, "ignore": [*settings["ignore"], "multi_modal_projector"]}
     write(tmp_path, layout, model, weights, settings, change=change)
     loaded = load(tmp_path, AutoModelForImageTextToText)

@@ -181,14 +181,8 @@ def test_recorded_in_a_cuda_graph():
         assert distance(g, e) <= EXACT
 
 
-@pytest.fixture
-def fresh_compiler():
+def test_the_function_compiles_whole():
     torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def test_the_function_compiles_whole(fresh_compiler):
     hidden, weight, labels, bias = case()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     got = compiled(hidden, weight, labels, bias=bias, softcap=2.0)
@@ -199,8 +193,9 @@ def test_the_function_compiles_whole(fresh_compiler):
 
 
 @pytest.mark.parametrize("kind", ["frozen_head", "lora_on_head"])
-def test_an_attached_model_compiles_whole(fresh_compiler, kind):
+def test_an_attached_model_compiles_whole(kind):
     """Once for all lengths but the first. A head with a forward of its own keeps the ordinary loss, as do old compilers."""
+    torch._dynamo.reset()
     targets = ["q_proj"] if kind == "frozen_head" else ["q_proj", "lm_head"]
     model = get_peft_model(build(num_hidden_layers=1), LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).train()
     attach_loss(model, chunk=5)

@@ -4,8 +4,6 @@ the FP32 sum, and backward layouts have the same bytes wherever they are made.
 The kernels run in Triton's interpreter, in a process of its own (``python test_foreign_scales.py``), and on CUDA where marked.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -310,14 +308,6 @@ def test_a_merged_weight_that_nothing_changes_keeps_scale_and_scale_factor():
         weight = base.dequantize(FP32) + delta
         twin = merge_aware.with_weight(base, merge_aware.requantized(base, weight))
         assert twin.scale_factor == expected == reference.scale_factor(twin.forward_layout.gscale)
-
-
-def test_many_rows():
-    """One BF16 GEMM of D(W) without the significand, which multiplies the sum."""
-    matmul = pytest.importorskip("peft_nvfp4.kernels.triton.matmul", exc_type=ImportError)
-    x, w = gaussian(70, 320, ACTIVATION), foreign(48, 320)
-    y = matmul.matmul([x], w, None, BF16, factor=reference.scale_factor(w.gscale))
-    assert outside(y, [(reference.dequantize(x).double(), exact_values(w))], None) == 0
 
 
 @pytest.mark.parametrize("terms", [1, 2])

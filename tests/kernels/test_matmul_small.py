@@ -5,8 +5,6 @@ The interpreter knows no inline PTX and multiplies BF16 wrongly, so there the ke
 the tile kernel to FP32: it checks everything but the PTX. What the PTX decodes is checked on the GPU, for every code and scale.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _assertions import gaussian, generator, to

@@ -5,8 +5,6 @@ imported, and the interpreter needs the repairs of :mod:`triton_interpreter`), w
 CUDA with real shapes, marked ``gpu``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _assertions import SEED

@@ -107,8 +107,7 @@ def write_published(folder, make, layout, g=2.0**-13, up_g=None, attention=True)
     for name, each in packed.items():
         state |= {f"{name}.{leaf}": t.contiguous() for leaf, t in published.tensors(each, layout).items()}
     save_file(state, file, metadata={"format": "pt"})
-    settings = {"modelopt": published.MODELOPT_SETTINGS, "compressed-tensors": published.CT_SETTINGS}
-    published.edit_config(folder, settings[layout])
+    published.edit_config(folder, published.SETTINGS[layout])
     return model, packed, state
 
 

@@ -3,19 +3,8 @@ layers used twice; and PEFT's other methods, which are refused where they would 
 
 import pytest
 import torch
-from _peft_models import (
-    ALL,
-    IDS,
-    adapter_tensors,
-    by_backend,
-    config,
-    frozen_lora,
-    logits,
-    same_tensors,
-    snapshot,
-    train,
-    trained,
-)
+from _frozen_models import IDS
+from _peft_models import ALL, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, snapshot, train, trained
 from peft import AdaLoraConfig, BOFTConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification

@@ -12,8 +12,6 @@ criterion of PEFT's own matrix of quantised backends (``test_quantization.check_
 squared error at most 1), which is reported apart.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Tables from the outcomes of the peer tests, and why some of them fail."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

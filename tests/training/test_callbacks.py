@@ -14,15 +14,7 @@ from transformers import Trainer, TrainingArguments
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.memory import Settings, estimate
 from peft_nvfp4.training import callbacks
-from peft_nvfp4.training.callbacks import (
-    NonFiniteError,
-    OutOfMemory,
-    StopOnNonFinite,
-    cheaper,
-    explain,
-    memory_advice,
-    settings_of,
-)
+from peft_nvfp4.training.callbacks import NonFiniteError, OutOfMemory, StopOnNonFinite, cheaper, explain, memory_advice
 
 
 def trainer_of(folder, backend: str = "nvfp4", accumulate: int = 1, **settings) -> Trainer:
@@ -243,9 +235,9 @@ def test_trainer_explains_itself(tmp_path, monkeypatch):
 
 def test_settings_of_models():
     model = get_peft_model(tiny_llama(), NVFP4LoraConfig(backend="nf4", r=2, target_modules="all-linear"))
-    assert settings_of(model, batch=3) == Settings(backend="nf4", rank=2, batch=3)
+    assert callbacks.settings_of(model, batch=3) == Settings(backend="nf4", rank=2, batch=3)
     model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules="all-linear"))
-    assert settings_of(model).backend == "bf16"
+    assert callbacks.settings_of(model).backend == "bf16"
 
 
 @pytest.mark.gpu

@@ -6,20 +6,11 @@ import json
 
 import pytest
 import torch
+import transformers as hf
 from _dataflow_models import SIZES
 from _pact_models import IDS, assert_same_state, dense, dense_files, load, logits, tiny_llava, with_adapter
 from conftest import tiny_llama
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    conversion_mapping,
-)
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, ops
@@ -91,7 +82,7 @@ def test_skipped_modules_stay_dense(folder):
 
 def test_biases(tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, dtype="bfloat16"))
+    model = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**SIZES, dtype="bfloat16"))
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(p)
@@ -100,7 +91,7 @@ def test_biases(tmp_path):
     assert_same_state(streamed, freeze_model(dense(tmp_path), "nvfp4"))
     assert streamed.model.layers[0].self_attn.q_proj.bias.abs().max() > 0.5
     streamed.save_pretrained(tmp_path / "packed")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert_same_state(streamed, again)
     for model in (streamed, again):
         assert not any(p.requires_grad for _, layer in frozen_layers(model) for p in layer.parameters())
@@ -108,10 +99,10 @@ def test_biases(tmp_path):
 
 def test_fused_projection_that_is_split_on_loading(tmp_path, monkeypatch):
     """q/k/v in one tensor of the file: split, packed under one global scale, and saved as they are in the model."""
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the cache
+    hf.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the cache
     names = [f"self_attn.{p}_proj.weight" for p in "qkv"]
     split = WeightConverter("self_attn.qkv.weight", names, operations=[Chunk(dim=0)])
-    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "llama", [split])
+    monkeypatch.setitem(hf.conversion_mapping._checkpoint_conversion_mapping_cache, "llama", [split])
     model = tiny_llama(torch.bfloat16, num_key_value_heads=4)
     model.save_pretrained(tmp_path / "dense")
     keys = load_file(tmp_path / "dense" / "model.safetensors").keys()
@@ -119,7 +110,7 @@ def test_fused_projection_that_is_split_on_loading(tmp_path, monkeypatch):
     streamed = load(tmp_path / "dense")
     assert_same_state(streamed, freeze_model(model, "nvfp4"))
     streamed.save_pretrained(tmp_path / "packed")
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    again, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not any(info.values())
     assert_same_state(streamed, again)
 
@@ -127,9 +118,9 @@ def test_fused_projection_that_is_split_on_loading(tmp_path, monkeypatch):
 def test_missing_weight_is_initialised_as_by_transformers(folder):
     state = dense(folder).state_dict()
     del state["model.layers.1.mlp.up_proj.weight"]
-    model, info = LlamaForCausalLM.from_pretrained(
+    model, info = hf.LlamaForCausalLM.from_pretrained(
         None,
-        config=LlamaConfig.from_pretrained(folder),
+        config=hf.LlamaConfig.from_pretrained(folder),
         state_dict=state,
         quantization_config=PactConfig(),
         dtype=torch.bfloat16,
@@ -145,13 +136,13 @@ def test_missing_weight_is_initialised_as_by_transformers(folder):
 def test_device_maps(folder):
     reference = load(folder)
     for device_map in ("auto", "cpu", {"": "cpu"}, torch.device("cpu")):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = hf.AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=PactConfig(), dtype=torch.bfloat16, device_map=device_map
         )
         assert_same_state(model, reference)
     for device_map in ({"model": 0, "lm_head": "cpu"}, {"model": "cpu", "lm_head": "disk"}):
         with pytest.raises(ValueError, match="device_map puts parts of the model on (cpu|cpu and disk)"):
-            AutoModelForCausalLM.from_pretrained(folder, quantization_config=PactConfig(), device_map=device_map)
+            hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=PactConfig(), device_map=device_map)
 
 
 def test_sizes_for_device_maps(folder):
@@ -169,11 +160,11 @@ def test_sizes_for_device_maps(folder):
 
 
 def test_sequence_classification(folder, tmp_path):
-    model = load(folder, AutoModelForSequenceClassification)
+    model = load(folder, hf.AutoModelForSequenceClassification)
     assert len(frozen_layers(model)) == 14 and type(model.score) is torch.nn.Linear
     assert model.score.weight.isfinite().all()
     load(folder).save_pretrained(tmp_path / "packed")
-    again, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    again, info = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
     again.score = model.score
     again.config.pad_token_id = model.config.pad_token_id = 0
@@ -182,12 +173,12 @@ def test_sequence_classification(folder, tmp_path):
 
 def test_vision_language(tmp_path):
     tiny_llava(2).save_pretrained(tmp_path / "dense", max_shard_size="60kB")
-    streamed = load(tmp_path / "dense", AutoModelForImageTextToText)
-    frozen = freeze_model(dense(tmp_path / "dense", AutoModelForImageTextToText), "nvfp4")
+    streamed = load(tmp_path / "dense", hf.AutoModelForImageTextToText)
+    frozen = freeze_model(dense(tmp_path / "dense", hf.AutoModelForImageTextToText), "nvfp4")
     assert_same_state(streamed, frozen)
     assert any("vision_tower" in name for name, _ in frozen_layers(streamed))
     streamed.save_pretrained(tmp_path / "packed", max_shard_size="40kB")
-    again, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    again, info = hf.AutoModelForImageTextToText.from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not any(info.values())
     assert_same_state(streamed, again)
     assert torch.equal(logits(streamed), logits(again))
@@ -198,7 +189,7 @@ def test_vision_language(tmp_path):
 
 
 def test_model_without_linears_raises(tmp_path):
-    AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
+    hf.AutoModelForCausalLM.from_config(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no linear layer of GPT2LMHeadModel can be frozen"):
         load(tmp_path)
 
@@ -217,7 +208,7 @@ def test_reloads_bit_equal_without_quantising_again(folder, tmp_path, monkeypatc
 
     quantize = ops.quantize_weight
     monkeypatch.setattr(ops, "quantize_weight", no_search)
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    again, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not any(info.values())
     assert_same_state(model, again)
     assert again.dtype == torch.bfloat16 and again.hf_quantizer.quantization_config == model.hf_quantizer.quantization_config

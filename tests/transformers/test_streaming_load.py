@@ -198,14 +198,12 @@ def edit_config(folder, copy, **changes):
     (copy / "config.json").write_text(json.dumps(config))
 
 
-def test_unknown_layout_version(saved, tmp_path):
-    edit_config(saved[1], tmp_path / "copy", format_version=2)
-    assert_refused(reload, tmp_path / "copy", "format_version 2", "upgrade peft_nvfp4")
-
-
-def test_unknown_setting(saved, tmp_path):
-    edit_config(saved[1], tmp_path / "copy", swizzled=True)
-    assert_refused(reload, tmp_path / "copy", "swizzled")
+@pytest.mark.parametrize(
+    "change, words", [(dict(format_version=2), ("format_version 2", "upgrade peft_nvfp4")), (dict(swizzled=True), ("swizzled",))]
+)
+def test_unknown_settings(saved, tmp_path, change, words):
+    edit_config(saved[1], tmp_path / "copy", **change)
+    assert_refused(reload, tmp_path / "copy", *words)
 
 
 def test_files_and_settings_that_disagree(saved, tmp_path):
