@@ -23,8 +23,6 @@ from peft_nvfp4.quantization.freeze import freeze_model, frozen_layers
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
 
 
-# ---------------------------------------------------------------------------------------------- on disk
-
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -134,9 +132,6 @@ def test_report(tmp_path):
     row = saved["layers"]["model.layers.0"]
     assert row["seconds"] > 0 and "peak_gib" in row and len(row["linears"]) == 7
     assert "W4A4 error" in str(report) and "2 layers" in str(report)
-
-
-# ---------------------------------------------------------------------------------------------- with the rest of the package
 
 
 def test_config_takes_a_calibration(tmp_path):

@@ -17,9 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for line
 CPU = torch.device("cpu")
 
 
-# ---------------------------------------------------------------------------------------------- data
-
-
 def test_texts_become_sequences_of_one_length():
     texts = [f"{'a' * (i % 9 + 1)} " * 7 for i in range(20)]
     found = batches(texts, Words(), samples=3, seq_len=10, batch_size=2, seed=1)
@@ -31,9 +28,6 @@ def test_texts_become_sequences_of_one_length():
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(found, again))
     assert not torch.equal(found[0]["input_ids"], other[0]["input_ids"])
     assert batches(["a bb"], Words(), seq_len=10)[0]["input_ids"].tolist() == [[1, 2, 0]]  # less than one sequence
-
-
-# ---------------------------------------------------------------------------------------------- structure
 
 
 def gemma3():
@@ -101,9 +95,6 @@ def test_structure_refusals():
 
     with pytest.raises(ValueError, match="before layer 1 of layers"):
         capture(Between(tiny_llama()), "layers", [{"input_ids": IDS}], CPU)
-
-
-# ---------------------------------------------------------------------------------------------- image prompts
 
 
 def vision_model():

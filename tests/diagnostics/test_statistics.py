@@ -52,8 +52,6 @@ def test_offloaded_weights_are_measured_where_they_compute(backend):
 
 
 # ---------------------------------------------------------------------------------------------- by hand
-
-
 def test_numbers_of_one_row_by_hand():
     """amax 6.2, so g = 2**ceil(log2(6.2 / 2688)) = 2**-8 and s = e4m3(6.2 / 6 * 256 = 264.5) = 256 (its neighbour is 288): codes
     count ones, the block holds at most 6. The second block is a thousand times smaller: s = e4m3(.006 / 6 * 256) = .25, step
@@ -113,8 +111,6 @@ def test_values_that_are_not_finite_are_seen():
 
 
 # ---------------------------------------------------------------------------------------------- weights
-
-
 @pytest.mark.parametrize("backend", ["nvfp4", "nf4", "bf16"])
 def test_a_weight_against_its_original(backend):
     if backend == "nf4":
@@ -134,8 +130,6 @@ def test_a_weight_against_its_original(backend):
 
 
 # ---------------------------------------------------------------------------------------------- what training quantises
-
-
 @pytest.fixture
 def seen(monkeypatch):
     """[(t, terms)] of everything that is compared."""
@@ -190,7 +184,6 @@ def test_unfused_linears_see_what_they_are_called_with(seen):
 
 
 # ---------------------------------------------------------------------------------------------- nothing changes
-
 SETTINGS = {
     "high": {},
     "balanced": {"accuracy": "balanced"},
@@ -262,8 +255,6 @@ def test_some_rows_are_rows_of_all():
 
 
 # ---------------------------------------------------------------------------------------------- while training
-
-
 class Listener(TrainerCallback):
     """What TensorBoard's callback is given."""
 
@@ -318,8 +309,6 @@ def test_an_interrupted_step_leaves_no_hooks(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- refusals, presentation
-
-
 def test_refusals():
     with pytest.raises(ValueError, match="no frozen linears"):
         tensor_statistics(tiny_llama(), [IDS])
@@ -374,8 +363,6 @@ def test_a_row_of_the_table():
 
 
 # ---------------------------------------------------------------------------------------------- the command
-
-
 def test_the_command_with_a_model_and_with_an_adapter(tmp_path):
     from typer.testing import CliRunner
 
