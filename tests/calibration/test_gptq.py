@@ -174,12 +174,8 @@ def test_linears_of_one_input_share_the_global_scale():
 
 
 # ---------------------------------------------------------------------------------------------- what may go wrong
-<<<<<<< HEAD
 
 
-=======
-@pytest.mark.parametrize("weighted", [True, False])
->>>>>>> lines-tests
 @pytest.mark.parametrize("rule", ["max6", "mse"])
 def test_dead_columns(rule):
     w, _ = layer(24, 96)

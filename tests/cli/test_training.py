@@ -8,13 +8,8 @@ import pytest
 import torch
 import transformers as hf
 from _frozen_models import packed
-<<<<<<< HEAD
-from _peft_models import BACKENDS, adapter_tensors, by_backend, config, logits, same_tensors
-=======
 from _loss_models import distance
-from _low_level import adapted_model
 from _peft_models import adapter_tensors, by_backend, config, logits, same_tensors
->>>>>>> lines-tests
 from _steps import steps as optimizer_steps
 from conftest import tiny_llama
 from low_level import adapted_model

@@ -7,22 +7,7 @@ from pathlib import Path
 import pytest
 from _estimates import llama
 
-<<<<<<< HEAD
-from peft_nvfp4.memory import (
-    BUILTIN,
-    CARDS,
-    Settings,
-    card,
-    estimate,
-    fit,
-    largest_batch,
-    model_shape,
-    parse_bytes,
-    usable,
-)
-=======
-from peft_nvfp4.memory import CARDS, Settings, card, draw, estimate, fit, largest_batch, model_shape, parse_bytes, usable
->>>>>>> lines-tests
+from peft_nvfp4.memory import CARDS, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, usable
 from peft_nvfp4.memory.kept import codes
 from peft_nvfp4.quantization.groups import ACCURACY
 from peft_nvfp4.training.callbacks import explain
@@ -318,14 +303,3 @@ def test_cards():
         card("RTX")  # many
 
 
-<<<<<<< HEAD
-def test_json_is_json():
-    found = estimate(BUILTIN["llama-8b"], replace(BENCH, targets=("q_proj",))).as_dict()
-    assert json.loads(json.dumps(found)) == found
-=======
-def test_drawing(tmp_path):
-    several = draw.over_lengths(estimate("llama-1b", BENCH))
-    assert [e.settings.sequence for e in several] == [512, 1024, 2048, 4096]
-    draw.png(several, ["a", "b", "c", "d"], tmp_path / "x.png", "title", 16 << 30)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
->>>>>>> lines-tests

@@ -11,16 +11,8 @@ from _assertions import assert_same_bits, assert_same_matrix, unit
 from _frozen_linears import IN, OUT, TOKENS, assert_same_packed, dense, freeze, packed, sqnr
 from torch import nn
 
-<<<<<<< HEAD
-from peft_nvfp4 import BACKENDS, freeze_model, ops
-from peft_nvfp4.numerics.formats import WEIGHT, QuantizedMatrix
-from peft_nvfp4.numerics.reference import power_of_two_scale
-
-# ---------------------------------------------------------------------------------------------- NF4
-=======
 from peft_nvfp4 import BACKENDS, ops
-from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
->>>>>>> lines-tests
+from peft_nvfp4.numerics.formats import WEIGHT, QuantizedMatrix
 
 
 @pytest.fixture
