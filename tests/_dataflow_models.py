@@ -3,7 +3,7 @@ that they keep for backward."""
 
 import torch
 import transformers as hf
-from _low_level import adapted_model
+from low_level import adapted_model
 
 SIZES = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128

@@ -32,7 +32,7 @@ from peft_nvfp4.autograd.activation_cache import dequantized
 from peft_nvfp4.autograd.frozen_linear import fake_quantize
 from peft_nvfp4.autograd.lora import lora_branch
 from peft_nvfp4.nn.registry import BACKENDS
-from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix, packed_bytes
+from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix, packed_bytes
 from peft_nvfp4.ops.linear import quantize_input
 
 SHAPES = ((10, 7), (576, 64), (1000, 7))  # K, N: padded to 32 (10, 7, 1000), and not (576, 64)
@@ -73,7 +73,7 @@ def test_input_gradient_formula(shape, gradients, adapters, dropout):
         g, w = dy, layer.dequantize(torch.float32).T
     else:
         q = ops.quantize(dy, GRADIENT) if gradients == "nvfp4" else ops.quantize(dy, GRADIENT_STOCHASTIC, seed=sr_seed)
-        g, w = ops.dequantize(q), ops.dequantize(ops.transpose_requantize(layer.forward_layout, WEIGHT_BACKWARD))
+        g, w = ops.dequantize(q), ops.dequantize(ops.transpose_requantize(layer.forward_layout, 1.0))
         assert (g != dy).any()  # otherwise this case would say nothing about quantisation
 
     def formula(g, w, dy, factors):

@@ -45,7 +45,7 @@ def test_moments_come_from_quantised_predecessors():
         assert layer.shares_input and layer.options.terms == 2
 
 
-def test_later_sites_see_rounded_inputs():
+def test_later_linears_see_rounded_inputs():
     """The MLP's inner product is collected behind linears that are dense and read D(Q(x))."""
     dense, model = tiny_llama(), tiny_llama()
     calibrate(model, IDS, options=CalibrationOptions(report_tokens=0), **FAST)

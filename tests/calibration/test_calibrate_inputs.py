@@ -10,7 +10,7 @@ from torch import nn
 
 from peft_nvfp4.calibration.data import batches
 from peft_nvfp4.calibration.run import calibrate
-from peft_nvfp4.calibration.structure import capture, find_stack, sites
+from peft_nvfp4.calibration.structure import capture, find_stack, linear_groups
 from peft_nvfp4.quantization.freeze import frozen_layers, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
@@ -58,11 +58,11 @@ def test_layers_alone_compute_what_the_model_does(make):
                 hidden = stack.run(index, i, hidden)
 
 
-def test_sites_are_linears_of_one_input():
+def test_groups_are_linears_of_one_input():
     model = tiny_llama()
     stack = capture(model, "model.layers", [{"input_ids": IDS}], CPU)
     linears = [n for n, m in model.model.layers[0].named_modules() if isinstance(m, nn.Linear)]
-    assert sites(stack, 0, stack.hidden[0], linears) == [
+    assert linear_groups(stack, 0, stack.hidden[0], linears) == [
         ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         ["self_attn.o_proj"],
         ["mlp.gate_proj", "mlp.up_proj"],

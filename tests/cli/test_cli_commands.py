@@ -285,7 +285,7 @@ def test_profile(app, world, tmp_path):
     args = ("profile", world / "model", "--batch", "1", "--seq", "16", "--dtype", "fp32", "--rank", "4")
     found = json_of(app, *args, "--trace", tmp_path / "t.json", "--png", tmp_path / "p.png")
     assert set(found["times_ms"]) == set(profiling.CATEGORIES)
-    assert found["times_ms"]["quantise/fused"] > 0 and found["times_ms"]["NVFP4 GEMMs"] > 0 and found["times_ms"]["attention"] > 0
+    assert all(found["times_ms"][name] > 0 for name in ("BF16 GEMMs", "attention", "elementwise/other"))
     assert found["total_ms"] == pytest.approx(sum(found["times_ms"].values()))
     assert found["kernels"] and "traceEvents" in json.loads((tmp_path / "t.json").read_text())
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -302,14 +302,9 @@ def test_profile(app, world, tmp_path):
         ("_dequantize_operand", "dequantise"),
         ("triton_poi_fused_attention_0", "elementwise/other"),
         ("vectorized_elementwise_kernel", "elementwise/other"),
+        ("aten::addmm", "BF16 GEMMs"),
+        ("aten::mul", "elementwise/other"),
     ],
 )
 def test_categories_of_kernels(kernel, expected):
     assert profiling.category(kernel, frozenset({"own_thing"})) == expected
-
-
-def test_categories_on_a_cpu():
-    assert profiling.cpu_category(["aten::mm", "FrozenLinearFunction"]) == "NVFP4 GEMMs"
-    assert profiling.cpu_category(["aten::mm", "aten::linear"]) == "BF16 GEMMs"
-    assert profiling.cpu_category(["aten::mul", "GatedQuantizeBackward"]) == "quantise/fused"
-    assert profiling.cpu_category(["aten::copy_", "aten::scaled_dot_product_attention"]) == "attention"

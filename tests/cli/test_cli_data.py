@@ -6,6 +6,7 @@ import pytest
 import torch
 from _tiny_models import tiny_tokenizer
 from conftest import tiny_llama
+from safetensors.torch import load_file
 
 from peft_nvfp4.cli._run import options
 
@@ -226,3 +227,18 @@ def test_labels():
     scores = evaluation._label_scores(found, true, [" p", " n", " never"])
     assert scores == pytest.approx({"accuracy": 0.75, "macro_f1": (2 / 3 + 4 / 5) / 2})
     assert evaluation._label_scores([" p"], [" p"], [" p"]) == {"accuracy": 1.0, "macro_f1": 1.0}
+
+
+# ---------------------------------------------------------------------------------------------- warm-up
+
+
+@pytest.mark.parametrize("settings", [{"steps": 1}, {"steps": 1, "trainer": {"warmup_steps": 10}}])
+def test_a_warm_up_leaves_the_last_step(tmp_path, settings):
+    """The adapter of a short run has learned something."""
+    tiny_llama(vocab_size=64).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    name = write(tmp_path / "d.jsonl", [{"text": "the film is good and bad"}])
+    given = options.TrainOptions(model=str(tmp_path / "model"), dataset=name, output=str(tmp_path / "out"), **settings)
+    training.run(given, say=lambda text: None)
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(t.abs().max() > 0 for key, t in adapter.items() if "lora_B" in key)

@@ -9,10 +9,10 @@ import torch
 import transformers as hf
 from _frozen_models import packed
 from _loss_models import distance
-from _low_level import adapted_model
 from _peft_models import adapter_tensors, by_backend, config, logits, same_tensors
 from _steps import steps as optimizer_steps
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 

@@ -13,8 +13,8 @@ from peft_nvfp4.diagnostics.doctor import conformance, conformance_gemm, environ
 from peft_nvfp4.diagnostics.doctor import run as doctor
 from peft_nvfp4.diagnostics.doctor.results import FAILED, NOT_RUN, PASSED, WARNING, Noticed, Result, checked
 from peft_nvfp4.kernels import implementations
+from peft_nvfp4.kernels.dispatch import OperatorStatus, Status
 from peft_nvfp4.kernels.fp4 import check, scaled_mm
-from peft_nvfp4.kernels.report import OperatorStatus, Status
 from peft_nvfp4.numerics import layout, philox, reference
 from peft_nvfp4.numerics.formats import ACTIVATION
 from peft_nvfp4.ops.core import OPERATORS

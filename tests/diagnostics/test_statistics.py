@@ -5,15 +5,14 @@ import json
 import pytest
 import torch
 from _assertions import by_device
-from _low_level import adapted_model
 from _tiny_models import save_tiny
 from conftest import tiny_llama
+from low_level import adapted_model
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from peft_nvfp4 import BACKENDS, FrozenOptions, NVFP4StatisticsCallback, enable_cuda_graphs, tensor_statistics
 from peft_nvfp4.cli import statistics as tools
-from peft_nvfp4.diagnostics import plots
 from peft_nvfp4.diagnostics import statistics_hooks as hooks
 from peft_nvfp4.diagnostics.statistics import Statistics, TensorStatistics
 from peft_nvfp4.diagnostics.statistics_hooks import Measurement, Sums
@@ -346,7 +345,7 @@ def test_heat_map_places_layers_and_towers(tmp_path):
         f"model.{tower}layers.{i}.{p}_proj" for tower in ("text_model.", "vision_model.encoder.") for i in (0, 1) for p in "qk"
     ]
     found = Statistics({name: {"weight": numbers(i / 100)} for i, name in enumerate([*names, "model.connector.proj"])})
-    rows, columns, values = plots.grid(found, "weight", "error")
+    rows, columns, values = found.grid("weight", "error")
     assert rows[0] == "model.text_model.layers.0" and rows[-1] == "model.connector" and columns == ["q_proj", "k_proj", "proj"]
     assert values[3][:2] == [0.06, 0.07] and values[0][2] != values[0][2]
     found.png(tmp_path / "h.png")

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from _low_level import adapted_model
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import get_peft_model
 from torch import nn
 from torch._dynamo.backends.debugging import ExplainWithBackend

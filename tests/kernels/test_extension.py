@@ -63,7 +63,7 @@ def test_missing_library_says_how_to_get_one(refused, tmp_path):
     assert re.match(f"not built: .*nothing.so.*{cutlass.VARIABLE}", str(error)) and not error.broken
     x, w = ops.quantize(torch.randn(3, 64), ACTIVATION), ops.quantize_weight(torch.randn(8, 64), WEIGHT)
     with pytest.raises(Unavailable, match="not built"):
-        cutlass.gemms([x], [w])
+        cutlass.gemms([x], [w], constants=[None], adds=[None])
 
 
 def test_missing_library_of_an_installation(monkeypatch, tmp_path):
@@ -138,8 +138,8 @@ def test_weights_of_one_input_fill_the_last_wave():
     together = tiles.modelled_us(Problem(2048, (2048, 512, 512), 2048), SMALL, 84)
     alone = sum(tiles.modelled_us(Problem(2048, (n,), 2048), SMALL, 84) for n in (2048, 512, 512))
     # 384 tiles are 5 waves, 256 + 64 + 64 are 4 + 1 + 1; and one start instead of three
-    loop = 16 * (tiles.ESTIMATED.block + tiles.ESTIMATED.step) + tiles.ESTIMATED.epilogue
-    assert alone - together == pytest.approx(loop + 2 * (tiles.ESTIMATED.start + tiles.ESTIMATED.fill))
+    loop = 16 * (tiles.BLOCK_US + tiles.STEP_US) + tiles.EPILOGUE_US
+    assert alone - together == pytest.approx(loop + 2 * (tiles.START_US + tiles.FILL_US))
 
 
 def test_measured_tiles_win_and_survive(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from triton_cases import BF16, GROUPS, ON_GPU, awkward, cases, difference, norma
 from peft_nvfp4 import kernels
 from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import fused_reference
-from peft_nvfp4.numerics.formats import QuantizedMatrix
+from peft_nvfp4.numerics.formats import GRADIENT_STOCHASTIC, QuantizedMatrix
 from peft_nvfp4.ops import fused
 from peft_nvfp4.ops.core import Operator
 
@@ -81,7 +81,7 @@ def test_strided_rows_and_seeds_on_the_device():
     drop = dispatch.triton_kernel("dropout")
     assert difference(drop(x, 0.1, seed), drop(x, 0.1, seed.cuda()))[0] == 0
     sr = dispatch.triton_kernel("quantize")
-    a, b = (sr(x, None, s, "max6", True, True) for s in (seed, seed.cuda()))
+    a, b = (sr(x, GRADIENT_STOCHASTIC, None, s) for s in (seed, seed.cuda()))
     assert all(difference(p, q)[0] == 0 for p, q in zip(flattened(a), flattened(b)))
 
 

@@ -11,9 +11,9 @@ from _assertions import assert_same_bits, unit
 from _frozen_experts import adapted as with_experts
 from _frozen_experts import experts_of
 from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_same_packed, delta, layer_of
-from _low_level import adapted_model
 from _mixtures import mixtral
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -6,9 +6,9 @@ import pytest
 import torch
 from _assertions import assert_same_bits, unit
 from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_same_packed, inputs, layer_of, packed
-from _low_level import adapted_model
 from _steps import steps
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from _estimates import llama
 
-from peft_nvfp4.memory import CARDS, Settings, card, draw, estimate, fit, largest_batch, model_shape, parse_bytes, usable
+from peft_nvfp4.memory import CARDS, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, usable
 from peft_nvfp4.memory.kept import codes
 from peft_nvfp4.quantization.groups import ACCURACY
 from peft_nvfp4.training.callbacks import explain
@@ -143,7 +143,6 @@ def test_categories_add_up_to_the_peak():
         found = estimate("llama-1b", settings)
         assert found.peak == sum(found.categories().values()) == sum(found.groups().values())
         assert found.peak == found.as_dict()["moments"][found.at] == max(found.as_dict()["moments"].values())
-        assert set(found.groups()) <= set(draw.GROUPS)
 
 
 def test_paged_optimizers_keep_their_state_on_the_host():
@@ -301,8 +300,3 @@ def test_cards():
         card("RTX")  # many
 
 
-def test_drawing(tmp_path):
-    several = draw.over_lengths(estimate("llama-1b", BENCH))
-    assert [e.settings.sequence for e in several] == [512, 1024, 2048, 4096]
-    draw.png(several, ["a", "b", "c", "d"], tmp_path / "x.png", "title", 16 << 30)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

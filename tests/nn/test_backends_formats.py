@@ -12,7 +12,7 @@ from _frozen_linears import IN, OUT, TOKENS, assert_same_packed, dense, freeze, 
 from torch import nn
 
 from peft_nvfp4 import BACKENDS, ops
-from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
+from peft_nvfp4.numerics.formats import WEIGHT, QuantizedMatrix
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_nvfp4_layouts_are_those_of_the_operators():
     layer = freeze("nvfp4", linear)
     w = ops.quantize(linear.weight.detach(), WEIGHT)
     assert_same_matrix(QuantizedMatrix(*(t.detach() for t in layer.forward_layout[:3]), layer.forward_layout.k), w, "W_f")
-    back = ops.transpose_requantize(w, WEIGHT_BACKWARD)
+    back = ops.transpose_requantize(w, 1.0)
     assert_same_matrix(QuantizedMatrix(*(t.detach() for t in layer.backward_layout[:3]), layer.backward_layout.k), back, "W_b")
     assert layer.weight.shape == (40, 64) and layer.backward_weight.shape == (100, 32)  # padded to 128 and 64
 

@@ -243,3 +243,22 @@ def test_two_linears_share_one_weight(backend):
     assert frozen_bytes(model) == a.frozen_bytes() + c.frozen_bytes()
     x = torch.randn(4, 64)
     assert torch.allclose(a(x) - a.bias, b(x) - b.bias, atol=1e-5)  # |y| < 8: five roundings of 2**-24 |y|, and cancellation
+
+
+@pytest.mark.parametrize(
+    "freeze",
+    [
+        lambda model, names: freeze_model(model, skip_modules=names),
+        lambda model, names: get_peft_model(model, NVFP4LoraConfig(target_modules=["q_proj"], skip_modules=names)),
+    ],
+    ids=["freeze_model", "get_peft_model"],
+)
+def test_warnings_point_at_the_callers_line(llama, freeze):
+    """Not at a line of this package, of PEFT or of what wraps its functions."""
+    model = llama()
+    model.model.table = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000))])
+    with pytest.warns(UserWarning) as caught:
+        freeze(model, ["typo"])
+    places = {str(w.message).partition(": ")[0]: w.filename for w in caught}
+    assert places.pop("skip_modules matches no module") == __file__
+    assert [place for message, place in places.items() if "stay dense" in message] == [__file__]

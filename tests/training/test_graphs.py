@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers as hf
 from _dataflow_models import SIZES
-from _low_level import adapted_model
 from _rehearsal import Rehearsal
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status
