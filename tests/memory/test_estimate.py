@@ -298,5 +298,3 @@ def test_cards():
         card("RTX 1080")
     with pytest.raises(ValueError, match="unknown card"):
         card("RTX")  # many
-
-
