@@ -131,6 +131,11 @@ def test_composition_adds_up():
     assert list(costs.parts(rows[-1]).values()) == [1000, 200, 4200, 600]
 
 
+def test_cells_say_what_does_not_fit_and_what_was_not_measured():
+    rows = ({"peak_allocated": 3_000_000_000}, {"skipped": "out of memory"}, {"error": "ValueError"}, {})
+    assert [costs.gigabytes(row) for row in rows] == ["3.00", "does not fit", "failed", "–"]
+
+
 def run(method, task, seed, accuracy, kind="final", weights="shipped", **more):
     shared = {"kind": kind, "weights": weights, "steps": 200, "label": method.upper(), "nll": 1 - accuracy, "lr": 1e-3}
     return {"method": method, "task": task, "seed": seed, "accuracy": accuracy, **shared, **more}
@@ -192,6 +197,18 @@ def test_a_task_that_bf16_lora_does_not_learn_is_in_no_average():
         "- `high`, average minus BF16 LoRA's: −2.0 ± 0.0 points; at least −1.0 was asked for: **missed** "
         "(in nats +0.250 ± 0.000, less is better; over all tasks +18.7 ± 0.5 points)."
     )
+
+
+def test_a_table_of_several_sessions_names_their_commits():
+    runs = [{"commit": "a" * 40}, {"commit": "b" * 40}, {"commit": "a" * 40}]
+    files = {"x": {"environment": {"commit": "c" * 40}, "runs": runs}, "y.json": {"environment": {}}}
+    found = costs.measured_on(["x"], ["y.json"], files)
+    assert "| aaaaaaa, bbbbbbb |" in found and "| unknown |" in found
+
+
+def test_methods_have_different_names():
+    names = [costs.method(c) for c in {*memory.CASES, *memory.CAPPED, *step_time.CASES}]
+    assert len(set(names)) == len(names)
 
 
 def test_the_report_is_what_the_results_say_now():

@@ -54,7 +54,6 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-# ---------------------------------------------------------------------------------------------- all of them
 @pytest.mark.parametrize("name", [name for name, _, _ in cli.COMMANDS])
 def test_help_fits_80_columns(app, name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -91,7 +90,6 @@ def test_debug_shows_the_traceback(app):
         common.DEBUG["on"] = False
 
 
-# ---------------------------------------------------------------------------------------------- estimate
 def test_estimate(app, tmp_path):
     text = plain(run(app, "estimate", "llama-1b", "--card", "RTX 5080", "--png", tmp_path / "e.png").stdout)
     assert "it fits. Largest batch at this length: 23" in text and "33,672 bytes per token and layer" in text
@@ -136,7 +134,6 @@ def test_estimate_of_a_mixture(app, tmp_path):
     assert "w1 and w3 are one parameter, gate_up_proj" in words
 
 
-# ---------------------------------------------------------------------------------------------- train, eval
 def test_training_learns_and_leaves_what_it_should(app, world):
     losses = losses_of(world / "adapter")
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.5
@@ -248,7 +245,6 @@ def test_resuming_a_run_from_its_last_checkpoint(app, world, tmp_path, monkeypat
     assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
 
 
-# ---------------------------------------------------------------------------------------------- models
 def test_quantize_train_on_it(app, world, tmp_path):
     written = json_of(app, "quantize", world / "model", "-o", tmp_path / "packed")
     assert written["packed"] == 14 and 0 < written["bytes"] < written["dense_bytes"]
@@ -285,7 +281,6 @@ def test_merge_into_nvfp4_and_export(app, world, tmp_path, layout):
     assert scores[0] == scores[1]
 
 
-# ---------------------------------------------------------------------------------------------- profile
 def test_profile(app, world, tmp_path):
     args = ("profile", world / "model", "--batch", "1", "--seq", "16", "--dtype", "fp32", "--rank", "4")
     found = json_of(app, *args, "--trace", tmp_path / "t.json", "--png", tmp_path / "p.png")

@@ -58,7 +58,6 @@ def shared_object(tmp_path, source):
     return out
 
 
-# ---------------------------------------------------------------------------------------------- loading
 def test_missing_library_says_how_to_get_one(refused, tmp_path):
     error = refused(tmp_path / "nothing.so")
     assert re.match(f"not built: .*nothing.so.*{cutlass.VARIABLE}", str(error)) and not error.broken
@@ -122,7 +121,6 @@ def test_structures_match_the_header(tmp_path):
         assert list((ctypes.c_size_t * len(ours)).in_dll(library, f"{name}_at")) == ours
 
 
-# ---------------------------------------------------------------------------------------------- tiles
 def test_few_tiles_prefer_small_ones_many_rows_may_take_large_ones():
     # 512 x 2048 outputs: 64 tiles of 128 x 128 in one wave of 84 SMs, 32 of 256 x 128 also one wave, each twice as long
     assert tiles.choose(Problem(512, (2048,), 2048), [LARGE, SMALL], 84) == SMALL
@@ -178,7 +176,6 @@ def test_tune_stores_the_fastest(tmp_path, monkeypatch, capsys):
     assert len({problem.key for problem in tune.usual_problems()}) == 64
 
 
-# ---------------------------------------------------------------------------------------------- build
 def test_generated_sources(build, tmp_path):
     names = [one.name for one in build.generate.instances()]
     assert len(set(names)) == len(names) >= 8 and ONE in names
@@ -292,7 +289,6 @@ def test_library_checks_its_arguments(library):
     assert library.workspace_bytes(arguments) == 1024
 
 
-# ---------------------------------------------------------------------------------------------- on a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_match_the_reference(dtype):

@@ -20,7 +20,6 @@ from peft_nvfp4.nn.registry import BACKENDS
 from peft_nvfp4.training.offload.frozen_methods import computing
 
 
-# ---------------------------------------------------------------------------------------------- freezing a model
 def test_freezing_packs_experts_and_dequantising_gives_them_back():
     model = mixtral()
     total = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
@@ -94,7 +93,6 @@ def test_records_of_dense_mixtures_know_their_experts():
     assert base_record(other)["source"] != dense["source"] == source_fingerprint(make_same(mixtral))
 
 
-# ---------------------------------------------------------------------------------------------- adapters
 @BACKEND
 @by_family
 def test_adapters_reach_every_projection_and_load_in_stock_peft(make, backend, tmp_path):
@@ -254,7 +252,6 @@ def test_generate_and_inspect(tmp_path):
     assert base_record(other)["fingerprint"] != base_record(freeze_model(make_same(qwen3_moe), progress=False))["fingerprint"]
 
 
-# ---------------------------------------------------------------------------------------------- two processes
 def one_step(model, ids):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

@@ -60,7 +60,6 @@ def factors(layer, name="default"):
     return layer.lora_A[name].weight.detach().double(), layer.lora_B[name].weight.detach().double()
 
 
-# ---------------------------------------------------------------------------------------------- that leave the base alone
 @pytest.mark.parametrize("init", (True, False, "gaussian", "orthogonal", "mica", "eva"), ids=str)
 def test_base_keeps_its_bytes(backend, init):
     """And where B A = 0, the function is the base's."""
@@ -82,7 +81,6 @@ def test_base_keeps_its_bytes(backend, init):
             assert_close(layer(x), want, magnitude, what=f"{name} with init {init!r}")
 
 
-# ---------------------------------------------------------------------------------------------- that rewrite the base
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("init", REWRITING)
 def test_rewriting_inits_keep_the_sum(backend, init, dtype):
@@ -149,7 +147,6 @@ def test_dense_init_of_a_second_adapter_while_one_is_merged_raises(backend, init
     assert list(layer.lora_A) == ["default", "second"]
 
 
-# ---------------------------------------------------------------------------------------------- that are refused
 @pytest.mark.parametrize(
     "option, make",
     (
@@ -163,7 +160,6 @@ def test_options_that_cannot_work_raise_and_are_named(backend, option, make):
         peft.get_peft_model(Mlp(), make(backend))
 
 
-# ---------------------------------------------------------------------------------------------- variants
 VARIANTS = {
     "dora": dict(use_dora=True),
     "velora": dict(velora_config=peft.VeloraConfig(num_groups=8)),

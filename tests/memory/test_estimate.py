@@ -138,7 +138,6 @@ def test_largest_batches_of_the_paper(settings, batch):
     assert abs(largest_batch("llama-1b", settings, card("RTX 5080").memory) - batch) <= 1
 
 
-# ---------------------------------------------------------------------------------------------- behaviour
 def test_categories_add_up_to_the_peak():
     for settings, _ in MEASURED.values():
         found = estimate("llama-1b", settings)
@@ -198,7 +197,6 @@ def test_fit_of_batches_that_do_not_divide():
     assert plan.settings.batch * plan.settings.accumulation == 17
 
 
-# ---------------------------------------------------------------------------------------------- weights on the host
 OFFLOADED = Settings(batch=1, sequence=512, memory="small", checkpointing=True)
 
 
@@ -221,7 +219,6 @@ def test_what_excludes_offload_and_what_is_advised():
     assert "memory='smallest'" in explain(mamba, OFFLOADED) and "memory=" not in explain(mamba, smallest)
 
 
-# ---------------------------------------------------------------------------------------------- models, settings, cards
 def test_from_config_json_alone(tmp_path):
     config = llama(2).config
     config.save_pretrained(tmp_path)
@@ -301,5 +298,3 @@ def test_cards():
         card("RTX 1080")
     with pytest.raises(ValueError, match="unknown card"):
         card("RTX")  # many
-
-

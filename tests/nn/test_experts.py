@@ -26,7 +26,6 @@ def linears(weights, backend, options=OPTIONS):
     return {name: [cls.quantize(linear_of(each.clone()), options[name]) for each in w] for name, w in weights.items()}
 
 
-# ---------------------------------------------------------------------------------------------- storage
 @pytest.mark.parametrize("layouts", ("cached", "transient"))
 @by_family
 def test_packed_bytes_are_those_of_every_slice_alone(make, layouts):
@@ -118,7 +117,6 @@ def test_backends_that_do_not_pack_are_refused():
         frozen(mixtral, "bf16")
 
 
-# ---------------------------------------------------------------------------------------------- forward and gradient
 @BACKEND
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @by_family
@@ -285,7 +283,6 @@ def test_fused_norms_fall_back_before_experts(make):
     assert same.float().mean() > 0.8
 
 
-# ---------------------------------------------------------------------------------------------- the benchmark
 def test_the_benchmark_runs(tmp_path, monkeypatch):
     import bench_experts
 

@@ -175,7 +175,6 @@ def test_an_interrupted_run_leaves_no_hooks_to_the_next(tmp_path):
     assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks
 
 
-# ---------------------------------------------------------------------------------------------- memory
 def out_of_memory(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -250,7 +249,6 @@ def test_a_gpu_that_is_too_small(tmp_path):
         trainer.train()
 
 
-# ---------------------------------------------------------------------------------------------- the page about it
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_the_script_of_the_page_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs" / "long-runs.md").read_text(encoding="utf-8")
@@ -268,7 +266,6 @@ def test_the_script_of_the_page_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     assert all(torch.equal(found[0][name], p) for name, p in found[1].items()), "the second run went on from step 2"
 
 
-# ---------------------------------------------------------------------------------------------- peft-nvfp4 train
 def command(tmp_path, *options: str):
     """The result of ``peft-nvfp4 train`` on a tiny model and 16 rows of text."""
     from _tiny_models import WORDS, save_tiny

@@ -11,6 +11,7 @@ from _dataflow_models import SIZES
 from _pact_models import IDS, assert_same_state, dense, dense_files, load, logits, tiny_llava, with_adapter
 from conftest import tiny_llama
 from safetensors.torch import load_file
+from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, ops
@@ -99,10 +100,10 @@ def test_biases(tmp_path):
 
 def test_fused_projection_that_is_split_on_loading(tmp_path, monkeypatch):
     """q/k/v in one tensor of the file: split, packed under one global scale, and saved as they are in the model."""
-    hf.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the cache
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the cache
     names = [f"self_attn.{p}_proj.weight" for p in "qkv"]
     split = WeightConverter("self_attn.qkv.weight", names, operations=[Chunk(dim=0)])
-    monkeypatch.setitem(hf.conversion_mapping._checkpoint_conversion_mapping_cache, "llama", [split])
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "llama", [split])
     model = tiny_llama(torch.bfloat16, num_key_value_heads=4)
     model.save_pretrained(tmp_path / "dense")
     keys = load_file(tmp_path / "dense" / "model.safetensors").keys()
