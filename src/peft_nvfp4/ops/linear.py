@@ -21,8 +21,6 @@ from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
 from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from .core import Operator, check, check_float, check_matrix, check_offset, check_packed, check_seed, check_shape, check_terms
 
-# ---------------------------------------------------------------------------------------------- the input x~
-
 
 def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (T, rows, Kp/2), block scales (T, rows, Kp/16) and global scales (T, rows) of ``terms`` matrices."""
@@ -101,9 +99,6 @@ dequantize_input = Operator(
 to ``dtype``."""
 
 
-# ---------------------------------------------------------------------------------------------- fprop
-
-
 def _check_fprop(p: Fprop) -> None:
     check_float("fprop", p.dtype)
     check_matrices("fprop (input)", p.terms)
@@ -165,9 +160,6 @@ fprop = Operator(
     _fprop_of_flat,
 )
 """``fprop(product: Fprop) -> list[Tensor]``: y (M, N) of every linear; after them, if ``product.a`` is given, h (M, sum of r)."""
-
-
-# ---------------------------------------------------------------------------------------------- dgrad
 
 
 def _check_dgrad(p: Dgrad) -> None:

@@ -271,9 +271,6 @@ class GraphedForward:
             config._attn_implementation = "sdpa"
 
 
-# ---------------------------------------------------------------------------------------------- public
-
-
 def _decoder(model: nn.Module) -> nn.Module | None:
     """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; None where there is none."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
