@@ -95,8 +95,7 @@ dequantize_input = Operator(
     lambda terms, offset, dtype: (*tensor_lists(terms), offset, terms[0].k, dtype),
     lambda codes, scales, gscale, offset, k, dtype: (matrices(codes, scales, gscale, k), offset, dtype),
 )
-"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), the sum of the terms and the offset, in FP32, rounded once
-to ``dtype``."""
+"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), terms and offset summed in FP32 and rounded once."""
 
 
 def _check_fprop(p: Fprop) -> None:
