@@ -21,9 +21,9 @@ def tuned(family: str, **settings):
     return adapted_model(model, r=4, init_lora_weights=False, **settings)
 
 
-def loss_and_gradients(model):
+def loss_and_gradients(model, batch=None):
     model.zero_grad()
-    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss = model(**(batch or dict(input_ids=IDS, labels=IDS, use_cache=False))).loss
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 

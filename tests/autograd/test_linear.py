@@ -39,8 +39,6 @@ SHAPES = ((10, 7), (576, 64), (1000, 7))  # K, N: padded to 32 (10, 7, 1000), an
 by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"K{s[0]}-N{s[1]}")
 
 
-# ---------------------------------------------------------------------------------------------- values and gradients
-
 CASES = [c for c in itertools.product((False, True), (0, 1, 2), (0.0, 0.3)) if c[1] or not c[2]]
 
 
@@ -132,9 +130,6 @@ def test_second_derivative_raises():
         dx.sum().backward()
 
 
-# ---------------------------------------------------------------------------------------------- the input x~
-
-
 def test_quantize_input_terms():
     """The first term is Q(x - mu), the second Q of the FP32 remainder under the same global scale; their sum is D(x~)."""
     x, mu = torch.randn(M, 100) + 1, torch.randn(100)
@@ -162,9 +157,6 @@ def test_fake_quantize_is_straight_through(terms):
     assert_same_bits(x.grad, dy, "dx")
 
 
-# ---------------------------------------------------------------------------------------------- one branch over any input
-
-
 @pytest.mark.parametrize("dropout", (0.0, 0.3))
 @pytest.mark.parametrize("leading", ((M,), (2, 3)), ids=("2d", "3d"))
 def test_lora_branch_against_autograd(dropout, leading):
@@ -184,9 +176,6 @@ def test_lora_branch_against_autograd(dropout, leading):
     assert got.keys() == want.keys()
     for name in want:
         assert_within(got[name], want[name], bound[name], roundings(shape), name)
-
-
-# ---------------------------------------------------------------------------------------------- what is kept
 
 
 def kept_for_backward(layer, x, branches):

@@ -5,8 +5,6 @@ imported, and the interpreter needs the repairs of :mod:`triton_interpreter`), w
 CUDA with real shapes, marked ``gpu``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _assertions import SEED
@@ -19,8 +17,6 @@ from peft_nvfp4.numerics import fused_reference
 from peft_nvfp4.numerics.formats import GRADIENT_STOCHASTIC, QuantizedMatrix
 from peft_nvfp4.ops import fused
 from peft_nvfp4.ops.core import Operator
-
-# ---------------------------------------------------------------------------------------------- on a CPU
 
 INTERPRETED = {  # group -> rows, widths, weights
     "quantize": (21, (10, 300), ()),
@@ -52,9 +48,6 @@ def interpreted():
 def test_interpreted_kernels_give_the_bits_of_the_reference(group, interpreted):
     assert interpreted[group]["cases"] > 0
     assert interpreted[group]["mismatches"] == []
-
-
-# ---------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
@@ -99,9 +92,6 @@ def test_operators_call_the_kernels_and_say_so():
     assert triton == set(dispatch.KERNELS)
 
 
-# ---------------------------------------------------------------------------------------------- operators
-
-
 FUSED = [value.name for value in vars(fused).values() if isinstance(value, Operator)] + ["quantize_terms", "dequantize_terms"]
 
 
@@ -142,9 +132,6 @@ def flattened(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for v in value for t in flattened(v)] if isinstance(value, (list, tuple)) else []
-
-
-# ---------------------------------------------------------------------------------------------- choosing
 
 
 def test_status_names_every_operator_and_a_reason():

@@ -37,8 +37,6 @@ def adam_steps(model, n=3):
 
 
 # ---------------------------------------------------------------------------------------------- the merged function
-
-
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "plain"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("accuracy", ("paper", "high"))
@@ -119,8 +117,6 @@ def test_two_merge_aware_adapters_are_one_merged_weight():
 
 
 # ---------------------------------------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize("accuracy", ("paper", "balanced", "high"))
 def test_gradients(accuracy):
     """dx is the merged layer's own, bit for bit. dA and dB are s B^T dV and s dV A^T with dV = dy^T D(x~) formed in FP64: chains
@@ -194,8 +190,6 @@ def test_training_learns_and_16_bit_autocast_runs():
 
 
 # ---------------------------------------------------------------------------------------------- what is kept between calls
-
-
 def test_merged_weight_is_kept_while_nothing_changes():
     layer = layer_of(mlp().eval())
     x = inputs(layer)
@@ -243,8 +237,6 @@ def test_a_recorded_forward_pass_follows_the_adapter():
 
 
 # ---------------------------------------------------------------------------------------------- refusals, files
-
-
 @pytest.mark.parametrize(
     "settings, named",
     (

@@ -44,9 +44,8 @@ from peft_nvfp4.ops.core import Operator
 
 by_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
 
+
 # ---------------------------------------------------------------------------------------------- the contract of torch.library
-
-
 def opcheck_cases():
     """(id, operator, arguments on the CPU)."""
     op = torch.ops.peft_nvfp4
@@ -96,8 +95,6 @@ def test_every_operator_is_checked():
 
 
 # ---------------------------------------------------------------------------------------------- messages
-
-
 def blank(rows: int, k: int, **replaced) -> QuantizedMatrix:
     kp = -(-k // 32) * 32
     codes, scales = torch.zeros(rows, kp // 2, dtype=torch.uint8), torch.zeros(rows, kp // 16, dtype=torch.uint8)
@@ -224,8 +221,6 @@ def test_eager_code_without_autograd_goes_past_the_dispatcher(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- autograd
-
-
 def _graph_cases():
     x, q, w = torch.randn(4, 32), gaussian(4, 32, ACTIVATION), gaussian(6, 32, WEIGHT)
     g = torch.ones(1, requires_grad=True)
@@ -249,8 +244,6 @@ def test_backward_raises_and_names_the_way(name, build):
 
 
 # ---------------------------------------------------------------------------------------------- the same bits everywhere
-
-
 @by_device
 @by_format
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -326,8 +319,6 @@ def test_no_rows(device):
 
 
 # ---------------------------------------------------------------------------------------------- compile
-
-
 @by_device
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compile(dynamic, device):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -53,6 +54,7 @@ def freeze_model(
         skip_modules: names, or dotted name endings, of modules to leave as they are (with everything inside them).
         progress: show a progress bar when it takes longer than a second.
         on_frozen: called with the name of every linear, the dense layer, about to go, and the frozen one that takes its place.
+            The dense linears wait on the CPU until all calls have returned; an error puts them back.
 
     Returns:
         The same model.
@@ -73,19 +75,21 @@ def freeze_model(
     weights: dict[int, FrozenLinear] = {}  # two modules that share a weight share its packed form
     _warn_upcast(model, names, mixtures)
     planned = set(names)
-    for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
-        linear = model.get_submodule(name)
-        frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
-        if frozen is None:
-            options = replace(layer, terms=input_terms(name, accuracy))
-            frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, planned))
-            frozen.shares_input = len(_siblings(model, name, planned)) > 1
-            _carry_attributes(linear, frozen)
-            if on_frozen is not None:
-                on_frozen(name, linear, frozen)
-        modules[id(linear)] = weights[id(linear.weight)] = frozen
-        model.set_submodule(name, frozen)
-        del linear
+    with dense_after_error(model, names if on_frozen is not None else ()):
+        for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
+            linear = model.get_submodule(name)
+            frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
+            if frozen is None:
+                options = replace(layer, terms=input_terms(name, accuracy))
+                frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, planned))
+                frozen.shares_input = len(_siblings(model, name, planned)) > 1
+                _carry_attributes(linear, frozen)
+                if on_frozen is not None:
+                    on_frozen(name, linear, frozen)
+                    linear.to("cpu")
+            modules[id(linear)] = weights[id(linear.weight)] = frozen
+            model.set_submodule(name, frozen)
+            del linear
     for name in tqdm(mixtures, desc="Freezing experts", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
         original = model.get_submodule(name)
         if id(original) not in modules:
@@ -97,6 +101,18 @@ def freeze_model(
     if backend != "bf16":
         _mark_quantised(model)
     return model
+
+
+@contextmanager
+def dense_after_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """An error within the context puts the named dense linears back, where they were."""
+    before = {name: (linear := model.get_submodule(name), linear.weight.device) for name in names}
+    try:
+        yield
+    except BaseException:
+        for name, (linear, device) in before.items():
+            model.set_submodule(name, linear.to(device))
+        raise
 
 
 def _warn_upcast(model: nn.Module, names: list[str], mixtures: list[str]) -> None:
