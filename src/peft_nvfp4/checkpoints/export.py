@@ -52,9 +52,8 @@ def export_checkpoint(
     Args:
         model: a transformers model whose linears are frozen in NVFP4, without adapters (``model.unload()`` takes them off; an
             adapter is saved by itself, and served beside its base).
-        save_directory: where to; nothing is written if something cannot be represented.
+        save_directory: nothing is written if something cannot be represented.
         layout: ``"compressed-tensors"`` or ``"modelopt"``.
-        max_shard_size: of ``save_pretrained``.
 
     Raises:
         ValueError: an unknown layout; a model that is frozen in another format, not frozen, or carries an adapter.

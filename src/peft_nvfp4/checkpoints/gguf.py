@@ -93,9 +93,6 @@ def _add_tensors(writer: Any, model: nn.Module, config: Any, dtype: str) -> None
         writer.add_tensor(target, values if plain else gguf.quants.quantize(values, kept), raw_dtype=None if plain else kept)
 
 
-# ---------------------------------------------------------------------------------------------- the model
-
-
 def _check_model(model: nn.Module) -> tuple[Any, str]:
     """(config, GGUF's architecture)."""
     config = getattr(model, "config", None)
@@ -155,9 +152,6 @@ def neighbours(rows: Tensor, heads: int) -> Tensor:
     """Rows of a projection to heads whose halves are turned together, in the order in which neighbouring pairs are."""
     shape = rows.shape
     return rows.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).transpose(1, 2).reshape(shape)
-
-
-# ---------------------------------------------------------------------------------------------- the tokenizer
 
 
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:

@@ -188,13 +188,9 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
 def check_loaded(
     parameters: Mapping[str, nn.Parameter], origin: Callable[[str], str], shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """Every parameter (a bias among them: nothing would initialise it) was loaded, and scales are what scales can be.
-
-    Args:
-        parameters: by name in the model; the last name says what it holds, in this package's layout or a published one.
-        origin: name -> name and file, for messages.
-        shapes: those that are not known from the headers of files already.
-    """
+    """Every parameter (a bias among them: nothing would initialise it) was loaded, and scales are what scales can be. The last
+    part of a name says what it holds, in this package's layout or a published one. ``origin``: name -> name and file, for
+    messages; ``shapes``: those that are not known from the headers of files already."""
     flags: dict[str, Tensor] = {}
     for name, p in parameters.items():
         if p.is_meta or not getattr(p, "_is_hf_initialized", False):

@@ -48,9 +48,6 @@ class Published:
     origin: str  # where the settings were read, for messages
 
 
-# ---------------------------------------------------------------------------------------------- reading
-
-
 def published_method(settings: Any) -> str | None:
     """The ``quant_method`` of a ``quantization_config``, if it is one of the published layouts'."""
     method = settings.get("quant_method") if isinstance(settings, Mapping) else getattr(settings, "quant_method", None)
@@ -146,9 +143,6 @@ def _check_known(settings: Mapping[str, Any], known: str, where: str, origin: st
             f"{origin}: {where} has settings that are not known here: {', '.join(unknown)}. They may change what the "
             "stored bytes mean. Upgrade peft_nvfp4, or take them out if you know that they do not"
         )
-
-
-# ---------------------------------------------------------------------------------------------- writing
 
 
 def write_settings(layout: Layout, ignore: Iterable[str], inputs: bool, version: str) -> dict[str, Any]:

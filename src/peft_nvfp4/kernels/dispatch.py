@@ -158,9 +158,6 @@ def load() -> None:
         OPERATORS[name].register("cuda", _kernel_on_cuda(name))
 
 
-# ---------------------------------------------------------------------------------------------- what runs where
-
-
 @dataclass(frozen=True)
 class OperatorStatus:
     """One line of :func:`status`."""

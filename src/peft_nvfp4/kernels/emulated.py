@@ -33,7 +33,6 @@ multiprocessors without a tile."""
 OPERAND_BYTES = 48 << 20
 SMALL_ROWS = matmul.ROWS
 """Up to here a product is bound by the weight's bytes, and decoding it in the loop (matmul) is faster."""
-WIDEST = MAX_BLOCKS * BLOCK
 
 
 def _chunks(rows: int, columns: int) -> Iterator[slice]:
@@ -52,9 +51,6 @@ def _in_three(x: Tensor) -> Tensor:
     rest = x.float() - first.float()
     second = rest.to(torch.bfloat16)
     return torch.cat([first, second, (rest - second.float()).to(torch.bfloat16)], dim=1)
-
-
-# ---------------------------------------------------------------------------------------------- fprop
 
 
 def fprop(p: Fprop) -> list[Tensor]:
@@ -152,14 +148,11 @@ def _fill(out: Tensor, columns: Tensor | None, rows: slice) -> None:
         out[:, used:].zero_()
 
 
-# ---------------------------------------------------------------------------------------------- dgrad
-
-
 def dgrad(p: Dgrad) -> Tensor:
     """The operator ``dgrad``."""
     first, columns = p.linears[0], sum(item.weight.k for item in p.linears)
     m, k = first.dy.shape[0], first.weight.codes.shape[0]
-    wide = not all(0 < item.weight.k <= WIDEST for item in p.linears)
+    wide = not all(0 < item.weight.k <= MAX_BLOCKS * BLOCK for item in p.linears)
     if first.dy.dtype != torch.bfloat16 or m <= SMALL_ROWS or k == 0 or wide:
         return reference.dgrad(p, matmul.matmul, ops.quantize)
     dx = first.dy.new_empty(m, k)

@@ -40,9 +40,6 @@ class Choice:
     skipped: dict[str, str]  # implementation that would have been better, or was not wanted -> why it does not run
 
 
-# ---------------------------------------------------------------------------------------------- the implementations
-
-
 NATIVE: dict[str, Callable[[], native.Gemms]] = {
     "cutlass": lambda: cutlass.load() and cutlass.gemms,
     "scaled_mm": lambda: scaled_mm.gemms,
@@ -108,8 +105,6 @@ def _try(name: str, device: torch.device, triton_obstacle: str) -> tuple[Callabl
 
     return fprop, dgrad, "FP4 tensor cores" + (f"; fprop of up to {small} rows: the Triton product" if small else "")
 
-
-# ---------------------------------------------------------------------------------------------- the choice
 
 _warned: set[str] = set()
 

@@ -198,23 +198,16 @@ def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, ac
 def gated_values(
     gate: QuantizedMatrix, up: QuantizedMatrix, offset: Tensor | None, act: str, terms: int, dtype: torch.dtype
 ) -> Tensor:
-    """D(h~) (M, f) of h = act(D(gate)) * D(up): the input of the MLP's last linear as backward can make it anew from what it
-    keeps of gate and up, rounded and quantised as in the forward pass. Not quite the forward's h~, whose gate and up had not been
-    quantised."""
+    """D(h~) (M, f) of h = act(D(gate)) * D(up): the input of the MLP's last linear as backward can recompute it from the codes of
+    gate and up. Not quite the forward's h~, whose gate and up had not been quantised."""
     h = gated_product(reference.dequantize(gate), reference.dequantize(up), act, dtype)
     return dequantize_terms(quantize_terms(h, offset, terms), offset, dtype)
-
-
-# ---------------------------------------------------------------------------------------------- dropout
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     """x / (1 - p) where :func:`peft_nvfp4.numerics.philox.dropout_mask` keeps it, else 0: a product in FP32, rounded once to x's
     dtype. (A mask in BF16 would hold a rounded 1 / (1 - p): a bias of up to 0.4 %.)"""
     return (x.float() * dropout_mask(tuple(x.shape), p, seed, x.device, torch.float32)).to(x.dtype)
-
-
-# ---------------------------------------------------------------------------------------------- rotary embedding
 
 
 def rotary_output(x: Tensor, backward: bool) -> Tensor:

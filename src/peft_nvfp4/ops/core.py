@@ -13,6 +13,7 @@ dispatcher costs tens of microseconds), and the ``torch.library`` operator, whic
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,41 +33,28 @@ def first_tensor(args: tuple) -> Tensor:
     return args
 
 
+@dataclass(eq=False, repr=False)
 class Operator:
-    """One operator.
+    """One operator. Where its arguments or its result are not those of the schema, functions convert them."""
 
-    Attributes:
-        check: raises on arguments that it does not take.
-        reference: the plain-PyTorch implementation.
-        direct: device type -> implementation.
+    name: str
+    schema: str  # of the torch.library operator
+    check: Callable[..., None]  # raises on arguments that the operator does not take
+    reference: Callable  # the plain-PyTorch implementation
+    shapes: Callable  # empty results, as the schema has them, for the arguments
+    flatten: Callable[..., tuple] | None = None  # arguments -> those of the schema
+    unflatten: Callable[..., tuple] | None = None  # and back
+    flat_result: Callable | None = None  # result -> that of the schema
+    result: Callable | None = None  # (arguments, result of the schema) -> result
+    direct: dict[str, Callable] = field(default_factory=dict, init=False)  # device type -> implementation
 
-    Args:
-        schema: of the ``torch.library`` operator.
-        shapes: empty results, as the schema has them, for the arguments.
-        flatten, unflatten: arguments -> those of the schema and back, where they are not the same.
-        flat_result, result: result -> that of the schema, (arguments, result of the schema) -> result, likewise.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        schema: str,
-        check: Callable[..., None],
-        reference: Callable,
-        shapes: Callable,
-        flatten: Callable[..., tuple] | None = None,
-        unflatten: Callable[..., tuple] | None = None,
-        flat_result: Callable | None = None,
-        result: Callable | None = None,
-    ):
-        self.name, self.check, self.reference, self.direct = name, check, reference, {}
-        self.flatten, self.unflatten, self.flat_result, self.result = flatten, unflatten, flat_result, result
-        _LIBRARY.define(f"{name}{schema}")
-        torch.library.impl(f"peft_nvfp4::{name}", "default", self.flat(reference))
-        torch.library.register_fake(f"peft_nvfp4::{name}", self._checked(shapes))
-        torch.library.register_autograd(f"peft_nvfp4::{name}", self._refuse_derivative)
-        self.library_operator = getattr(torch.ops.peft_nvfp4, name)
-        OPERATORS[name] = self
+    def __post_init__(self) -> None:
+        _LIBRARY.define(f"{self.name}{self.schema}")
+        torch.library.impl(f"peft_nvfp4::{self.name}", "default", self.flat(self.reference))
+        torch.library.register_fake(f"peft_nvfp4::{self.name}", self._checked(self.shapes))
+        torch.library.register_autograd(f"peft_nvfp4::{self.name}", self._refuse_derivative)
+        self.library_operator = getattr(torch.ops.peft_nvfp4, self.name)
+        OPERATORS[self.name] = self
 
     def __call__(self, *args):
         """Check the arguments and compute."""

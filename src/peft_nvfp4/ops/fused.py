@@ -17,8 +17,6 @@ from ..numerics.fused_reference import ACTIVATIONS, GatedGrads, GatedOutput, Nor
 from .core import FLOATS, Operator, check, check_float, check_matrix, check_offset, check_seed, check_shape, check_terms
 from .linear import check_matrices, empty_terms, matrices, stacked, tensor_lists
 
-# ---------------------------------------------------------------------------------------------- RMSNorm
-
 
 def _check_norm(op: str, name: str, x: Tensor, gamma: Tensor, offset: Tensor | None) -> None:
     check_matrix(op, name, x)
@@ -65,8 +63,6 @@ rmsnorm_backward = Operator(
     lambda dy, parts, *rest: (dy, *tensor_lists(parts), *rest),
     lambda dy, codes, scales, gscale, *rest: (dy, matrices(codes, scales, gscale, dy.shape[1]), *rest),
 )
-
-# ---------------------------------------------------------------------------------------------- act(gate) * up
 
 
 def _check_act(op: str, act: str) -> None:
@@ -150,8 +146,6 @@ gated_values = Operator(
     lambda *flat: (*_gate_up(flat, flat[9]), *flat[6:9], flat[10]),
 )
 
-# ---------------------------------------------------------------------------------------------- dropout
-
 
 def _check_dropout(x: Tensor, p: float, seed: Tensor) -> None:
     check_float("dropout", x.dtype, "x")
@@ -166,8 +160,6 @@ dropout = Operator(
     lambda x, p, seed: fused_reference.dropout(x, p, seed).contiguous(),
     lambda x, p, seed: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
-
-# ---------------------------------------------------------------------------------------------- rotary embedding
 
 
 def _check_rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> None:

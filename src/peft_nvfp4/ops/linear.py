@@ -21,8 +21,6 @@ from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
 from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from .core import Operator, check, check_float, check_matrix, check_offset, check_packed, check_seed, check_shape, check_terms
 
-# ---------------------------------------------------------------------------------------------- the input x~
-
 
 def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (T, rows, Kp/2), block scales (T, rows, Kp/16) and global scales (T, rows) of ``terms`` matrices."""
@@ -97,11 +95,7 @@ dequantize_input = Operator(
     lambda terms, offset, dtype: (*tensor_lists(terms), offset, terms[0].k, dtype),
     lambda codes, scales, gscale, offset, k, dtype: (matrices(codes, scales, gscale, k), offset, dtype),
 )
-"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), the sum of the terms and the offset, in FP32, rounded once
-to ``dtype``."""
-
-
-# ---------------------------------------------------------------------------------------------- fprop
+"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), terms and offset summed in FP32 and rounded once."""
 
 
 def _check_fprop(p: Fprop) -> None:
@@ -165,9 +159,6 @@ fprop = Operator(
     _fprop_of_flat,
 )
 """``fprop(product: Fprop) -> list[Tensor]``: y (M, N) of every linear; after them, if ``product.a`` is given, h (M, sum of r)."""
-
-
-# ---------------------------------------------------------------------------------------------- dgrad
 
 
 def _check_dgrad(p: Dgrad) -> None:

@@ -11,8 +11,6 @@ from ..numerics import reference
 from ..numerics.formats import BLOCK, WEIGHT_BACKWARD, NVFP4Format, QuantizedMatrix, padded_k
 from .core import Operator, check, check_matrix, check_packed, check_seed
 
-# ---------------------------------------------------------------------------------------------- quantize
-
 
 def _check_quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | None) -> None:
     check_matrix("quantize", "x", x)
@@ -53,11 +51,7 @@ _quantize = Operator(
 
 
 def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Tensor | None = None) -> QuantizedMatrix:
-    """Quantise x (R, K) along K to NVFP4; see :func:`peft_nvfp4.numerics.reference.quantize`.
-
-    Raises:
-        RuntimeError: x is no matrix or not of a floating dtype; gscale has a wrong shape; a stochastic format without seed.
-    """
+    """Quantise x (R, K) along K to NVFP4; see :func:`peft_nvfp4.numerics.reference.quantize`."""
     return _quantize(x, fmt, gscale, seed)
 
 
@@ -75,7 +69,7 @@ def _amax(w: Tensor) -> Tensor:
 
 def weight_gscale(w: Tensor) -> Tensor:
     """(1,) FP32: the global scale that a finite weight needs."""
-    return reference.power_of_two_scale(_amax(w))
+    return shared_gscale([w])
 
 
 def shared_gscale(weights: Sequence[Tensor]) -> Tensor:
@@ -93,9 +87,6 @@ def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -
     if len(parts) == 1:
         return parts[0]
     return QuantizedMatrix(torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts]), gscale, w.shape[1])
-
-
-# ---------------------------------------------------------------------------------------------- dequantize
 
 
 def _check_dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> None:
@@ -117,9 +108,6 @@ _dequantize = Operator(
 def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values (R, K) of a quantised matrix; exact in FP32 and BF16."""
     return _dequantize(q, dtype)
-
-
-# ---------------------------------------------------------------------------------------------- transpose_requantize
 
 
 def _check_transpose_requantize(q: QuantizedMatrix, factor: float) -> None:

@@ -129,11 +129,8 @@ class OutOfMemory(RuntimeError):
 
 
 def cheaper(model: Any, settings: Settings) -> list[tuple[str, int]]:
-    """(what to change, estimated peak then) for every change that takes less, then for all of them together.
-
-    Args:
-        model: what :func:`peft_nvfp4.memory.estimate` takes.
-    """
+    """(what to change, estimated peak then) for every change that takes less, then for all of them together. ``model`` is what
+    :func:`peft_nvfp4.memory.estimate` takes."""
     shape = model_shape(model)
     peak = lambda change: estimate(shape, replace(settings, **change)).peak
     helpful = [(words, change) for words, change in _savings(settings) if peak(change) < peak({})]
@@ -211,9 +208,6 @@ def memory_advice(trainer: Any) -> Iterator[None]:
         raise OutOfMemory(explain(model.config, settings, memory)) from error
     finally:
         handle.remove()
-
-
-# ---------------------------------------------------------------------------------------------- the same bits
 
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"

@@ -186,14 +186,18 @@ class GraphedForward:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            left += [child for child in module._modules.values() if child is not None]
+            children = module._modules
+            if children:
+                left += [child for child in children.values() if child is not None]
             state.append((type(module), module.training, module.__dict__.get("attention_dropout")))
-            state += [_baked_in(p) for p in module._parameters.values() if p is not None]
-            state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
+            if module._parameters:
+                state += [_baked_in(p) for p in module._parameters.values() if p is not None]
+            if module._buffers:
+                state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
             hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
             if any(hooks):
                 state.append(tuple(map(tuple, hooks)))
-            if "lora_A" in module._modules:
+            if "lora_A" in children:
                 state.append(_adapter_state(module))
             elif isinstance(module, nn.Dropout):
                 state.append(module.p)
@@ -269,9 +273,6 @@ class GraphedForward:
             yield
         finally:
             config._attn_implementation = "sdpa"
-
-
-# ---------------------------------------------------------------------------------------------- public
 
 
 def _decoder(model: nn.Module) -> nn.Module | None:

@@ -146,9 +146,6 @@ def _complete(layer: NVFP4FrozenLinear) -> None:
     layer._store(w._replace(gscale=w.gscale.clone()))  # a copy: in a mapped file, four bytes may lie anywhere
 
 
-# ---------------------------------------------------------------------------------------------- memory of mapped files
-
-
 def release(files: Iterable[str]) -> None:
     """Advise the kernel to drop the resident pages of all mappings of these files, which have been read, and give freed heap
     memory back. Where there is no such call (other systems than Linux), nothing happens.
@@ -173,9 +170,6 @@ def release(files: Iterable[str]) -> None:
         if len(fields) == 6 and fields[5].rstrip("\n") in paths:
             start, end = (int(address, 16) for address in fields[0].split("-"))
             madvise(start, end - start, MADV_PAGEOUT)
-
-
-# ---------------------------------------------------------------------------------------------- saving
 
 
 def saved_state_dict(model: nn.Module) -> dict[str, Tensor] | None:

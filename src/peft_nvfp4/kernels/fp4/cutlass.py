@@ -1,12 +1,10 @@
 """The FP4 GEMMs of the compiled extension for RTX 50xx (SM120): loading the library, and :func:`gemms` for operands as the
 package stores them, with the semantics of :mod:`native`.
 
-Why ctypes and plain C symbols. The library knows nothing of Python or torch: it takes addresses, sizes, a stream and a
-workspace (``csrc/abi.h``). So one binary serves every Python and every torch version; it needs no torch to be built, cannot
-break with torch's C++ ABI, and is loaded when it is first wanted, where failing to load is an answer and not an ImportError.
-torch's stable ABI was the other way; it exists in parts only in the oldest torch supported here, and would move argument
-checks and operator schemas, which the package keeps in one place in Python, into the binary. The price is a few microseconds
-of ctypes a call.
+Why ctypes and plain C symbols. The library takes addresses, sizes, a stream and a workspace (``csrc/abi.h``). So one binary
+serves every Python and every torch version; it needs no torch to be built, cannot break with torch's C++ ABI, and is loaded when
+it is first wanted, where failing to load is an answer and not an ImportError. The price is a few microseconds of ctypes a call.
+Rejected: torch's stable ABI, which exists in parts only in the oldest torch supported here.
 
 :func:`load` looks in the package's folder, where setup.py puts the library, or at ``PEFT_NVFP4_EXTENSION``. Block scales are
 rearranged at every call (by the library, into the workspace). The weights of one input are one launch: see
@@ -64,6 +62,7 @@ class Library:
 
     Attributes:
         info: what it was built from and for: ``archs``, ``emulated``, ``cutlass``, ``nvcc``, ``source``.
+        archs: GPUs it was built for, as in ``12.0a``.
         instances: (tile name, c, d) -> index.
         tiles: in the order of preference where they are equal.
     """
@@ -80,6 +79,7 @@ class Library:
         c.peft_nvfp4_error.argtypes = c.peft_nvfp4_describe.argtypes = [c_int]
         c.peft_nvfp4_error.restype = c.peft_nvfp4_describe.restype = c.peft_nvfp4_build_info.restype = c_char_p
         self.info = dict(item.split("=", 1) for item in c.peft_nvfp4_build_info().decode().split())
+        self.archs: list[str] = self.info["archs"].split(",")
         self.instances: dict[tuple[str, str, str], int] = {}
         self.tiles: list[Tile] = []
         while text := c.peft_nvfp4_describe(len(self.instances)):
@@ -87,11 +87,6 @@ class Library:
             tile = Tile(int(m), int(n), int(k), schedule)
             self.tiles += [] if tile in self.tiles else [tile]
             self.instances[tile.name, added, out] = len(self.instances)
-
-    @property
-    def archs(self) -> list[str]:
-        """GPUs it was built for, as in ``12.0a``."""
-        return self.info["archs"].split(",")
 
     def check(self, code: int) -> None:
         if code:
@@ -104,9 +99,6 @@ class Library:
 
     def gemm(self, arguments: Arguments) -> None:
         self.check(self._c.peft_nvfp4_gemm(ctypes.byref(arguments)))
-
-
-# ---------------------------------------------------------------------------------------------- loading
 
 
 @cache
@@ -143,9 +135,6 @@ def load() -> Library:
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in devices}))
     archs = ", ".join(library.archs)
     raise Unavailable(f"not built for this machine: {library.path} holds code for {archs}, which {names} cannot run")
-
-
-# ---------------------------------------------------------------------------------------------- calling
 
 
 def _aligned(t: Tensor) -> bool:

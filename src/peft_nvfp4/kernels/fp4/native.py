@@ -8,15 +8,13 @@ An implementation is one function, ``gemms``: all weights of one input at once, 
 exact products, accumulated in FP32, rounded once to ``dtype``. What it may rely on:
 
 * one or two terms, whose global scales, one per row, have the same values: K can be doubled, [codes 1 | codes 2] x [W | W];
-* weights have one global scale, and all block scales are linear (row-major): a kernel that reads them swizzled swizzles them
-  itself;
+* weights have one global scale, and all block scales are linear (row-major);
 * ``constant`` is None or (N,) FP32; ``add`` is None or (M, N) in ``dtype``; an out may be the add (then it accumulates in place);
 * M, N and K are at least 1, every tensor is contiguous.
 
-The low-rank parts join as ``add``. So they are rounded to ``dtype`` once by themselves, before the one rounding of the sum: two
-roundings, the first relative to the smaller part. (Adding them after the product would cost the same traffic, and round the
-larger part twice.) dgrad accumulates linear by linear: one more rounding for each after the first, which
-:mod:`peft_nvfp4.numerics.products` allows.
+The low-rank parts join as ``add``. So they are rounded to ``dtype`` once by themselves, before the one rounding of the sum.
+(Adding them after the product would round the larger part twice.) dgrad accumulates linear by linear: one more rounding for each
+after the first, which :mod:`peft_nvfp4.numerics.products` allows.
 
 Swizzled copies of the weights' scales are not kept: they would take a ninth of the weights' memory again (0.5 GB per layout of an
 8B model), and making them reads and writes N * K / 16 bytes, a small part of what the product itself reads.
@@ -57,9 +55,6 @@ def single(gemms: Gemms) -> Callable[..., Tensor]:
     return gemm
 
 
-# ---------------------------------------------------------------------------------------------- fprop
-
-
 def takes_fprop(p: Fprop) -> bool:
     """Whether a product is one that :func:`fprop` computes: BF16, not empty, weights with one global scale."""
     weights = [item.weight for item in p.linears]
@@ -91,14 +86,11 @@ def join(pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 def _contiguous(q: QuantizedMatrix) -> QuantizedMatrix:
-    return QuantizedMatrix(q.codes.contiguous(), q.scales.contiguous(), q.gscale.contiguous(), q.k)
+    return QuantizedMatrix(*(t.contiguous() for t in q[:3]), q.k)
 
 
 def _with_row_scales(q: QuantizedMatrix) -> QuantizedMatrix:
     return _contiguous(q._replace(gscale=q.gscale.expand(q.codes.shape[0])))
-
-
-# ---------------------------------------------------------------------------------------------- dgrad
 
 
 def takes_dgrad(p: Dgrad) -> bool:

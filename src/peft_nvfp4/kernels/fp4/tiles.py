@@ -7,8 +7,7 @@ ceil(t / s) of them, and the launch lasts as long as that SM:
 
 Small tiles waste less in the last wave; large ones load fewer bytes a product and pay the cost of a step and of an epilogue less
 often. The ping-pong schedule hides the epilogue of all tiles but the last behind the next tile's products. Several weights of one
-input are one launch: their tiles are counted together, so the 64 tiles of a (2048 x 512) product, which leave a quarter of 84 SMs
-idle, fill the last wave of a larger one.
+input are one launch: their tiles are counted together.
 
 The rates are estimates from a data sheet, not measured: only their proportion matters here. ``peft-nvfp4 tune``
 measures on the card at hand and stores the winners in the user's cache folder (``PEFT_NVFP4_CACHE``, ``XDG_CACHE_HOME`` or
@@ -93,9 +92,6 @@ def choose(problem: Problem, tiles: Sequence[Tile], sms: int, measured: dict[str
 def choose_once(problem: Problem, tiles: tuple[Tile, ...], sms: int, file: Path) -> Tile:
     """:func:`choose` with what ``file`` holds; a training step asks the same questions again and again."""
     return choose(problem, tiles, sms, read(file))
-
-
-# ---------------------------------------------------------------------------------------------- measured
 
 
 def cache_file(gpu: str, source: str) -> Path:

@@ -56,12 +56,6 @@ def power_of_two_scale(amax):
 
 
 @triton.jit
-def inverse_power(g):
-    """1 / g of a power of two, exact."""
-    return (0x7F000000 - g.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def encode_e4m3(v, MODE: tl.constexpr):
     """(bits int32, value float32) of non-negative v: to nearest even, saturating; NaN, which stands for Inf - Inf, too. Integer
     arithmetic where there are no E4M3 conversions (before SM89)."""
@@ -134,15 +128,6 @@ def round_blocks(x, s, g, finite, NB: tl.constexpr, MODE: tl.constexpr, BOUNDED:
         lo_n, lo_grid = round_e2m1(lo, sg, r, ok)
         hi_n, hi_grid = round_e2m1(hi, sg, r, ok)
         return pack_nibbles(lo_n, hi_n), (lo_grid, hi_grid)
-
-
-@triton.jit
-def on_grid(grid, sg, MODE: tl.constexpr):
-    """D(x) of the grid values under the scale sg (NB,), exact."""
-    if MODE == PAIR:
-        return multiply(grid, both(sg)[:, None])
-    else:
-        return grid[0] * sg[:, None], grid[1] * sg[:, None]
 
 
 @triton.jit
@@ -253,15 +238,6 @@ def quantize_store(
 
 
 @triton.jit
-def add_term(d, grid, sg, MODE: tl.constexpr):
-    """d + D(second term)."""
-    if MODE == PAIR:  # rounded to BF16 once, as after a sum in FP32
-        return multiply_add(grid, both(sg)[:, None], d)
-    else:
-        return d[0] + grid[0] * sg[:, None], d[1] + grid[1] * sg[:, None]
-
-
-@triton.jit
 def store_terms(
     codes_ptr, scales_ptr, gscale_ptr, values_ptr, offset_ptr, row, x, blk, M,
     K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr,
@@ -280,15 +256,21 @@ def store_terms(
     codes, bits, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, TERMS_MODE, False, VALUES or TERMS == 2)
     if CODES:
         _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K, NB, TERMS_MODE)
-    if VALUES:
-        d = on_grid(grid, sg, TERMS_MODE)
+    if VALUES:  # exact
+        if TERMS_MODE == PAIR:
+            d = multiply(grid, both(sg)[:, None])
+        else:
+            d = (grid[0] * sg[:, None], grid[1] * sg[:, None])
     if TERMS == 2:
         x = remainder(x, grid, sg, TERMS_MODE)
         codes, bits, grid, sg = quantize_blocks(x, amax_values(x, NB, TERMS_MODE), g, inverse_g, NB, TERMS_MODE, False, VALUES)
         if CODES:
             _store(codes_ptr, scales_ptr, gscale_ptr, row + M, codes, bits, g, blk, K, NB, TERMS_MODE)
         if VALUES:
-            d = add_term(d, grid, sg, TERMS_MODE)
+            if TERMS_MODE == PAIR:  # rounded to BF16 once, as after a sum in FP32
+                d = multiply_add(grid, both(sg)[:, None], d)
+            else:
+                d = (d[0] + grid[0] * sg[:, None], d[1] + grid[1] * sg[:, None])
     if VALUES:
         if HAS_OFFSET:
             d = (d[0] + offset[0], d[1] + offset[1])

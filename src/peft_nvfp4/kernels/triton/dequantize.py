@@ -92,9 +92,6 @@ def rounded_kernel(x_ptr, out_ptr, x_stride, out_stride, K: tl.constexpr, NB: tl
     store_terms(out_ptr, out_ptr, out_ptr, out_ptr, out_ptr, row, x, blk, 0, K, NB, MODE, 1, False, False, True)
 
 
-# ---------------------------------------------------------------------------------------------- launches
-
-
 def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Sum of one or two terms and the offset, (R, K) in ``dtype``."""
     rows, k = terms[0].codes.shape[0], terms[0].k

@@ -66,9 +66,6 @@ def options_for(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
     return options
 
 
-# ---------------------------------------------------------------------------------------------- launching
-
-
 def launch_rows(
     kernel: triton.JITFunction,
     name: str,

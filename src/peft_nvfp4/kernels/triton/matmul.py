@@ -60,8 +60,6 @@ TILE = {"rows_of_w": 64, "blocks": 8, "warps": 4, "stages": 3, "enough": 112, "p
 30 us instead of 40 with one, for 4096 x 14336). With more, splitting gains less than its second launch costs the host."""
 DOWN = {"columns": 2048, "columns_per_thread": 8}
 
-# ---------------------------------------------------------------------------------------------- launches
-
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)

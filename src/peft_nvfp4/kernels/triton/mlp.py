@@ -19,7 +19,7 @@ from ...ops.linear import empty_terms, matrices
 from .blocks import amax_values, finite_part, load_quantized, quantize_store, store_terms
 from .codes import PAIR
 from .launch import launch_rows, mode_for, rows_contiguous
-from .rows import BLOCK, load_values, padded_k, reciprocal, rounded, store_values, to_floats, two_row_max
+from .rows import BLOCK, load_values, padded_k, reciprocal, rounded, row_max, store_values, to_floats
 
 SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
 START: tl.constexpr = tl.constexpr(fused_reference.EXP2_START)
@@ -31,20 +31,14 @@ GELU_C1: tl.constexpr = tl.constexpr(fused_reference.GELU_C1)
 
 
 @triton.jit
-def _saturated(v, MODE: tl.constexpr):
-    """v + START, clamped to 0..1, which the GPU does at no cost but only if told so."""
-    if MODE == PAIR:
-        return tl.inline_asm_elementwise(
-            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [v, tl.full(v.shape, START, tl.float32)], dtype=tl.float32,
+def _sigmoid(z, MODE: tl.constexpr):
+    if MODE == PAIR:  # clamped to 0 .. 1, which the GPU does at no cost but only if told so
+        v = tl.inline_asm_elementwise(
+            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [z * SCALE, tl.full(z.shape, START, tl.float32)], dtype=tl.float32,
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        return tl.minimum(tl.maximum(v + START, 0.0), 1.0)
-
-
-@triton.jit
-def _sigmoid(z, MODE: tl.constexpr):
-    v = _saturated(z * SCALE, MODE)
+        v = tl.minimum(tl.maximum(z * SCALE + START, 0.0), 1.0)
     magic = tl.fma(v, SPAN, MAGIC)
     f = tl.fma(v, SPAN, (magic - MAGIC) * -1.0)
     p = tl.fma(tl.fma(tl.fma(tl.fma(f, C4, C3), f, C2), f, C1), f, 1.0)
@@ -90,7 +84,7 @@ def gated_kernel(
     gate = load_values(gate_ptr + row * gate_stride, blk, K, NB, MODE)
     up = load_values(up_ptr + row * up_stride, blk, K, NB, MODE)
     gate_amax, up_amax = amax_values(gate, NB, MODE), amax_values(up, NB, MODE)
-    gate_max, up_max = two_row_max(finite_part(gate_amax), finite_part(up_amax))
+    gate_max, up_max = tl.split(row_max(tl.join(finite_part(gate_amax), finite_part(up_amax))))  # one exchange between warps
     quantize_store(gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, row, gate, gate_amax, gate_max, blk, K, NB, MODE)
     quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, up, up_amax, up_max, blk, K, NB, MODE)
     lo_g, hi_g = to_floats(gate, MODE)
@@ -157,9 +151,6 @@ def gated_values_kernel(
     )
     h = _product(lo_g, hi_g, lo_u, hi_u, out_ptr.dtype.element_ty, GELU, MODE)
     store_terms(out_ptr, out_ptr, out_ptr, out_ptr, offset_ptr, row, h, blk, 0, K, NB, MODE, TERMS, HAS_OFFSET, False, True)
-
-
-# ---------------------------------------------------------------------------------------------- launches
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool) -> GatedOutput:

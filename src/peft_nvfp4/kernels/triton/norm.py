@@ -51,13 +51,6 @@ def _inverse(w, SHORT: tl.constexpr):
     return tl.where(above.to(tl.uint32, bitcast=True) <= RANGE, inverse, 0.0)
 
 
-@triton.jit
-def _rstd(d):
-    """1 / d of d = sqrt(variance + eps): 0, Inf and NaN apart, which Newton's steps turn into NaN."""
-    limit = tl.where(d == 0.0, INF, tl.where(d == INF, 0.0, float("nan")))
-    return tl.where((d > 0.0) & (d < INF), reciprocal(d, 1, EXACT), limit)
-
-
 @triton.jit(do_not_specialize=["M"])
 def norm_kernel(
     x_ptr,  # (M, K)
@@ -76,7 +69,9 @@ def norm_kernel(
     x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
     lo, hi = to_floats(x, MODE)
     variance = row_sum(lo * lo, hi * hi, NB) * inverse_k
-    rstd = _rstd(tl.sqrt_rn(variance + eps))
+    d = tl.sqrt_rn(variance + eps)
+    limit = tl.where(d == 0.0, INF, tl.where(d == INF, 0.0, float("nan")))  # Newton's steps turn 0 and Inf into NaN
+    rstd = tl.where((d > 0.0) & (d < INF), reciprocal(d, 1, EXACT), limit)
     tl.store(rstd_ptr + row, rstd)
     lo, hi = lo * rstd, hi * rstd
     if MODE == PAIR and WEIGHT_MODE == PAIR and not PLUS_ONE:
@@ -127,9 +122,6 @@ def norm_backward_kernel(
     lo = rstd * (lo_w * lo - (lo_d * _inverse(lo_w, SHORT)) * c)
     hi = rstd * (hi_w * hi - (hi_d * _inverse(hi_w, SHORT)) * c)
     store_values(dx_ptr + row * K, rounded(lo, hi, dtype, MODE), blk, K, NB, MODE)
-
-
-# ---------------------------------------------------------------------------------------------- launches
 
 
 def rmsnorm_quantize(x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:

@@ -23,8 +23,6 @@ from . import launch
 
 PAIR = tl.constexpr(launch.PAIR)
 
-# ---------------------------------------------------------------------------------------------- in and out
-
 
 @triton.constexpr_function
 def divides(NB, K):

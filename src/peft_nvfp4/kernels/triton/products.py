@@ -7,8 +7,6 @@ from .decode import block_product, load_blocks, operand, scale_factor, signed_by
 from .pairs import load
 from .rows import BLOCK
 
-# ---------------------------------------------------------------------------------------------- very few rows
-
 
 @triton.jit
 def _adapter(hidden, up, m, n, M, N, hidden_stride, scaling, RANK: tl.constexpr, R: tl.constexpr):
@@ -69,9 +67,6 @@ def matmul_vector_kernel(
     tl.store(out + m.to(tl.int64) * N + n, y.to(out.dtype.element_ty), mask=(m < M) & (n < N))
 
 
-# ---------------------------------------------------------------------------------------------- more rows
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def matmul_tile_kernel(
     x_codes, x_scales, x_gscale, x2_codes, x2_scales, x2_gscale, w_codes, w_scales, w_gscale, bias, hidden, up,  # as above
@@ -126,9 +121,6 @@ def matmul_sum_kernel(parts, out, M, N, PARTS: tl.constexpr, BN: tl.constexpr):
     for part in range(PARTS):
         y += tl.load(parts + (part * M + m) * N + n, mask=n < N, other=0.0)
     tl.store(out + m * N + n, y.to(out.dtype.element_ty), mask=n < N)
-
-
-# ---------------------------------------------------------------------------------------------- adapters
 
 
 @triton.jit

@@ -27,7 +27,6 @@ from .blocks import (
     STOCHASTIC,
     amax_values,
     finite_part,
-    inverse_power,
     power_of_two_scale,
     quantize_blocks,
     search_blocks,
@@ -85,7 +84,7 @@ def quantize_kernel(
     amax = amax_values(x, NB, MODE)
     if GLOBAL == GIVEN:
         g = tl.load(given_ptr + row * g_stride)
-        inverse_g = inverse_power(g)
+        inverse_g = (0x7F000000 - g.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # 1 / g of a power of two, exact
     else:
         if GLOBAL == FROM_ROW:
             largest = row_max(finite_part(amax))
@@ -100,9 +99,6 @@ def quantize_kernel(
     else:
         codes, bits = search_blocks(x, amax, inverse_g, NB, RULE, MODE, GLOBAL == GIVEN)
     store_codes(codes_ptr + row * (KP // 2), scales_ptr + row * (KP // BLOCK), codes, bits, blk, K, NB, MODE)
-
-
-# ---------------------------------------------------------------------------------------------- launches
 
 
 def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[QuantizedMatrix, ...]:

@@ -193,9 +193,6 @@ def dropout_kernel(
     tl.store(out_ptr + at, (x * mask).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-# ---------------------------------------------------------------------------------------------- launches
-
-
 def _signed(word: int) -> int:
     """An unsigned 32-bit word as the int32 of the same bits: a launch argument whose type never changes."""
     return word - (1 << 32) if word >= 1 << 31 else word

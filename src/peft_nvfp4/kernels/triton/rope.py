@@ -90,9 +90,6 @@ def rotary_kernel(
         )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- launch
-
-
 def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor | None]:
     """The operator ``rotary_embedding``."""
     q_out, k_out = (None if x is None else rotary_output(x, backward) for x in (q, k))

@@ -134,9 +134,6 @@ def transpose_kernel(
         store(out_scales_ptr + at, tl.reshape(bits, [KW, NB]).to(tl.uint8), inside, WHOLE)
 
 
-# ---------------------------------------------------------------------------------------------- launch
-
-
 def transpose_requantize(q: QuantizedMatrix, factor: float) -> QuantizedMatrix:
     """The operator ``transpose_requantize``. Under a global scale that is no power of two, values are no BF16 numbers: the
     kernels then compute in FP32."""
