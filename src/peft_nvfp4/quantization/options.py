@@ -76,7 +76,8 @@ class Options:
         if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"skip_modules is a list of module names, not a string or other values: {names!r}")
         object.__setattr__(self, "skip_modules", tuple(names))
-        object.__setattr__(self, "calibration", None if self.calibration is None else str(self.calibration))
+        if self.calibration is not None and not isinstance(self.calibration, str):  # a path; a string may be a kind of its own
+            object.__setattr__(self, "calibration", str(self.calibration))
 
     # -- what layers and models get
 
