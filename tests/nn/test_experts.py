@@ -3,7 +3,6 @@ linears; also inside a whole model, checkpointed or with fused norms."""
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ def linears(weights, backend, options=OPTIONS):
 
 
 # ---------------------------------------------------------------------------------------------- storage
-
-
 @pytest.mark.parametrize("layouts", ("cached", "transient"))
 @by_family
 def test_packed_bytes_are_those_of_every_slice_alone(make, layouts):
@@ -122,8 +119,6 @@ def test_backends_that_do_not_pack_are_refused():
 
 
 # ---------------------------------------------------------------------------------------------- forward and gradient
-
-
 @BACKEND
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @by_family
@@ -291,10 +286,7 @@ def test_fused_norms_fall_back_before_experts(make):
 
 
 # ---------------------------------------------------------------------------------------------- the benchmark
-
-
 def test_the_benchmark_runs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import bench_experts
 
     words = ["--shape", "tiny", "--tokens", "24", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]

@@ -235,8 +235,6 @@ def test_trainer_names_a_base_that_differs(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- the examples
-
-
 def settings_of(yaml: Path) -> dict[str, str]:
     """The environment that ``accelerate launch --config_file yaml`` gives the script."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser

@@ -33,7 +33,7 @@ from ..fusion.attach import attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
-from ..nn.wrapping import WRAPPED, unwrap_all, wrap
+from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
 from ..training import distributed
@@ -132,10 +132,9 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
             )
         more |= asked.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
     if more:
-        warnings.warn(
+        warn_caller(
             f"the base is frozen already, and keeps more than memory={asked.memory!r} asks for. Freeze it with the same word "
-            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'",
-            stacklevel=6,
+            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'"
         )
 
 

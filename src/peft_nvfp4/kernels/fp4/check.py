@@ -310,7 +310,7 @@ def sum_bits(gemm: Callable, device: torch.device) -> tuple[int, int]:
     out, the sum had n + 1 bits or more. (A sum of fewer bits that takes 2**n and -2**n first would be seen as wide; for both
     places at once that takes an odd order.)"""
     exponents = torch.arange(8, 28, device="cpu")
-    rows, k, found = len(exponents), 192, []
+    rows, k, bits = len(exponents), 192, []
     for step in (16, 64):
         x, w = (torch.zeros(r, k, dtype=torch.uint8, device="cpu") for r in (rows, 16))
         x[:, 0], x[:, step], x[:, 2 * step] = 2, 2, 10  # 1, 1, -1
@@ -324,8 +324,8 @@ def sum_bits(gemm: Callable, device: torch.device) -> tuple[int, int]:
         case = Case("bits of sums", (matrix(x, xs),), matrix(w, ws))
         kept = (run(gemm, case, device) == expected(case).bfloat16()).all(dim=1)
         lost = (~kept).nonzero()
-        found.append(min(24, 1 + int(exponents[lost[0, 0]] - 1 if len(lost) else exponents[-1])))
-    return tuple(found)
+        bits.append(min(24, 1 + int(exponents[lost[0, 0]] - 1 if len(lost) else exponents[-1])))
+    return tuple(bits)
 
 
 def narrow_sums(bits: tuple[int, int]) -> list[str]:
@@ -346,8 +346,8 @@ def failures(gemm: Callable, device: torch.device) -> list[str]:
     """
     answers = [(case, run(gemm, case, device)) for case in cases()]
     messages = [compare(*answer) for answer in answers]
-    found = [message for message in messages if message]
-    if found and (name := diagnose(answers)):
-        return [f"{name} (seen in {len(found)} of {len(answers)} products)", *found]
+    wrong = [message for message in messages if message]
+    if wrong and (name := diagnose(answers)):
+        return [f"{name} (seen in {len(wrong)} of {len(answers)} products)", *wrong]
     single_products_are_right = not any(messages[:2])
-    return (narrow_sums(sum_bits(gemm, device)) if single_products_are_right else []) + found
+    return (narrow_sums(sum_bits(gemm, device)) if single_products_are_right else []) + wrong

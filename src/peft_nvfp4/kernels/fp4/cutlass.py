@@ -63,7 +63,6 @@ class Library:
     """A loaded library.
 
     Attributes:
-        path: the file.
         info: what it was built from and for: ``archs``, ``emulated``, ``cutlass``, ``nvcc``, ``source``.
         instances: (tile name, c, d) -> index.
         tiles: in the order of preference where they are equal.
@@ -132,11 +131,8 @@ def _path() -> Path:
 
 
 def load() -> Library:
-    """The library. (That it also works is another question: :mod:`check`.)
-
-    Raises:
-        Unavailable: it is not built, broken, of another version, or for other GPUs.
-    """
+    """The library; raises :class:`Unavailable` where it is not built, broken, of another version, or for other GPUs. (That it
+    also works is another question: :mod:`check`.)"""
     library = _open(_path())
     if not torch.cuda.is_available():
         return library
@@ -167,14 +163,14 @@ def gemms(
     terms: Sequence[QuantizedMatrix],
     weights: Sequence[QuantizedMatrix],
     *,
-    constants: Sequence[Tensor | None] | None = None,
-    adds: Sequence[Tensor | None] | None = None,
+    constants: Sequence[Tensor | None],
+    adds: Sequence[Tensor | None],
     outs: Sequence[Tensor | None] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
 ) -> list[Tensor]:
-    """The implementation's products; see :mod:`native` for the arguments, which the operators have checked. Weights with and
-    those without something to add are a launch each, of at most four.
+    """The implementation's products; see :mod:`native` for the arguments. Weights with and those without something to add are a
+    launch each, of at most four.
 
     Args:
         constants: FP32 or BF16.
@@ -186,8 +182,7 @@ def gemms(
         RuntimeError: it refuses.
         ValueError: it has no instance of the tile, or of the types.
     """
-    nothing = [None] * len(weights)
-    constants, adds, outs = constants or nothing, adds or nothing, outs or nothing
+    outs = outs or [None] * len(weights)
     library, codes = load(), terms[0].codes
     ys = [
         out if out is not None and _aligned(out) else _empty(codes.shape[0], w.codes.shape[0], codes, dtype)

@@ -74,7 +74,7 @@ def fprop(gemms: Gemms, p: Fprop) -> list[Tensor]:
     adds = []
     for item in p.linears:
         hidden, ups = zip(*item.adapters) if item.adapters else ((), ())
-        adds.append(mm(_join(hidden), _join(ups).T, p.dtype) if hidden else None)
+        adds.append(mm(join(hidden), join(ups).T, p.dtype) if hidden else None)
     ys = gemms(
         [_with_row_scales(t) for t in p.terms],
         [_contiguous(item.weight) for item in p.linears],
@@ -85,8 +85,9 @@ def fprop(gemms: Gemms, p: Fprop) -> list[Tensor]:
     return ys if h is None else [*ys, h]
 
 
-def _join(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0]
+def join(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Matrices side by side; None for none."""
+    return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0] if pieces else None
 
 
 def _contiguous(q: QuantizedMatrix) -> QuantizedMatrix:
@@ -102,8 +103,7 @@ def _with_row_scales(q: QuantizedMatrix) -> QuantizedMatrix:
 
 def takes_dgrad(p: Dgrad) -> bool:
     """Whether a product is one that :func:`dgrad` computes."""
-    weights = [item.weight for item in p.linears]
-    dy = p.linears[0].dy
+    weights, dy = [item.weight for item in p.linears], p.linears[0].dy
     sizes = [dy.shape[0], *(size for w in weights for size in (w.codes.shape[0], w.k))]
     return dy.dtype == torch.bfloat16 and all(sizes) and all(w.gscale.shape[0] == 1 for w in weights)
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .codes import decode_e2m1
+from .pairs import load
 from .rows import BLOCK
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -43,12 +44,8 @@ def load_blocks(
     # codes would be 128 bytes apart. In two dimensions 4: loading ahead (cp.async) wants 4 bytes of scales.
     at = tl.max_contiguous(at, [1, 1, 2] if len(at.shape) == 3 else [1, 4])
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.int64))
-    if MASKED:
-        codes = tl.load(codes_ptr + at, mask=blk < end, other=0)
-        bits = tl.load(scales_ptr + at, mask=blk < end, other=0)
-    else:
-        codes = tl.load(codes_ptr + at)
-        bits = tl.load(scales_ptr + at)
+    codes = load(codes_ptr + at, blk < end, not MASKED)
+    bits = load(scales_ptr + at, blk < end, not MASKED)
     g = tl.load(gscale_ptr + row * g_stride)
     if SPLIT:
         g = (g.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -84,9 +81,7 @@ BYTES_ASM: tl.constexpr = _codes_asm(
 def signed_bytes(codes, PTX: tl.constexpr):
     """Twice the values of 16 codes (int64) as signed bytes: four int32. Without PTX the codes, four times."""
     if PTX:
-        return tl.inline_asm_elementwise(
-            BYTES_ASM, "=&r,=&r,=&r,=&r,l", [codes], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(BYTES_ASM, "=&r,=&r,=&r,=&r,l", [codes], dtype=(tl.int32,) * 4, is_pure=True, pack=1)
     else:
         return codes, codes, codes, codes
 

@@ -7,16 +7,18 @@ once and writes the codes, D(y~) and the statistic; the backward reads dy and th
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...numerics import fused_reference
 from ...numerics.formats import BLOCK as BLOCK_SIZE
+from ...numerics.formats import QuantizedMatrix
 from ...numerics.formats import padded_k as padded
-from ...ops.linear import empty_terms
+from ...numerics.fused_reference import GAMMA_RANGE, NormOutput
+from ...ops.linear import empty_terms, matrices
 from .blocks import load_quantized, store_terms
 from .codes import EXACT, PAIR
 from .launch import launch_rows, mode_for, rows_contiguous
@@ -29,8 +31,8 @@ def _shifted_bits(x: float) -> int:
     return 2 * struct.unpack("i", struct.pack("f", x))[0]
 
 
-LEAST: tl.constexpr = tl.constexpr(_shifted_bits(fused_reference.GAMMA_RANGE[0]))
-RANGE: tl.constexpr = tl.constexpr(_shifted_bits(fused_reference.GAMMA_RANGE[1]) - _shifted_bits(fused_reference.GAMMA_RANGE[0]))
+LEAST: tl.constexpr = tl.constexpr(_shifted_bits(GAMMA_RANGE[0]))
+RANGE: tl.constexpr = tl.constexpr(_shifted_bits(GAMMA_RANGE[1]) - _shifted_bits(GAMMA_RANGE[0]))
 
 
 @triton.jit
@@ -87,13 +89,8 @@ def norm_kernel(
         y = rounded(lo, hi, dtype, MODE)
     if PADDED:  # a row with Inf or NaN has rstd 0, Inf or NaN, and 0 * NaN would spoil blocks that are padding alone
         inside = (blk * BLOCK < K)[:, None]
-        if MODE == PAIR:
-            y = tl.where(inside, y, 0)
-        else:
-            y = (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
-    store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, y_ptr, offset_ptr, row, y, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, True
-    )
+        y = tl.where(inside, y, 0) if MODE == PAIR else (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
+    store_terms(codes_ptr, scales_ptr, gscale_ptr, y_ptr, offset_ptr, row, y, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, True)
 
 
 @triton.jit
@@ -135,37 +132,28 @@ def norm_backward_kernel(
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def rmsnorm_quantize(
-    x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int
-) -> tuple[Tensor, ...]:
-    """(codes, scales, gscale, y, rstd); see :mod:`peft_nvfp4.ops.fused` for the shapes."""
+def rmsnorm_quantize(x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
+    """The operator ``rmsnorm_quantize``."""
     m, k = x.shape
     x, gamma = rows_contiguous(x), gamma.contiguous()
-    out = (*empty_terms(x, terms, m, k), x.new_empty(m, k), x.new_empty(m, dtype=torch.float32))
+    parts, y, rstd = empty_terms(x, terms, m, k), x.new_empty(m, k), x.new_empty(m, dtype=torch.float32)
     constants = {"TERMS": terms, "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
     constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None]), "PADDED": padded(k) - k >= BLOCK_SIZE}
-    tensors = (x, gamma, x if offset is None else offset, *out)
+    tensors = (x, gamma, x if offset is None else offset, *parts, y, rstd)
     launch_rows(norm_kernel, "norm", (m, k), mode_for(x.dtype, k, x), tensors, (m, x.stride(0), eps, 1.0 / k), constants)
-    return out
+    return NormOutput(matrices(*parts, k), y, rstd)
 
 
 def rmsnorm_backward(
-    dy: Tensor,
-    codes: list[Tensor],
-    scales: list[Tensor],
-    gscale: list[Tensor],
-    offset: Tensor | None,
-    gamma: Tensor,
-    rstd: Tensor,
-    plus_one: bool,
+    dy: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None, gamma: Tensor, rstd: Tensor, plus_one: bool
 ) -> Tensor:
     """dx (M, K) in dy's dtype."""
     k = dy.shape[1]
     dy, gamma = rows_contiguous(dy), gamma.contiguous()
     dx = dy.new_empty(dy.shape)
-    first, *others = ([t.contiguous() for t in term] for term in zip(codes, scales, gscale))
-    tensors = (dy, *first, *(others[0] if others else first), dy if offset is None else offset, gamma, rstd.contiguous(), dx)
-    constants = {"TERMS": len(codes), "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
+    kept = [[t.contiguous() for t in part[:3]] for part in parts]
+    tensors = (dy, *kept[0], *kept[-1], dy if offset is None else offset, gamma, rstd.contiguous(), dx)
+    constants = {"TERMS": len(parts), "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
     constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None])}
     mode = mode_for(dy.dtype, k, dy)
     launch_rows(norm_backward_kernel, "norm_backward", dy.shape, mode, tensors, (dy.stride(0), 1.0 / k), constants)

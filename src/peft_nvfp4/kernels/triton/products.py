@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .decode import block_product, load_blocks, operand, scale_factor, signed_bytes
+from .pairs import load
 from .rows import BLOCK
 
 # ---------------------------------------------------------------------------------------------- very few rows
@@ -99,10 +100,7 @@ def matmul_tile_kernel(
         w = operand(w_codes, w_scales, w_gscale, w_row, w_stride, blk, end, NB, BN, KB, MASKED, PTX, SPLIT)
         if HAS_VALUES:
             k = start * BLOCK + tl.arange(0, KB * BLOCK)[None, :]
-            if MASKED:
-                x = tl.load(values + x_row * K + k, mask=k < tl.minimum(end * BLOCK, K), other=0.0).to(w_dtype)
-            else:
-                x = tl.load(values + x_row * K + k).to(w_dtype)
+            x = load(values + x_row * K + k, k < tl.minimum(end * BLOCK, K), not MASKED).to(w_dtype)
         else:
             x = operand(x_codes, x_scales, x_gscale, x_row, x_stride, blk, end, NB, BM, KB, MASKED, PTX)
         acc = tl.dot(w, tl.trans(x), acc)
