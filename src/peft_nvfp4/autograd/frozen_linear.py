@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..numerics.formats import WEIGHT_BACKWARD, QuantizedMatrix
+from ..numerics.formats import QuantizedMatrix
 from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from ..numerics.reference import add_mm, mm, without_scale_factor
 from ..ops import fused
@@ -233,7 +233,7 @@ def _input_gradient(dys: Sequence[Tensor], linears: Sequence[Linear], g: Tensor 
             continue
         backward_weight = linear.backward_weight
         if backward_weight is None:
-            backward_weight = ops.transpose_requantize(linear.weight, WEIGHT_BACKWARD, linear.scale_factor)
+            backward_weight = ops.transpose_requantize(linear.weight, linear.scale_factor)
         quantized.append(BackwardLinear(dy, backward_weight, linear.rounding_seed))
     if not quantized:
         return dense if g is None else add_mm(dense, g, a)

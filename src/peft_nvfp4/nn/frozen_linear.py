@@ -52,7 +52,7 @@ class FrozenOptions:
             raise ValueError(f"weight_layouts must be one of {', '.join(WEIGHT_LAYOUTS)}, got {self.weight_layouts!r}")
         if self.gradients not in GRADIENTS:
             raise ValueError(f"gradients must be one of {', '.join(GRADIENTS)}, got {self.gradients!r}")
-        if self.terms not in (1, 2):
+        if type(self.terms) is not int or self.terms not in (1, 2):
             raise ValueError(f"terms must be 1 or 2, got {self.terms!r}")
         if self.activations not in ACTIVATIONS:
             raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {self.activations!r}")

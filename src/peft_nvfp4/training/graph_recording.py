@@ -172,11 +172,9 @@ def _checkpoint(function: Callable, *args: Any) -> Any:
 
 
 class SeedTape:
-    """Seeds of one recording, in one device tensor that is refilled before each replay.
-
-    While recording, a seed is drawn from the CPU generator as always, but what the kernels get is the place on the tape that is
-    reserved for it. Activation checkpointing draws the same number a second time, and gets the same place.
-    """
+    """Seeds of one recording, in one device tensor that is refilled before each replay. While recording, a seed is drawn from the
+    CPU generator as always, but what the kernels get is the place on the tape that is reserved for it. Activation checkpointing
+    draws the same number a second time, and gets the same place."""
 
     LENGTH = 4096
 
