@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import transformers as hf
-from _low_level import adapted_model
 from _rehearsal import Rehearsal
+from low_level import adapted_model
 
 from peft_nvfp4 import disable_cuda_graphs, enable_cuda_graphs, graph_status
 from peft_nvfp4.training.packing import (
