@@ -50,11 +50,13 @@ def with_seeds(p: Dgrad) -> Dgrad:
     return p._replace(linears=[item._replace(seed=torch.tensor(i)) for i, item in enumerate(p.linears)])
 
 
-def exact_fprop(p: Fprop):
-    """y in FP64, and the sum of the magnitudes of what it is made of."""
+def exact_fprop(p: Fprop, rounded: bool = False):
+    """y in FP64, of the sum of an input's terms or (``rounded``) of that in BF16, and the sum of the magnitudes of what it is
+    made of."""
     results = []
     for w, constant, _, adapters in p.linears:
-        pairs = [(reference.dequantize(t).double(), reference.dequantize(w).double()) for t in p.terms]
+        xs = [reference.dequantize_terms(p.terms, None, torch.bfloat16)] if rounded else map(reference.dequantize, p.terms)
+        pairs = [(x.double(), reference.dequantize(w).double()) for x in xs]
         pairs += [(h.double(), up.double()) for h, up in adapters]
         c = 0.0 if constant is None else constant.double()
         results.append((sum(a @ b.T for a, b in pairs) + c, sum(a.abs() @ b.abs().T for a, b in pairs) + abs(c)))

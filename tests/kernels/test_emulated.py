@@ -29,6 +29,10 @@ def check(device):
     )
     if not torch.equal(out[:, :88], expected) or not bool((out[:, 88:] == 7.0).all()):
         wrong.append("write_operand")
+    residual = reference.quantize(random(7, 40, seed=5).to(device) / 16, ACTIVATION)
+    dequantize.write_operand(out, q, residual=residual)
+    if not torch.equal(out[:, :40], reference.dequantize_terms([q, residual], None, BF16)):
+        wrong.append("write_operand of two terms")
     dy = random(7, 40, seed=4).to(BF16).to(device)
     dy[3, 5] = float("nan")
     out = torch.full((7, 48), 7.0, dtype=BF16, device=device)
@@ -48,8 +52,16 @@ def check(device):
                 a, count = backward.a, len(backward.linears)
                 ys = emulated.fprop(forward)
                 label = f"{name} terms={terms} constant={constant} chunks={chunks}"
+                expected = exact_fprop(forward, rounded=True)
+                wrong += [
+                    f"rounded fprop {label}: y {i}"
+                    for i, (y, e) in enumerate(zip(emulated.fprop_of_rounded_inputs(forward), expected))
+                    if not close(y, *e, 1)
+                ]
                 if a is not None:  # h computed inside
                     *others, h = emulated.fprop(without_hidden(forward, a))
+                    if not torch.equal(h, emulated.fprop_of_rounded_inputs(without_hidden(forward, a))[-1]):
+                        wrong.append(f"h of a rounded input {label}")
                     d = sum(reference.dequantize(t).double() for t in forward.terms)
                     wrong += [] if close(h, d @ a.double().T, d.abs() @ a.double().abs().T, 2) else [f"h {label}"]
                     split = iter(h.split([up.shape[1] for item in forward.linears for _, up in item.adapters], 1))

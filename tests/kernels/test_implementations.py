@@ -210,7 +210,7 @@ def test_a_forced_implementation_that_does_not_work_raises(native_implementation
         implementations.choose(CPU, "cutlass", NO_TRITON)
     assert implementations.choose(CPU, "scaled_mm", NO_TRITON).implementation == "scaled_mm"
     choice = implementations.choose(CPU, "reference", NO_TRITON)
-    assert choice.implementation == "reference" and set(choice.skipped) == {"cutlass", "scaled_mm", "emulated"}
+    assert choice.implementation == "reference" and set(choice.skipped) == {"cutlass", "scaled_mm", "bf16", "emulated"}
     with pytest.raises(RuntimeError, match=f"emulated cannot run: {NO_TRITON}"):
         implementations.choose(CPU, "emulated", NO_TRITON)
 
@@ -284,7 +284,7 @@ def test_no_choice_within_a_capture(native_implementations, fake_cuda, monkeypat
         dispatch.choice(torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("name", ["cutlass", "scaled_mm", "emulated"])
+@pytest.mark.parametrize("name", ["cutlass", "scaled_mm", "bf16", "emulated"])
 def test_a_forced_implementation_on_a_machine_without_gpu(monkeypatch, name):
     monkeypatch.setattr(dispatch, "_loaded", None)
     monkeypatch.setattr(dispatch, "_forced", "")

@@ -196,7 +196,7 @@ def status() -> Status:
     else:
         device, name, reason = "cpu", "reference", "no CUDA device"
         note = reason
-        if _forced in implementations.NAMES[:3]:
+        if _forced in implementations.NAMES[:4]:
             note += f", so {VARIABLE}={_forced} has no effect"
     lines = []
     for operator in KERNELS:

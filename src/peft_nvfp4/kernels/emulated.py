@@ -1,8 +1,9 @@
-"""fprop and dgrad on a GPU without FP4 tensor cores: exact emulation by BF16 GEMMs of dequantised operands.
+"""fprop and dgrad on a GPU without FP4 tensor cores, by BF16 GEMMs of dequantised operands: exact, or with one product an input.
 
 BF16 holds every dequantised value exactly, and its tensor cores accumulate in FP32: the function is that of the FP4 instruction.
 What is summed is laid side by side along K and becomes one GEMM (:mod:`.triton.dequantize`), the adapters' low-rank products and
-the constants included. Operands of large inputs are made for :data:`ROWS` rows at a time, which bounds the extra memory.
+the constants included. :func:`fprop_of_rounded_inputs` multiplies an input of two terms once instead of twice, as the sum of both terms
+rounded to BF16: 2^-9 of a value, where two terms leave over about 2^-7 of it. Operands of large inputs are made for :data:`ROWS` rows at a time, which bounds the extra memory.
 
 A weight of another tool's checkpoint may have a global scale that is no power of two. Its significand f is then the GEMM's alpha,
 D(W) / f its operand, and what else is summed is divided by f, in FP32, and split into three BF16 columns each.
@@ -53,7 +54,12 @@ def _in_three(x: Tensor) -> Tensor:
     return torch.cat([first, second, (rest - second.float()).to(torch.bfloat16)], dim=1)
 
 
-def fprop(p: Fprop) -> list[Tensor]:
+def fprop_of_rounded_inputs(p: Fprop) -> list[Tensor]:
+    """The operator ``fprop``, not exact: x~ is rounded to BF16, as the adapters read it anyway."""
+    return fprop(p, exact=False)
+
+
+def fprop(p: Fprop, exact: bool = True) -> list[Tensor]:
     """The operator ``fprop``."""
     m, k = p.terms[0].codes.shape[0], p.terms[0].k
     if p.dtype != torch.bfloat16 or k == 0:
@@ -62,12 +68,13 @@ def fprop(p: Fprop) -> list[Tensor]:
     adapters = [adapter for item in p.linears for adapter in item.adapters]
     if m <= SMALL_ROWS or len(p.terms) == 1 and not adapters and plain:
         return _one_by_one(p)
+    copies = len(p.terms) if exact else 1
     # h is computed from the operand where that is exactly D(x~), and h are the only extra columns
-    from_operand = len(p.terms) == 1 and plain and p.a is not None and all(adapter.hidden is None for adapter in adapters)
+    from_operand = copies == 1 and plain and p.a is not None and all(adapter.hidden is None for adapter in adapters)
     if from_operand and all(item.scale_factor == 1.0 for item in p.linears):
         h = p.a.new_empty(m, p.a.shape[0])
         extras = [join([adapter.up for adapter in item.adapters]) for item in p.linears]
-        return [*_side_by_side(p, extras, h, p.a), h]
+        return [*_side_by_side(p, copies, extras, h, p.a), h]
     p, h = reference.with_hidden(p, linear.dequantize_input.run)
     extras, columns = [], []
     for item in p.linears:
@@ -80,7 +87,7 @@ def fprop(p: Fprop) -> list[Tensor]:
             extra, multipliers = _in_three(extra.float() / item.scale_factor), 3 * multipliers
         extras.append(extra)
         columns += multipliers
-    ys = _side_by_side(p, extras, join(columns), None)
+    ys = _side_by_side(p, copies, extras, join(columns), None)
     return ys if h is None else [*ys, h]
 
 
@@ -97,10 +104,12 @@ def _one_by_one(p: Fprop) -> list[Tensor]:
     return ys if h is None else [*ys, h]
 
 
-def _side_by_side(p: Fprop, extras: Sequence[Tensor | None], columns: Tensor | None, a: Tensor | None) -> list[Tensor]:
-    """x = [D(term 1) | D(residual term) | columns] against f [D(W) / f | D(W) / f | extra]; the extra columns of a linear stand
-    at its place among those of all, zeros elsewhere. With a, the columns are D(x~) @ a.T and are filled here."""
-    terms, m, k, copies = p.terms, p.terms[0].codes.shape[0], p.terms[0].k, len(p.terms)
+def _side_by_side(
+    p: Fprop, copies: int, extras: Sequence[Tensor | None], columns: Tensor | None, a: Tensor | None
+) -> list[Tensor]:
+    """x = [D(term 1) | D(residual term) | columns] against f [D(W) / f | D(W) / f | extra] (one copy: the sum of both terms against
+    one D(W)); the extra columns of a linear stand at its place among those of all, zeros elsewhere. With a, the columns are D(x~) @ a.T and are filled here."""
+    terms, m, k = p.terms, p.terms[0].codes.shape[0], p.terms[0].k
     used = 0 if columns is None else columns.shape[1]
     width = _aligned(copies * k + used) - copies * k
     chunks = list(_chunks(m, copies * k + width))
@@ -114,7 +123,7 @@ def _side_by_side(p: Fprop, extras: Sequence[Tensor | None], columns: Tensor | N
         for rows in chunks:
             if x is None or len(chunks) > 1:
                 x = None  # before the next one is made
-                x = _input_operand(terms, columns, width, rows, a if not ys else None)
+                x = _input_operand(terms, copies, columns, width, rows, a if not ys else None)
             with full_precision_sums():
                 if factor == 1.0:
                     torch.mm(x, wd.T, out=y[rows])
@@ -124,18 +133,23 @@ def _side_by_side(p: Fprop, extras: Sequence[Tensor | None], columns: Tensor | N
     return ys
 
 
-def _input_operand(terms: Sequence[QuantizedMatrix], columns: Tensor | None, width: int, rows: slice, a: Tensor | None) -> Tensor:
+def _input_operand(
+    terms: Sequence[QuantizedMatrix], copies: int, columns: Tensor | None, width: int, rows: slice, a: Tensor | None
+) -> Tensor:
     k, count = terms[0].k, rows.stop - rows.start
-    x = terms[0].gscale.new_empty(count, len(terms) * k + width, dtype=torch.bfloat16)
-    for i, term in enumerate(terms):
-        part = QuantizedMatrix(
-            term.codes[rows], term.scales[rows], term.gscale[rows] if term.gscale.shape[0] > 1 else term.gscale, k
-        )
-        write_operand(x[:, i * k :], part)
+    x = terms[0].gscale.new_empty(count, copies * k + width, dtype=torch.bfloat16)
+    parts = [
+        QuantizedMatrix(t.codes[rows], t.scales[rows], t.gscale[rows] if t.gscale.shape[0] > 1 else t.gscale, k) for t in terms
+    ]
+    if copies < len(terms):
+        write_operand(x, parts[0], residual=parts[1])
+    else:
+        for i, part in enumerate(parts):
+            write_operand(x[:, i * k :], part)
     if a is not None:
         with full_precision_sums():
             torch.mm(x[:, :k], a.T, out=columns[rows])
-    _fill(x[:, len(terms) * k :], columns, rows)
+    _fill(x[:, copies * k :], columns, rows)
     return x
 
 

@@ -2,7 +2,8 @@
 
     cutlass     FP4 tensor cores, the package's own extension (:mod:`cutlass`)
     scaled_mm   FP4 tensor cores, cuBLASLt through PyTorch (:mod:`scaled_mm`)
-    emulated    BF16 tensor cores on dequantised operands (:mod:`emulated`)
+    bf16        BF16 tensor cores on dequantised operands, an input of two terms rounded to BF16 (:mod:`emulated`)
+    emulated    the same without that rounding: what FP4 tensor cores compute, in up to twice the time
     reference   plain PyTorch (:mod:`..numerics.reference`)
 
 The first that works is taken, once per device, at the first product. An FP4 implementation works if it passes :mod:`check` on
@@ -25,7 +26,7 @@ from ..numerics.products import Dgrad, Fprop
 from .fp4 import check, cutlass, native, scaled_mm
 from .fp4.native import Unavailable
 
-NAMES = ("cutlass", "scaled_mm", "emulated", "reference")
+NAMES = ("cutlass", "scaled_mm", "bf16", "emulated", "reference")
 """Best first."""
 
 
@@ -93,6 +94,11 @@ def _try(name: str, device: torch.device, triton_obstacle: str) -> tuple[Callabl
         if emulated is None:
             raise Unavailable(triton_obstacle)
         return emulated.fprop, emulated.dgrad, "dequantise, then the BF16 GEMM of PyTorch: exact products"
+    if name == "bf16":
+        if emulated is None:
+            raise Unavailable(triton_obstacle)
+        note = "dequantise, then one BF16 GEMM of PyTorch; PEFT_NVFP4_KERNELS=emulated multiplies both terms of an input"
+        return emulated.fprop_of_rounded_inputs, emulated.dgrad, note
     gemms, others = working_gemms(name, device), emulated or reference
     small = emulated.SMALL_ROWS if emulated else 0
 

@@ -57,7 +57,7 @@ def _fp4_advice(status: Status) -> list[Result]:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < environment.FP4_CAPABILITY:
         return []
     used = next(o.implementation for o in status.operators if o.operator == "fprop")
-    if used in implementations.NATIVE or dispatch._forced in ("emulated", "reference"):
+    if used in implementations.NATIVE or dispatch._forced in ("bf16", "emulated", "reference"):
         return []
     why = "; ".join(f"{name}: {reason}" for name, reason in status.skipped.items()) or "see the kernels below"
     return [environment.wrong(f"this GPU has FP4 tensor cores, but products are computed by '{used}': {why}")]

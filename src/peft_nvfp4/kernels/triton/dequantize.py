@@ -57,20 +57,24 @@ def dequantize_kernel(
 @triton.jit
 def operand_kernel(
     codes_ptr, scales_ptr, gscale_ptr,  # (R, KP / 8) int32, (R, KP / 16) uint8, (R,) or (1,) float32
+    codes2_ptr, scales2_ptr, gscale2_ptr,  # the second term's, where TERMS == 2
     extra_ptr,  # (R, E) by its strides extra_row, extra_column
     out_ptr,  # (R, columns), rows out_stride apart
-    K, KP, g_stride,
+    K, KP, g_stride, g2_stride,
     E, extra_row, extra_column,
     out_stride,
     extra_at,  # column of out where the extra columns start ...
     extra_first,  # ... their window: E columns from here on, zeros in the others
     extra_width,
-    NW: tl.constexpr, COPIES: tl.constexpr,
+    NW: tl.constexpr, TERMS: tl.constexpr, COPIES: tl.constexpr,
     EXTRA: tl.constexpr,  # extra_width, rounded up to a power of two; 0: none
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * NW + tl.arange(0, NW)
-    value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW).to(out_ptr.dtype.element_ty)
+    value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW)
+    if TERMS == 2:
+        value = value + _term(codes2_ptr, scales2_ptr, gscale2_ptr, row, g2_stride, word, KP, NW)
+    value = value.to(out_ptr.dtype.element_ty)
     k = word[:, None] * 8 + tl.arange(0, 8)[None, :]
     for copy in tl.static_range(COPIES):
         tl.store(out_ptr + row * out_stride + copy * K + k, value, mask=k < K)
@@ -110,15 +114,23 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def write_operand(
-    out: Tensor, q: QuantizedMatrix, copies: int = 1, extra: Tensor | None = None, first: int = 0, width: int = 0
+    out: Tensor,
+    q: QuantizedMatrix,
+    copies: int = 1,
+    extra: Tensor | None = None,
+    first: int = 0,
+    width: int = 0,
+    residual: QuantizedMatrix | None = None,
 ) -> None:
     """D(q) (R, K) into the first columns of out (R, >= copies * K + width), ``copies`` times side by side; after them ``width``
-    columns: zeros, but for extra (R, E) from the column ``first`` of them on."""
+    columns: zeros, but for extra (R, E) from the column ``first`` of them on. With a residual term D(q) + D(residual), summed in
+    FP32 and rounded once."""
     source, columns = (out, 0) if extra is None else (extra, extra.shape[1])
-    tensors = (q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale, source, out)
-    numbers = (q.k, padded_k(q.k), int(q.gscale.shape[0] > 1), columns, *source.stride(), out.stride(0))
-    numbers += (copies * q.k, first, width)
-    constants = {"COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0}
+    packed = [(t.codes.contiguous().view(torch.int32), t.scales.contiguous(), t.gscale) for t in (q, residual or q)]
+    tensors = (*packed[0], *packed[1], source, out)
+    numbers = (q.k, padded_k(q.k), *(int(t.gscale.shape[0] > 1) for t in (q, residual or q)), columns, *source.stride())
+    numbers += (out.stride(0), copies * q.k, first, width)
+    constants = {"TERMS": 2 if residual else 1, "COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0}
     launch_words(operand_kernel, q.codes.shape[0], q.k, tensors, numbers, constants)
 
 
