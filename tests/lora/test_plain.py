@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
 
-from peft_nvfp4 import NVFP4LoraConfig, detach
+from peft_nvfp4 import NVFP4LoraConfig, attach, detach
 from peft_nvfp4.fusion.mlp import FusedGatedMLP
 
 IDS = torch.arange(14).view(2, 7) % 32
@@ -110,6 +110,7 @@ def test_a_hook_that_was_there_before(backend):
     assert report.fallbacks == {"model.layers.1.self_attn.q_proj": "base_layer: it has hooks"}
     assert "computed module by module: model.layers.*.self_attn.q_proj: base_layer: it has hooks" in str(report)
     assert copy.deepcopy(model).base_model.nvfp4_report == report
+    assert attach(model).fallbacks is report.fallbacks
 
 
 class Other(nn.Module):

@@ -24,7 +24,7 @@ from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.group import SharedInputGroup
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..nn.plain import report_in
+from ..nn.plain import fallbacks_of, report_in
 from ..numerics.recognition import limit_of
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
@@ -68,11 +68,12 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_
 
     Args:
         run: calls the model on a small input; by default on two tokens, ``model(input_ids=...)``. Needed for a model that takes
-            something else, and for towers (of images, of sound) that such a call does not reach.
+            something else, and for towers (of images, of sound) that such a call does not reach. It runs in evaluation mode: who
+            reads a norm's output in training only is not seen.
         recompute_mlp: (linears in nvfp4) do not keep the codes of the input of an MLP's last linear for its adapter's gradient,
             but recompute it in backward from the kept codes of gate and up. That one gradient is taken at twice-rounded values.
     """
-    report = Report()
+    report = Report(fallbacks=fallbacks_of(model))
     detach(model)
     linears = frozen_linears(model)
     if not any(_keeps_codes(base_of(m)) for m in linears.values()):

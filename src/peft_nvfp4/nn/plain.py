@@ -98,6 +98,11 @@ class StepsAside:
         return f"{names[0]}: {found.reason}" if names else found.reason
 
 
+def fallbacks_of(model: nn.Module) -> dict[str, str]:
+    """Where modules with a shortcut enter their fallbacks; a new place if there is none."""
+    return next((m.reported_in[0] for m in model.modules() if isinstance(m, StepsAside) and m.reported_in), {})
+
+
 def report_in(model: nn.Module, fallbacks: dict[str, str]) -> None:
     """Have every module with a shortcut enter its fallbacks there."""
     for name, module in model.named_modules():
