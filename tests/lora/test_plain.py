@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from _peft_models import by_backend
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -161,6 +162,21 @@ def test_a_module_that_is_not_peft_s_own_is_called(backend, change):
     for got, expected in zip(run(model), plain):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
     assert len(calls) == 4 and len(model.base_model.nvfp4_report.fallbacks) == 1
+
+
+@by_backend
+def test_hooks_of_accelerate_that_only_move_tensors_cost_nothing(backend):
+    """As ``device_map`` over several GPUs sets them. Those that load weights have to be called, and a forward of the user's own
+    below them, too."""
+    model, calls = adapted(backend=backend), []
+    plain, base = run(model), layer_of(model).self_attn.q_proj.base_layer
+    add_hook_to_module(base, AlignDevicesHook("cpu"))
+    assert all(map(torch.equal, run(model), plain)) and not model.base_model.nvfp4_report.fallbacks
+    remove_hook_from_module(base)
+    own_forward(None, "", base, calls)
+    add_hook_to_module(base, AlignDevicesHook("cpu"))
+    run(model)
+    assert calls == [1] and model.base_model.nvfp4_report.fallbacks
 
 
 @by_backend
