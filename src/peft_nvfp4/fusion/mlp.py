@@ -76,7 +76,8 @@ class FusedGatedMLP(StandIn):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         parts = self.parts
-        down = base_of(self._modules[parts.down])
+        down = self._modules[parts.down]
+        down = down.get_base_layer() if hasattr(down, "get_base_layer") else down  # inside a wrapper, too
         if not isinstance(down, NVFP4FrozenLinear) or args or kwargs or self.was_edited():
             return self.original.forward(x, *args, **kwargs)
         gate, up = self._gate_and_up(x)

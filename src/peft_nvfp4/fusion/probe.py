@@ -174,8 +174,8 @@ def special_tokens(config: object) -> set[int]:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The layer below an adapter, or the module itself."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    """The layer below an adapter, or the module itself. (Also a wrapper that passes attributes on: it is called for itself.)"""
+    return module.get_base_layer() if hasattr(type(module), "get_base_layer") else module
 
 
 def frozen_linears(model: nn.Module) -> dict[str, nn.Module]:
