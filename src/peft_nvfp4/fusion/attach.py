@@ -202,10 +202,10 @@ def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, recompute: bool, re
     parts = _checked(recognise, mlp, name, report)
     if parts is None:
         return  # something else with linears of these shapes
-    if parts.act is None:
-        report.skipped[name] = "it computes something else than down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
-    elif limit := limit_of(mlp):
+    if limit := limit_of(mlp):
         report.skipped[name] = CUTS_OFF.format(limit)
+    elif parts.act is None:
+        report.skipped[name] = "it computes something else than down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
     elif not _keeps_codes(down := base_of(mlp.get_submodule(parts.down))):
         report.skipped[name] = f"{parts.down} is not frozen in nvfp4, nor keeps its activations in it"
     else:
