@@ -170,7 +170,7 @@ class Measurement:
         """A fused norm returned D(Q(y)): compare with y, once for all linears that will read it."""
         if _in_backward() or not self._fused(y, norm._outside[1]):
             return
-        unquantised, _ = fused_reference.rmsnorm(self._some(args[0]), norm.weight, norm.eps, norm.plus_one)
+        unquantised, _ = fused_reference.rmsnorm(self._some(args[0]), norm.weight, norm._eps, norm.plus_one)
         self._produced[y] = sums = Sums()
         _add_input(sums, unquantised, norm._outside[1])
 
