@@ -46,6 +46,8 @@ class CompressedNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, *unused):
+        if dy is None:
+            return (None,) * 5
         gamma, rstd, *codes = ctx.saved_tensors
         parts = [QuantizedMatrix(*codes, gamma.shape[0])]
         return fused.rmsnorm_backward(dy, parts, None, gamma, rstd, ctx.plus_one), None, None, None, None
@@ -78,6 +80,8 @@ class CompressedGate(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh, *unused):
+        if dh is None:
+            return (None,) * 3
         saved = ctx.saved_tensors
         gate, up = QuantizedMatrix(*saved[:3], ctx.k), QuantizedMatrix(*saved[3:], ctx.k)
         grads = fused.silu_mul_backward(dh, gate, up, ctx.act)

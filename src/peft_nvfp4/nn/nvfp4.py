@@ -220,7 +220,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         cast = autocast_input(x)
         x2 = self._flat(cast)
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
             (y,) = frozen_linear(x2, quantized, [self.operands(())])
             seen = cast if quantized.from_producer else StraightThrough.apply(cast, quantized.dequantized(x2))
         return y.view(*x.shape[:-1], self.out_features), seen
@@ -231,7 +231,7 @@ class NVFP4FrozenLinear(FrozenLinear):
     def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         x2 = self._flat(autocast_input(x))
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
             few_rows = None if torch.is_grad_enabled() else dispatch.few_rows_module(x2)
             if few_rows is not None and self._draws_nothing(branches):
                 y = self._generate(few_rows, branches, x2, quantized)
