@@ -135,7 +135,7 @@ def test_recomputing_together_with(how):
         runs.append(((loss, merged), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
     (losses, kept), (again, made) = runs
     assert losses == again and activation_cache.live() == 0
-    falls_back = how in ("DoRA", "no adapter on down")
+    falls_back = how in ("DoRA", "no adapter on down", "hooked")  # with hooks on it, down quantises what it is given
     expected = set() if falls_back else {name for name in kept if "down_proj.lora_A" in name}
     assert {name for name in kept if not torch.equal(kept[name], made[name])} == expected
     assert len(expected) == (0 if falls_back else 4 if how == "two adapters" else 2)

@@ -134,7 +134,7 @@ def put(x: Tensor, entry: QuantizedInput) -> None:
         if entry.from_producer:
             entry.stamp = (_traced_version(x),)
             setattr(x, ATTRIBUTE, entry)
-    elif not x.is_inference():
+    elif entry.placeholder or not x.is_inference():
         entry.stamp, entry.entered = (*stamp(x), *stamp(entry.offset)), True
         _LOCAL.table[x] = entry
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..autograd.module_hooks import hooks_of
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.group import SharedInputGroup
@@ -27,7 +28,7 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
-from .probe import Readers, base_of, frozen_linears, innermost, observe, special_tokens
+from .probe import Readers, base_of, between, frozen_linears, innermost, observe, special_tokens
 from .rope import FUSED, attach_rope, detach_rope
 
 OTHER_RUN = "attach(model, run=...) takes another run than the one on two text tokens"
@@ -41,19 +42,21 @@ class Report:
         fused: dotted name -> what it is now.
         skipped: dotted name of a norm or MLP, or "(model)", "(linears)" -> why it was left alone.
         groups: dotted names of linears that read one tensor and are computed together.
+        fallbacks: dotted name of a fused module that was found, in a call, to have to run as it was -> why, the first time.
     """
 
     fused: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
+    fallbacks: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kinds = Counter(self.fused.values()) + Counter(f"{len(group)} linears of one input" for group in self.groups)
         lines = [f"fused: {', '.join(f'{n} x {what}' for what, n in kinds.items()) or 'nothing'}"]
-        # layers differ in a number only, and share a line
-        reasons = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", name), reason) for name, reason in self.skipped.items())
-        for (name, reason), n in reasons.items():
-            lines.append(f"not fused: {name}{f' ({n})' if n > 1 else ''}: {reason}")
+        for what, entries in (("not fused", self.skipped), ("computed module by module", self.fallbacks)):
+            # layers differ in a number only, and share a line
+            reasons = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", name), reason) for name, reason in entries.items())
+            lines += [f"{what}: {name}{f' ({n})' if n > 1 else ''}: {reason}" for (name, reason), n in reasons.items()]
         return "\n".join(lines)
 
 
@@ -174,7 +177,9 @@ def _attach_norm(
             report.skipped.setdefault(name, "it is not an RMSNorm of a known formula")
         else:
             kept = not isinstance(bases[0], NVFP4FrozenLinear)
-            fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted)
+            hooks = [base.call_hooks for base in bases] + [hooks_of(m) for m in between(model, name, readers.linears)]
+            fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted, hooks)
+            fused.name, fused.fallbacks = name, report.fallbacks
             model.set_submodule(name, fused)
             report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 

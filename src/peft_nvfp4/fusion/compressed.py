@@ -10,6 +10,8 @@ Source: PACT's data flow (Table 7) without its arithmetic; the idea of compressi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +23,7 @@ from ..ops import fused
 from ..ops.linear import quantize_input
 from .mlp import FusedGatedMLP
 from .norm import NVFP4RMSNorm
+from .probe import call_original
 
 
 def _with_codes(ctx, y: Tensor) -> tuple[Tensor, ...]:
@@ -57,11 +60,12 @@ class CompressedRMSNorm(NVFP4RMSNorm):
     """Takes the place of an RMSNorm that only frozen linears with compressed activations read."""
 
     def forward(self, x: Tensor) -> Tensor:
-        original = self.original
-        if not torch.is_grad_enabled() or self.weight.requires_grad or (self.weight.dtype != x.dtype and not self.plus_one):
-            return original.forward(x)
+        compute = partial(call_original, self, self._outside[0])
+        foreign = self.weight.requires_grad or (self.weight.dtype != x.dtype and not self.plus_one)
+        if not torch.is_grad_enabled() or foreign or self.is_watched():
+            return compute(x)
         x2 = x.reshape(-1, x.shape[-1])
-        y, *codes = CompressedNorm.apply(x2, self.weight, original.forward, self.eps, self.plus_one)
+        y, *codes = CompressedNorm.apply(x2, self.weight, compute, self.eps, self.plus_one)
         y = y.view(x.shape)
         activation_cache.put(y, QuantizedInput((QuantizedMatrix(*codes, x.shape[-1]),), None, y.dtype))
         return y
@@ -93,7 +97,7 @@ class CompressedGatedMLP(FusedGatedMLP):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         if args or kwargs or not torch.is_grad_enabled():
-            return self.original.forward(x, *args, **kwargs)
+            return call_original(self, self._outside[0], x, *args, **kwargs)
         gate, up = self._gate_and_up(x)
         shape, f = gate.shape, gate.shape[-1]
         h, *codes = CompressedGate.apply(gate.reshape(-1, f), up.reshape(-1, f), self.parts.act)

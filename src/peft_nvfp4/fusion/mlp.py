@@ -30,7 +30,7 @@ from ..autograd.frozen_linear import autocast_input
 from ..autograd.fused import GatedQuantize, as_parts
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.fused_reference import ACTIVATIONS
-from .probe import base_of, hooked, modes_kept, share_hooks, standing_in
+from .probe import base_of, call_original, hooked, modes_kept, share_contents, share_hooks, standing_in
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ class FusedGatedMLP(nn.Module):
 
     def __init__(self, original: nn.Module, parts: GatedParts, recompute: bool = False):
         super().__init__()
-        for name, child in original.named_children():
-            self.add_module(name, child)
+        share_contents(original, self)
         self.parts, self.recompute, self.training = parts, recompute, original.training
         self._outside = (original,)
         share_hooks(original, self)
@@ -67,16 +66,18 @@ class FusedGatedMLP(nn.Module):
     @property
     def original(self) -> nn.Module:
         """The module this one replaced, with the children as they are now."""
-        module = self._outside[0]
-        module._modules.update(self._modules)
-        module.training = self.training
-        return module
+        self._outside[0].training = self.training
+        return self._outside[0]
+
+    def train(self, mode: bool = True) -> FusedGatedMLP:
+        self._outside[0].training = mode
+        return super().train(mode)
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         parts = self.parts
         down = base_of(self._modules[parts.down])
         if not isinstance(down, NVFP4FrozenLinear) or args or kwargs:
-            return self.original.forward(x, *args, **kwargs)
+            return call_original(self, self._outside[0], x, *args, **kwargs)
         gate, up = self._gate_and_up(x)
         offset, terms, f, shape = down.input_offset, down.options.terms, gate.shape[-1], gate.shape
         mu = None if offset is None else offset.view(torch.float32)

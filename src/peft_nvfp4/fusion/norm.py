@@ -12,15 +12,18 @@ Source: PACT, Table 7, row RMSNorm; the formula is RMSNorm's gradient with x^ = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ..autograd import activation_cache
 from ..autograd.activation_cache import QuantizedInput
 from ..autograd.fused import RMSNormQuantize, as_parts
+from ..autograd.module_hooks import hooks_of, may_change
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics import fused_reference
-from .probe import share_hooks
+from .probe import call_original, share_contents, share_hooks
 
 
 class NVFP4RMSNorm(nn.Module):
@@ -28,34 +31,68 @@ class NVFP4RMSNorm(nn.Module):
     state-dict keys do not change.
 
     Falls back to the original where the fused formula does not apply: with a trainable weight, with a weight of another dtype
-    than x, or called with more than x.
+    than x, or called with more than x; and where y may be changed unseen on its way (:meth:`is_watched`): its readers then
+    quantise what they are given, once.
 
     Args:
         reader: one of the linears; how it quantises its input is how this norm quantises its output.
         converted: of :class:`~.probe.Readers`. While a compiler traces, what is converted is another tensor, which would come
             without its codes: then the original computes.
+        hooks: of its readers and of the modules between it and them (:func:`~peft_nvfp4.autograd.module_hooks.hooks_of`).
+
+    Attributes:
+        name, fallbacks: its dotted name, and where it enters, once, that the original computed (of the model's report).
     """
 
-    def __init__(self, original: nn.Module, eps: float, plus_one: bool, reader: NVFP4FrozenLinear, converted: bool = False):
+    name, fallbacks = "", None
+
+    def __init__(
+        self,
+        original: nn.Module,
+        eps: float,
+        plus_one: bool,
+        reader: NVFP4FrozenLinear,
+        converted: bool = False,
+        hooks: Sequence[list[dict]] = (),
+    ):
         super().__init__()
         self.converted = converted
-        self.weight = original.weight
+        share_contents(original, self)
         self.eps, self.plus_one, self.training = eps, plus_one, original.training
         self._outside = (original, reader)  # in a tuple: neither is a submodule of this module
         share_hooks(original, self)
+        self.hooks = [hooks_of(self), *hooks]
 
     @property
     def original(self) -> nn.Module:
         """The module this one replaced, with the weight as it is now."""
-        module = self._outside[0]
-        module.weight, module.training = self.weight, self.training
-        return module
+        self._outside[0].training = self.training
+        return self._outside[0]
+
+    def train(self, mode: bool = True) -> NVFP4RMSNorm:
+        self._outside[0].training = mode
+        return super().train(mode)
+
+    @torch.compiler.assume_constant_result
+    def is_watched(self) -> bool:
+        """Whether y may be changed without anybody counting it: by a hook of this norm, of a reader or of a module between them
+        (they write into ``y.data``, too), or under ``torch.inference_mode``."""
+        if torch.is_inference_mode_enabled():
+            reason = "torch.inference_mode does not tell whether its output was changed in place: its readers quantise it"
+        elif any(map(may_change, self.hooks)):
+            reason = "hooks on it, or between it and its readers, may change its output: its readers quantise it"
+        else:
+            return False
+        if self.fallbacks is not None:
+            self.fallbacks.setdefault(self.name, reason)
+        return True
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         weight = self.weight
         traced = self.converted and torch.compiler.is_compiling()
-        if weight.requires_grad or (weight.dtype != x.dtype and not self.plus_one) or args or kwargs or traced:
-            return self.original.forward(x, *args, **kwargs)
+        foreign = weight.requires_grad or (weight.dtype != x.dtype and not self.plus_one)
+        if foreign or args or kwargs or traced or self.is_watched():
+            return call_original(self, self._outside[0], x, *args, **kwargs)
         reader = self._outside[1]
         offset, terms = reader.input_offset, reader.options.terms
         mu = None if offset is None else offset.view(torch.float32)

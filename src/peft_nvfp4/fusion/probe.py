@@ -12,9 +12,11 @@ attention of all decoder layers reads one tensor, too, but each layer is compute
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +125,18 @@ def observe(
     return dict(seen.readers), seen.groups
 
 
+def between(model: nn.Module, producer: str, readers: Iterable[str]) -> list[nn.Module]:
+    """The modules that a producer's output passes on its way to its readers (dotted names), these included: those that hold the
+    producer, or a reader, but not both."""
+    found = {}
+    for reader in readers:
+        names = producer.split("."), reader.split(".")
+        shared = next((i for i, (a, b) in enumerate(zip(*names)) if a != b), min(map(len, names)))
+        for parts in names:
+            found |= dict.fromkeys(".".join(parts[:end]) for end in range(shared + 1, len(parts) + 1))
+    return [model.get_submodule(name) for name in found if name != producer]
+
+
 @contextmanager
 def standing_in(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
     """Within the context these modules have another ``forward``, on the instance. What stood there (a hook of accelerate's, say)
@@ -190,3 +204,25 @@ def share_hooks(source: nn.Module, target: nn.Module) -> None:
     for name, hooks in vars(source).items():
         if "hook" in name and name.startswith(("_forward_", "_backward_", "_is_full_backward_")):
             setattr(target, name, hooks)
+
+
+CONTENTS = ("_parameters", "_buffers", "_modules")
+
+
+def share_contents(source: nn.Module, target: nn.Module) -> None:
+    """Parameters, buffers and children of ``source``, and those that either module is given later, are those of both."""
+    for name in CONTENTS:
+        setattr(target, name, vars(source)[name])
+
+
+def call_original(module: nn.Module, original: nn.Module, *args, **kwargs) -> Any:
+    """``original.forward`` with the contents and the mode of ``module``, which took its place and shares its contents. A replica
+    (of ``nn.DataParallel``) shares none: a copy of the original computes then, since other threads are using the original."""
+    contents = {name: vars(module)[name] for name in CONTENTS}
+    if original.training != module.training or any(vars(original)[name] is not held for name, held in contents.items()):
+        attributes = {name: vars(module)[name] for name in original._parameters if name in vars(module)}  # a replica's parameters
+        original, shared = object.__new__(type(original)), original
+        vars(original).update(vars(shared), **contents, **attributes, training=module.training)
+        if getattr(forward := vars(shared).get("forward"), "__self__", None) is shared:  # a method that was put on the instance
+            original.forward = MethodType(forward.__func__, original)
+    return original.forward(*args, **kwargs)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..autograd.activation_cache import QuantizedInput, stamp
 from ..autograd.frozen_linear import Branch, frozen_linear
+from ..autograd.module_hooks import may_change
 
 if TYPE_CHECKING:
     from .nvfp4 import NVFP4FrozenLinear
@@ -90,7 +91,7 @@ class SharedInputGroup:
                 is_member = True
                 continue
             branches = module.plain_branches() if hasattr(module, "plain_branches") else ()
-            if any(base.call_hooks) or base.weight.is_inference():
+            if may_change(base.call_hooks) or base.weight.is_inference():
                 continue  # what it depends on might change unseen
             if branches is not None and base.options.terms == layer.options.terms and base.input_offset is layer.input_offset:
                 others.append((base, branches))
