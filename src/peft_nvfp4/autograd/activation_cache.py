@@ -68,7 +68,7 @@ class QuantizedInput:
         values: D(x~) (M, K) in x's dtype once somebody has computed it. Never x or a view of it: the entry would keep its own
             key alive.
         from_producer: x itself is D(x~): the module that made x has quantised it, too.
-        placeholder: x carries shape and gradient of D(x~) but no data. Its only consumer reads the terms.
+        placeholder: x carries shape and gradient of D(x~) but no values (NaN). Its only consumer is handed this entry.
         source: what x~ can be computed from in backward, if that is kept in any case; then the terms of x~ need not be kept.
         stamp: state of x and of the offset when it was entered, see :func:`stamp`.
         entered: it is in the table (or on the traced tensor).
@@ -134,7 +134,7 @@ def put(x: Tensor, entry: QuantizedInput) -> None:
         if entry.from_producer:
             entry.stamp = (_traced_version(x),)
             setattr(x, ATTRIBUTE, entry)
-    elif entry.placeholder or not x.is_inference():
+    elif not x.is_inference():
         entry.stamp, entry.entered = (*stamp(x), *stamp(entry.offset)), True
         _LOCAL.table[x] = entry
 
@@ -175,11 +175,7 @@ def get(x: Tensor, terms: int, offset: Tensor | None, dtype: torch.dtype) -> Qua
     if entry is None:
         return None
     same = len(entry.terms) == terms and entry.offset is offset and entry.dtype == dtype
-    if same and entry.stamp == ((_traced_version(x),) if compiling else (*stamp(x), *stamp(offset))):
-        return entry
-    if entry.placeholder:
-        raise RuntimeError("a tensor without values was changed, or is read in a way it was not made for: please report this")
-    return None
+    return entry if same and entry.stamp == ((_traced_version(x),) if compiling else (*stamp(x), *stamp(offset))) else None
 
 
 def quantized_input(
@@ -193,7 +189,7 @@ def quantized_input(
     """
     entry = get(x, terms, offset, x2.dtype)
     changing = (shared or entry is not None) and not torch.compiler.is_compiling() and may_change(hooks)
-    if entry is None or changing and not entry.placeholder:
+    if entry is None or changing:
         entry = QuantizedInput((), offset, x2.dtype)
         with torch.no_grad():
             entry.terms = quantize_input.run(x2.detach(), entry.offset_values, terms)

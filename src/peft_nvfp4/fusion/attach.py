@@ -25,24 +25,28 @@ from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.group import SharedInputGroup
 from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..nn.plain import report_in
+from ..numerics.recognition import limit_of
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
 from .probe import Readers, base_of, between, frozen_linears, innermost, observe, special_tokens
 from .rope import FUSED, attach_rope, detach_rope
 
+CUTS_OFF = "it cuts values off ({}), which the fused form does not"
 OTHER_RUN = "attach(model, run=...) takes another run than the one on two text tokens"
 
 
 @dataclass
 class Report:
-    """What :func:`attach` did.
+    """What :func:`attach` did, and where a call went another way since.
 
     Attributes:
         fused: dotted name -> what it is now.
         skipped: dotted name of a norm or MLP, or "(model)", "(linears)" -> why it was left alone.
         groups: dotted names of linears that read one tensor and are computed together.
-        fallbacks: dotted name of a fused module that was found, in a call, to have to run as it was -> why, the first time.
+        fallbacks: dotted name of a layer that was found, in a call, to have to call the modules below it (they have hooks, were
+            replaced, or set up otherwise), or of a norm that had to run as it was -> what was found first.
     """
 
     fused: dict[str, str] = field(default_factory=dict)
@@ -98,6 +102,7 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_
         report.skipped["(linears)"] = f"the run does not reach {len(missed)} of them ({missed[0]}, ...); {OTHER_RUN}"
     for name, what in attach_rope(innermost(model)).items():
         (report.fused if what == FUSED else report.skipped)[name] = what
+    report_in(model, report.fallbacks)
     return report
 
 
@@ -171,6 +176,8 @@ def _attach_norm(
         report.skipped[name] = "its readers quantise their input differently"
     elif not readers.simple:
         report.skipped[name] = "it is called with more than one tensor"
+    elif limit := limit_of(norm):
+        report.skipped[name] = CUTS_OFF.format(limit)
     else:
         kind = _checked(plus_one, norm, name, report)
         if kind is None:
@@ -179,7 +186,6 @@ def _attach_norm(
             kept = not isinstance(bases[0], NVFP4FrozenLinear)
             hooks = [base.call_hooks for base in bases] + [hooks_of(m) for m in between(model, name, readers.linears)]
             fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted, hooks)
-            fused.name, fused.fallbacks = name, report.fallbacks
             model.set_submodule(name, fused)
             report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 
@@ -199,6 +205,8 @@ def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, recompute: bool, re
         return  # something else with linears of these shapes
     if parts.act is None:
         report.skipped[name] = "it computes something else than down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
+    elif limit := limit_of(mlp):
+        report.skipped[name] = CUTS_OFF.format(limit)
     elif not _keeps_codes(down := base_of(mlp.get_submodule(parts.down))):
         report.skipped[name] = f"{parts.down} is not frozen in nvfp4, nor keeps its activations in it"
     else:

@@ -10,8 +10,6 @@ Source: PACT's data flow (Table 7) without its arithmetic; the idea of compressi
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +21,6 @@ from ..ops import fused
 from ..ops.linear import quantize_input
 from .mlp import FusedGatedMLP
 from .norm import NVFP4RMSNorm
-from .probe import call_original
 
 
 def _with_codes(ctx, y: Tensor) -> tuple[Tensor, ...]:
@@ -60,12 +57,11 @@ class CompressedRMSNorm(NVFP4RMSNorm):
     """Takes the place of an RMSNorm that only frozen linears with compressed activations read."""
 
     def forward(self, x: Tensor) -> Tensor:
-        compute = partial(call_original, self, self._outside[0])
         foreign = self.weight.requires_grad or (self.weight.dtype != x.dtype and not self.plus_one)
-        if not torch.is_grad_enabled() or foreign or self.is_watched():
-            return compute(x)
+        if not torch.is_grad_enabled() or foreign or self.was_edited() or self.is_watched():
+            return self.call_original(x)
         x2 = x.reshape(-1, x.shape[-1])
-        y, *codes = CompressedNorm.apply(x2, self.weight, compute, self.eps, self.plus_one)
+        y, *codes = CompressedNorm.apply(x2, self.weight, self.call_original, self._eps, self.plus_one)
         y = y.view(x.shape)
         activation_cache.put(y, QuantizedInput((QuantizedMatrix(*codes, x.shape[-1]),), None, y.dtype))
         return y
@@ -96,8 +92,8 @@ class CompressedGatedMLP(FusedGatedMLP):
     """Takes the place of a gated MLP whose ``down`` has compressed activations. Without autograd it runs the original."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        if args or kwargs or not torch.is_grad_enabled():
-            return call_original(self, self._outside[0], x, *args, **kwargs)
+        if args or kwargs or not torch.is_grad_enabled() or self.was_edited():
+            return self.call_original(x, *args, **kwargs)
         gate, up = self._gate_and_up(x)
         shape, f = gate.shape, gate.shape[-1]
         h, *codes = CompressedGate.apply(gate.reshape(-1, f), up.reshape(-1, f), self.parts.act)

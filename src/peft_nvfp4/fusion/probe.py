@@ -15,8 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nn.frozen_linear import FrozenLinear
 
-HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride data_ptr get_device".split())
-"""Functions that look at a tensor without reading its values."""
+HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride get_device".split())
+"""Functions that look at a tensor without reading its values: those that return no tensor. (Some properties do, such as mT.)"""
 CONVERSIONS = frozenset({"to", "contiguous"})
 """Functions that return the very tensor where there is nothing to do. accelerate moves the input of every module that way when it
 spreads a model over devices."""
@@ -64,10 +62,14 @@ class _Run(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
-        leaves = () if name in HARMLESS else tree_leaves((args, kwargs or {}))
-        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.produced]
         result = func(*args, **(kwargs or {}))
-        for leaf in watched:
+        if name in HARMLESS:
+            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+                return result
+            name = f".{func.__self__.__name__}" if name == "__get__" else name
+        for leaf in tree_leaves((args, kwargs or {})):
+            if not isinstance(leaf, Tensor) or leaf not in self.produced:
+                continue
             readers = self.readers[self.produced[leaf]]
             if name in CONVERSIONS and result is leaf:
                 readers.converted = True
@@ -204,25 +206,3 @@ def share_hooks(source: nn.Module, target: nn.Module) -> None:
     for name, hooks in vars(source).items():
         if "hook" in name and name.startswith(("_forward_", "_backward_", "_is_full_backward_")):
             setattr(target, name, hooks)
-
-
-CONTENTS = ("_parameters", "_buffers", "_modules")
-
-
-def share_contents(source: nn.Module, target: nn.Module) -> None:
-    """Parameters, buffers and children of ``source``, and those that either module is given later, are those of both."""
-    for name in CONTENTS:
-        setattr(target, name, vars(source)[name])
-
-
-def call_original(module: nn.Module, original: nn.Module, *args, **kwargs) -> Any:
-    """``original.forward`` with the contents and the mode of ``module``, which took its place and shares its contents. A replica
-    (of ``nn.DataParallel``) shares none: a copy of the original computes then, since other threads are using the original."""
-    contents = {name: vars(module)[name] for name in CONTENTS}
-    if original.training != module.training or any(vars(original)[name] is not held for name, held in contents.items()):
-        attributes = {name: vars(module)[name] for name in original._parameters if name in vars(module)}  # a replica's parameters
-        original, shared = object.__new__(type(original)), original
-        vars(original).update(vars(shared), **contents, **attributes, training=module.training)
-        if getattr(forward := vars(shared).get("forward"), "__self__", None) is shared:  # a method that was put on the instance
-            original.forward = MethodType(forward.__func__, original)
-    return original.forward(*args, **kwargs)
