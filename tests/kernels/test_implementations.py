@@ -300,7 +300,7 @@ def test_a_forced_implementation_on_a_machine_without_gpu(monkeypatch, name):
 def test_an_unknown_implementation_raises(monkeypatch):
     monkeypatch.setattr(dispatch, "_loaded", None)
     monkeypatch.setenv(dispatch.VARIABLE, "cutlas")
-    with pytest.raises(ValueError, match="choose 'auto' .*'cutlass', 'scaled_mm', 'emulated', 'reference'"):
+    with pytest.raises(ValueError, match="choose 'auto' .*'cutlass', 'scaled_mm', 'bf16', 'emulated', 'reference'"):
         kernels.load()
 
 

@@ -2,8 +2,9 @@
 
 BF16 holds every dequantised value exactly, and its tensor cores accumulate in FP32: the function is that of the FP4 instruction.
 What is summed is laid side by side along K and becomes one GEMM (:mod:`.triton.dequantize`), the adapters' low-rank products and
-the constants included. :func:`fprop_of_rounded_inputs` multiplies an input of two terms once instead of twice, as the sum of both terms
-rounded to BF16: 2^-9 of a value, where two terms leave over about 2^-7 of it. Operands of large inputs are made for :data:`ROWS` rows at a time, which bounds the extra memory.
+the constants included. :func:`fprop_of_rounded_inputs` multiplies an input of two terms once instead of twice, as the sum of both
+rounded to BF16: 2^-9 of a value, where two terms leave over about 2^-7 of it. Operands of large inputs are made for :data:`ROWS`
+rows at a time, which bounds the extra memory.
 
 A weight of another tool's checkpoint may have a global scale that is no power of two. Its significand f is then the GEMM's alpha,
 D(W) / f its operand, and what else is summed is divided by f, in FP32, and split into three BF16 columns each.

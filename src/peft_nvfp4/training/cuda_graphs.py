@@ -41,6 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from ..fusion.probe import hooked
+from ..nn.plain import StandIn
 from .graph_recording import (
     CudaRecording,
     Replay,
@@ -254,6 +255,9 @@ class GraphedForward:
                 left += [child for child in children.values() if child is not None]
             own = module.__dict__
             state.append((type(module), module.training, own.get("attention_dropout"), own.get("gradient_checkpointing")))
+            state.append(own.get("forward"))
+            if isinstance(module, StandIn):
+                state.append(module.edit())
             if module._parameters:
                 state += [_baked_in(p) for p in module._parameters.values() if p is not None]
             if module._buffers:
