@@ -108,8 +108,9 @@ def _one_by_one(p: Fprop) -> list[Tensor]:
 def _side_by_side(
     p: Fprop, copies: int, extras: Sequence[Tensor | None], columns: Tensor | None, a: Tensor | None
 ) -> list[Tensor]:
-    """x = [D(term 1) | D(residual term) | columns] against f [D(W) / f | D(W) / f | extra] (one copy: the sum of both terms against
-    one D(W)); the extra columns of a linear stand at its place among those of all, zeros elsewhere. With a, the columns are D(x~) @ a.T and are filled here."""
+    """x = [D(term 1) | D(residual term) | columns] against f [D(W) / f | D(W) / f | extra] (one copy: the sum of both terms
+    against one D(W)); the extra columns of a linear stand at its place among those of all, zeros elsewhere. With a, the columns
+    are D(x~) @ a.T and are filled here."""
     terms, m, k = p.terms, p.terms[0].codes.shape[0], p.terms[0].k
     used = 0 if columns is None else columns.shape[1]
     width = _aligned(copies * k + used) - copies * k
