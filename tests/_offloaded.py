@@ -8,6 +8,7 @@ from low_level import adapted_model
 from peft_nvfp4 import enable_offload
 from peft_nvfp4.nn.frozen_linear import FrozenLinear
 from peft_nvfp4.training.offload.enable import _owner
+from peft_nvfp4.training.steps import slow_down_steps
 
 BACKENDS = ("nvfp4 cached", "nvfp4 transient", "nf4", "bf16")
 
@@ -19,6 +20,7 @@ def tuned(backend: str, offload: str | None, layers: int = 3, device: str = "cpu
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, weight_layouts=layouts or "cached") | settings
     torch.manual_seed(0)
     model = adapted_model(model, backend=word, **settings)
+    slow_down_steps(model)  # offloaded or not, in the same way
     if offload:
         enable_offload(model)
     return model.train().to(device)

@@ -1,7 +1,9 @@
 """Padding is not computed: a packed batch gives what its rows give one by one, for every backend, recorded or not."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -208,6 +210,33 @@ def test_evaluation_generation_copies_and_switching_off():
     assert packing_status(model).reasons == {"not enabled": 1}
     with pytest.raises(ValueError, match="has no decoder"):
         enable_packing(torch.nn.Linear(2, 2))
+
+
+def test_hooks_inside_see_rows_as_they_are():
+    model, shapes = tuned(), []
+    layer = model.get_base_model().model.layers[0]
+    expected = step(tuned(False), **batch())
+    step(model, **batch())
+    handle = layer.register_forward_hook(lambda module, args, y: shapes.append((y[0] if isinstance(y, tuple) else y).shape))
+    assert all(map(torch.equal, expected, step(model, **batch())))
+    assert shapes == [(3, 12, 64)] and "hooks inside" in str(packing_status(model))
+    handle.remove()
+    step(model, **batch())
+    assert len(shapes) == 1 and packing_status(model).calls == 2
+
+
+def test_a_deleted_model_is_gone():
+    model = tuned()
+    enable_cuda_graphs(model)
+    step(model, **batch())
+    gc.collect()
+    gone = weakref.ref(model.get_base_model().model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

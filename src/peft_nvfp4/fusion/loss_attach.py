@@ -37,7 +37,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .lazy_logits import LazyLogits
 from .loss import Targets, Transform, _compute_dtype, _losses, _shifted, _supervised_loss, _targets
-from .probe import hooked, innermost, modes_kept, special_tokens
+from .probe import hooked, innermost, modes_kept, special_tokens, watched
 
 # ---------------------------------------------------------------------------------------------- models of transformers
 
@@ -85,7 +85,7 @@ def attach_loss_at_first_call(model: nn.Module) -> LossReport:
     :func:`loss_report` says how that went."""
     model = innermost(model)
     detach_loss(model)
-    report = LossReport(True, "to be tried in the first call with labels")
+    report = LossReport(True, "to be tried in the first call with labels and without hooks")
     if not hasattr(model, "config") or not hasattr(model, "loss_function") or not hasattr(model, "get_output_embeddings"):
         return LossReport(False, "it is not a model of transformers")
     _set_class(model, _with_loss(type(model)))
@@ -140,8 +140,9 @@ def _with_loss(original: type) -> type:
         settings = self.__dict__.get(_SETTINGS)
         applies = settings is not None and _applies(self, kwargs)
         if applies and isinstance(settings, LossReport):
-            if settings.attached and not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False):
-                _set_class(self, original)  # not tried yet: with the model's own forward
+            untried = settings.attached and not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False)
+            if untried and not any(watched(m) for m in self.modules() if m is not self):  # a trial would call hooks
+                _set_class(self, original)  # with the model's own forward
                 try:
                     examined, report = _examined(self, None)
                 finally:

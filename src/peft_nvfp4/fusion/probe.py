@@ -177,6 +177,17 @@ def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
+HARMLESS_HOOKS = frozenset({"make_inputs_require_grads"})
+"""Hooks (of transformers and PEFT, for checkpointing) that do the same in every call, to whatever shape."""
+
+
+def watched(module: nn.Module) -> list[str]:
+    """Names of hooks of this module that may look at what passes, or change it."""
+    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    names = [getattr(hook, "__name__", type(hook).__name__) for hooks in every for hook in hooks.values()]
+    return [name for name in names if name not in HARMLESS_HOOKS]
+
+
 def special_tokens(config: object) -> set[int]:
     """Tokens that stand for something else than text (an image, say), by the names of settings of a transformers config."""
     if not hasattr(config, "get_text_config"):

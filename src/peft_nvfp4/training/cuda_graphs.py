@@ -24,7 +24,6 @@ several backwards.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 import weakref
@@ -40,7 +39,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from ..fusion.probe import hooked
+from ..fusion.probe import hooked, watched
 from ..nn.plain import StandIn
 from .graph_recording import (
     CudaRecording,
@@ -53,7 +52,7 @@ from .graph_recording import (
     substituted,
 )
 from .offload.layers import ATTRIBUTE
-from .packing import PackedForward, decoder_of, packed_forward, put_back, replica
+from .packing import PackedForward, Replicate, decoder_of, packed_forward, put_back
 
 MAX_GRAPHS = 32
 """Combinations of input shapes that are recorded at one time: those that are met most often."""
@@ -111,15 +110,6 @@ def _baked_in(p: nn.Parameter) -> tuple:
     return id(p), p.data_ptr(), p.dtype, p.requires_grad, 0 if p.requires_grad or p.is_inference() else p._version
 
 
-_HARMLESS_HOOKS = {"make_inputs_require_grads"}
-"""Hooks (of transformers and PEFT, for checkpointing) that do the same in every step, on the device."""
-
-
-def _hook_names(module: nn.Module) -> list[str]:
-    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return [getattr(hook, "__name__", type(hook).__name__) for hooks in every for hook in hooks.values()]
-
-
 def _adapter_state(layer: nn.Module) -> tuple:
     if layer._forward_pre_hooks:
         raise Unsupported("hooks on adapters (aLoRA) may do something else in every step")
@@ -132,7 +122,7 @@ class GraphedForward:
     """The ``forward`` of a decoder, on the instance."""
 
     def __init__(self, decoder: nn.Module, plain: Callable | None = None, recorder: Callable = CudaRecording):
-        self.decoder, self.recorder = decoder, recorder
+        self._decoder, self.recorder = weakref.ref(decoder), recorder  # no cycle: ``del model`` frees it
         self.loud = True  # the user has asked for recordings
         self.plain = plain  # somebody else's hook on the instance
         self.status, self.shared = GraphStatus(), SharedMemory()
@@ -144,6 +134,10 @@ class GraphedForward:
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
         self.catch_all = kinds.get(inspect.Parameter.VAR_KEYWORD)  # the name of **kwargs
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self._decoder()
 
     @property
     def unrecorded(self) -> Callable:
@@ -262,7 +256,7 @@ class GraphedForward:
                 state += [_baked_in(p) for p in module._parameters.values() if p is not None]
             if module._buffers:
                 state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
-            if hooked(module) and not _HARMLESS_HOOKS.issuperset(hooks := _hook_names(module)):
+            if hooked(module) and (hooks := watched(module)):
                 kind = type(module).__name__
                 raise Unsupported(f"{', '.join(hooks)} would run only while a step is recorded ({kind} has hooks)")
             if "lora_A" in children:
@@ -409,7 +403,7 @@ def enable_cuda_graphs(model: nn.Module, loud: bool = True) -> None:
         else:
             decoder.forward = GraphedForward(decoder, vars(decoder).get("forward"))
         _graphed(model).loud = loud
-        decoder._replicate_for_data_parallel = functools.partial(replica, decoder)
+        decoder._replicate_for_data_parallel = Replicate(decoder)
 
 
 def records_steps(model: nn.Module) -> bool:

@@ -16,13 +16,15 @@ differs is the rounding inside attention (another kernel), and which numbers a d
 Not every decoder allows it. :func:`_trial` runs two short rows both ways once, at the first call: a row must not notice its
 neighbour, and both ways must give the same hidden states. So convolutions over tokens, state spaces, prefix attention and own
 attention code are noticed without a list of architectures. What is not packed runs as it would without, and
-:func:`packing_status` says why: caches, masks of four dimensions, positions of three, labels at padding (they would be trained).
+:func:`packing_status` says why: caches, masks of four dimensions, positions of three, labels at padding (they would be trained),
+hooks inside of the decoder (they would see one row).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -32,10 +34,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..fusion.probe import innermost, modes_kept, special_tokens
+from ..fusion.probe import hooked, innermost, modes_kept, special_tokens, watched
 
 HIDDEN_ERROR = 0.3
 """Largest |packed - padded| / |padded| of the trial's hidden states: two attention kernels round differently, and a BF16 last
@@ -239,11 +242,16 @@ class PackedForward:
     """The ``forward`` of a decoder, on the instance; calls ``inner`` with packed rows."""
 
     def __init__(self, decoder: nn.Module, inner: Callable | None):
-        self.decoder, self.inner, self.status = decoder, inner, PackingStatus()
+        self._decoder, self.inner, self.status = weakref.ref(decoder), inner, PackingStatus()  # no cycle: ``del model`` frees it
+        self.hooks: tuple[int, str] = (-1, "")  # how many were ever made when the decoder was last searched; which it has
         self.refused: dict[Any, str] = {}  # state of autocast -> why the decoder cannot be packed in it; empty: it can
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
         self.catch_all = kinds.get(inspect.Parameter.VAR_KEYWORD)
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self._decoder()
 
     @property
     def unrecorded(self) -> Callable:
@@ -266,6 +274,7 @@ class PackedForward:
         _LABELS.set(None)
         try:
             tensors = self._inputs(named)
+            self._check_hooks()
             self._check_decoder()
             batch = pack(tensors, labels, getattr(self.inner, "recorded_size", int) if torch.is_grad_enabled() else int)
         except NotPackable as reason:
@@ -289,6 +298,17 @@ class PackedForward:
         if len(named.keys() & {"input_ids", "inputs_embeds"}) != 1:
             raise NotPackable("it is called with neither or both of input_ids and inputs_embeds")
         return named
+
+    def _check_hooks(self) -> None:
+        """Hooks inside of the decoder are made for rows as the model has them. A new search only if a hook was made anywhere
+        since the last one, or that one found some."""
+        made, names = RemovableHandle.next_id, ""
+        if self.hooks != (made, ""):
+            inside = (m for m in self.decoder.modules() if m is not self.decoder and hooked(m))
+            names = ", ".join(dict.fromkeys(name for m in inside for name in watched(m)))
+            self.hooks = made, names
+        if names:
+            raise NotPackable(f"it has hooks inside ({names})")
 
     def _check_decoder(self) -> None:
         parameter = next(self.decoder.parameters())
@@ -369,11 +389,20 @@ def packed_forward(model: nn.Module) -> PackedForward | None:
     return forward if isinstance(forward, PackedForward) else None
 
 
-def replica(decoder: nn.Module) -> nn.Module:
-    """What DataParallel calls for its replicas, which must not compute with the original's forward."""
-    copy = type(decoder)._replicate_for_data_parallel(decoder)
-    del copy.__dict__["forward"], copy.__dict__["_replicate_for_data_parallel"]
-    return copy
+class Replicate:
+    """What DataParallel calls for its replicas of a decoder, which must not compute with the original's forward."""
+
+    def __init__(self, decoder: nn.Module):
+        self.decoder = weakref.ref(decoder)
+
+    def __reduce__(self):
+        return Replicate, (self.decoder(),)
+
+    def __call__(self) -> nn.Module:
+        decoder = self.decoder()
+        copy = type(decoder)._replicate_for_data_parallel(decoder)
+        del copy.__dict__["forward"], copy.__dict__["_replicate_for_data_parallel"]
+        return copy
 
 
 def put_back(decoder: nn.Module, forward: Callable | None) -> None:
@@ -398,7 +427,7 @@ def enable_packing(model: nn.Module) -> None:
         return
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention  # for good: without first tokens it is transformers' own
     decoder.forward = PackedForward(decoder, vars(decoder).get("forward"))
-    decoder._replicate_for_data_parallel = functools.partial(replica, decoder)
+    decoder._replicate_for_data_parallel = Replicate(decoder)
     base.register_forward_pre_hook(_note_labels, with_kwargs=True)
 
 
