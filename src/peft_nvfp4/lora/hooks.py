@@ -34,7 +34,7 @@ from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.plain import report_in
-from ..nn.wrapping import WRAPPED, unwrap_all, wrap
+from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
 from ..training import distributed
@@ -42,6 +42,7 @@ from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..transformers import published
 from ..transformers.config import pact_config
+from . import side_calibration
 from .config import NVFP4LoraConfig
 from .experts import ParamWrapper
 from .fingerprint import remember, source_fingerprint, write
@@ -96,6 +97,7 @@ def _save_config(original: Callable, self: LoraConfig, save_directory: str, **kw
 
 def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
     """Freeze a dense model in place as ``get_peft_model`` does before it adds an adapter with this config."""
+    side_calibration.check(config.calibration)
     options = config.options
     saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
     on_frozen = partial(leave_factors, config) if config.init_lora_weights in RESIDUAL_INITS else None
@@ -131,10 +133,9 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
             )
         more |= asked.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
     if more:
-        warnings.warn(
+        warn_caller(
             f"the base is frozen already, and keeps more than memory={asked.memory!r} asks for. Freeze it with the same word "
-            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'",
-            stacklevel=6,
+            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'"
         )
 
 
