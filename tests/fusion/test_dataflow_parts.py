@@ -128,6 +128,9 @@ def test_whoever_looks_at_the_product_of_the_mlp_finds_values(how):
     """down's input has no values where nobody but down reads it; a compiler, and hooks, are somebody."""
     model, seen = tuned("Llama", accuracy="balanced"), []  # one term at down: quantised again, its values give the same codes
     attach(model)
+    if how == "global hook":  # with hooks, norms run as they were
+        for norm in (m for m in model.modules() if isinstance(m, NVFP4RMSNorm)):
+            norm.register_forward_hook(lambda module, args, y: None)
     expected = loss_and_gradients(model)
     down = model.base_model.model.model.layers[0].mlp.down_proj
     handle = None

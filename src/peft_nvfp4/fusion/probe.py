@@ -12,7 +12,7 @@ attention of all decoder layers reads one tensor, too, but each layer is compute
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -125,6 +125,18 @@ def observe(
         for handle in handles:
             handle.remove()
     return dict(seen.readers), seen.groups
+
+
+def between(model: nn.Module, producer: str, readers: Iterable[str]) -> list[nn.Module]:
+    """The modules that a producer's output passes on its way to its readers (dotted names), these included: those that hold the
+    producer, or a reader, but not both."""
+    found = {}
+    for reader in readers:
+        names = producer.split("."), reader.split(".")
+        shared = next((i for i, (a, b) in enumerate(zip(*names)) if a != b), min(map(len, names)))
+        for parts in names:
+            found |= dict.fromkeys(".".join(parts[:end]) for end in range(shared + 1, len(parts) + 1))
+    return [model.get_submodule(name) for name in found if name != producer]
 
 
 @contextmanager

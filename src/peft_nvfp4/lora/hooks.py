@@ -28,6 +28,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_mod
 from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
+from ..autograd.module_hooks import hooks_of
 from ..calibration.run import apply_calibration
 from ..fusion.attach import Report, attach, attached, detach
 from ..fusion.probe import base_of
@@ -167,6 +168,7 @@ def _create_new_module(
             "Name the module in target_modules instead, or list it in skip_modules to leave it dense."
         )
     layer = FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+    base.call_hooks += hooks_of(layer)
     if group := getattr(base, "group", None):  # attached before: the linears of its group are computed with their adapters
         group.members = [layer if base_of(member) is base else member for member in group.members]
     return layer
