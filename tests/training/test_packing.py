@@ -79,6 +79,12 @@ def test_a_batch_is_the_sum_of_its_rows(backend, left):
     assert (gradient - expected).norm() < 2e-6 * expected.norm()
 
 
+def test_full_rows_on_a_cpu_are_left_as_they_are():
+    model, inputs = tuned(), {"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}
+    assert all(map(torch.equal, step(model, **inputs), step(tuned(False), **inputs)))
+    assert packing_status(model).calls == 0 and not packing_status(model).reasons
+
+
 def test_padding_has_no_influence():
     model, inputs = tuned(), batch()
     other = inputs | {"input_ids": inputs["input_ids"] + 77 * (inputs["attention_mask"] == 0)}
@@ -164,7 +170,7 @@ def test_one_recording_serves_every_packing(checkpointing):
     enable_cuda_graphs(model)
     forward = packed_forward(model).inner
     forward.recorder = Rehearsal
-    packed_forward(eager).inner = type("Sizes", (), {"recorded_size": staticmethod(lambda n: 64)})()
+    packed_forward(eager).inner = type("Sizes", (), {"can_record": True, "recorded_size": staticmethod(lambda n: 64)})()
     packed_forward(eager).original = lambda **inputs: type(forward.decoder).forward(packed_forward(eager).decoder, **inputs)
     for m in (model, eager):
         if checkpointing is not None:
@@ -182,7 +188,7 @@ def test_sizes_of_recordings():
     model = tuned()
     enable_cuda_graphs(model)
     forward = packed_forward(model).inner
-    assert forward.recorded_size(1000) == 1000  # nothing is recorded on a CPU
+    assert not forward.can_record and packed_forward(model)._size(1000) == 1000  # nothing is recorded on a CPU
     forward.recorder = Rehearsal
     assert [forward.recorded_size(n) for n in (1, 64, 65, 1000, 1025, 4000, 4097)] == [64, 64, 128, 1024, 1152, 4096, 4608]
     step(model, **batch())

@@ -269,11 +269,14 @@ class GraphedForward:
 
     # -- recording
 
+    @property
+    def can_record(self) -> bool:
+        """Whether the decoder is on a GPU."""
+        return self.recorder is not CudaRecording or next(self.decoder.parameters()).device.type == "cuda"
+
     def recorded_size(self, tokens: int) -> int:
         """To how many a packed row of so many tokens is filled up: an eighth of a power of two (6 % on average), so that few
         recordings serve all batches; for a size that is met for the first time, that of a recording if one is near."""
-        if self.recorder is CudaRecording and next(self.decoder.parameters()).device.type != "cuda":
-            return tokens
         step = max(64, 1 << max(0, tokens.bit_length() - 4))
         size = -(-tokens // step) * step
         recorded = {entry.tokens for entry in self.entries.values() if isinstance(entry, _Entry)}

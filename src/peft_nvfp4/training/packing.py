@@ -139,6 +139,7 @@ class PackedBatch(NamedTuple):
     places: Tensor | None  # (tokens,) int64 of the flattened batch; None: all
     tokens: int
     shape: tuple[int, int]  # B, T
+    rows_are_full: bool  # no padding, and every row one sequence
     inputs: dict[str, Tensor]  # input_ids (1, N) or inputs_embeds (1, N, d); position_ids (1, N); attention_mask: first tokens
 
     def unpacked(self, hidden: Tensor) -> Tensor:
@@ -206,7 +207,7 @@ def pack(
         source = torch.cat([source, source[:1].detach().expand(filling, *source.shape[1:])])
     name = "input_ids" if "input_ids" in inputs else "inputs_embeds"
     packed = {name: source[None], "position_ids": positions[None], "attention_mask": first_tokens.view(1, 1, 1, -1)}
-    return PackedBatch(places, tokens, (rows, columns), packed)
+    return PackedBatch(places, tokens, (rows, columns), places is None and len(starts) == rows, packed)
 
 
 # ---------------------------------------------------------------------------------------------- the decoder's forward
@@ -276,10 +277,12 @@ class PackedForward:
             tensors = self._inputs(named)
             self._check_hooks()
             self._check_decoder()
-            batch = pack(tensors, labels, getattr(self.inner, "recorded_size", int) if torch.is_grad_enabled() else int)
+            batch = pack(tensors, labels, self._size)
         except NotPackable as reason:
             self.status.reasons[str(reason)] += 1
             return self.original(*args, **kwargs)
+        if batch.rows_are_full and not (torch.is_grad_enabled() and getattr(self.inner, "can_record", False)):
+            return self.original(*args, **kwargs)  # nothing to gain
         self.status.calls += 1
         self.status.tokens += batch.tokens
         self.status.places += batch.shape[0] * batch.shape[1]
@@ -298,6 +301,11 @@ class PackedForward:
         if len(named.keys() & {"input_ids", "inputs_embeds"}) != 1:
             raise NotPackable("it is called with neither or both of input_ids and inputs_embeds")
         return named
+
+    def _size(self, tokens: int) -> int:
+        """To how many tokens a row is filled up."""
+        recorded = torch.is_grad_enabled() and getattr(self.inner, "can_record", False)
+        return self.inner.recorded_size(tokens) if recorded else tokens
 
     def _check_hooks(self) -> None:
         """Hooks inside of the decoder are made for rows as the model has them. A new search only if a hook was made anywhere
