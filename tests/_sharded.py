@@ -5,13 +5,17 @@ from conftest import tiny_llama
 from low_level import adapted_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from peft_nvfp4.training.steps import slow_down_steps
+
 
 def tuned(backend: str, dtype=torch.float32, width: int = 176, **settings):
     """``width``: of the MLP."""
     word, _, layouts = backend.partition(" ")
     model = tiny_llama(dtype, intermediate_size=width)
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, weight_layouts=layouts or "cached") | settings
-    return adapted_model(model, backend=word, **settings).train()
+    model = adapted_model(model, backend=word, **settings).train()
+    slow_down_steps(model)  # what is switched on by itself, a test switches on
+    return model
 
 
 def batch() -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from peft_nvfp4 import attach_loss, enable_cuda_graphs, frozen_bytes, graph_status
 from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.autograd.module_hooks import observing
 from peft_nvfp4.training import distributed
 from peft_nvfp4.training.distributed.hooks import plain_parameters
 
@@ -192,7 +193,8 @@ def fsdp_step(rank: int, backend: str, checkpointing: bool, supervised: bool, wi
     for name, module in model.named_modules():  # what a layer computes with
         if name.endswith("up_proj"):
             name = f"{name}.base_layer.weight"
-            module.register_forward_pre_hook(lambda m, _, name=name: seen.update({name: m.base_layer.weight.detach().clone()}))
+            look = observing(lambda m, _, name=name: seen.update({name: m.base_layer.weight.detach().clone()}))
+            module.register_forward_pre_hook(look)
     mine = ids[2 * rank : 2 * rank + 2]
     with count_bytes() as wire:
         here = model(input_ids=mine, labels=mine).loss
