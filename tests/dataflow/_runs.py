@@ -1,0 +1,133 @@
+"""Models of a case, and one run of a model: its output, its gradients, and what hooks have captured, by name."""
+
+import contextlib
+from unittest import mock
+
+import torch
+from _cases import Case
+from _interventions import apply
+from _parts import HIDDEN, decoder
+from _reference import SEED
+from peft import get_peft_model
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from peft_nvfp4 import NVFP4LoraConfig, enable_offload
+from peft_nvfp4.autograd import frozen_linear, lora
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+
+Results = dict[str, Tensor | None]
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def settings(case: Case) -> dict:
+    return dict(r=4, lora_alpha=8, target_modules=TARGETS, lora_dropout=case.dropout, init_lora_weights=False)
+
+
+def fused_model(case: Case) -> nn.Module:
+    own = dict(backend=case.backend, accuracy=case.accuracy, memory=case.memory, skip_modules=["lm_head"])
+    dense = decoder(case)
+    torch.manual_seed(case.seed + 1)
+    model = get_peft_model(dense, NVFP4LoraConfig(**settings(case), **own))
+    if case.adapters > 1:
+        model.add_adapter("second", NVFP4LoraConfig(**settings(case), **own))
+        model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- a run
+
+
+def batch(case: Case, number: int = 0) -> Tensor:
+    """Embedded tokens (2, 5, HIDDEN) with a channel of outlying size, as the embedding makes them."""
+    x = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(100 * case.seed + number))
+    x[..., 3] *= 12
+    return x.to(getattr(torch, case.dtype))
+
+
+def probe(t: Tensor) -> Tensor:
+    return torch.randn(t.shape, generator=torch.Generator().manual_seed(t.numel())) / t.numel() ** 0.5
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    return getattr(module, "wrapped", module)
+
+
+def prepared(model: nn.Module, case: Case, run: str) -> tuple[nn.Module, dict]:
+    """The model with the interventions of the case, and what they will capture."""
+    decoder, captured = model.base_model.model, {}
+    if run == "offload":
+        enable_offload(model)
+    model.train(case.mode in ("train", "autocast"))
+    for act in case.acts:
+        apply(decoder, act, captured)
+    for layer in map(unwrapped, decoder.layers):
+        if layer.attn is not None:
+            attention = unwrapped(layer.attn)
+            attention.uncalled, attention.twice = case.uncalled, case.twice
+    if run in ("checkpoint", "reentrant"):
+        owner, _, part = case.around.rpartition(".")
+        holder = decoder if case.around == "layers.0" else unwrapped(decoder.get_submodule(owner))
+        holder.checkpointed = {case.around if holder is decoder else part: run == "reentrant"}
+    if run == "compile" and case.around:
+        decoder.get_submodule(case.around).compile(backend="aot_eager")
+    elif run == "compile":
+        model = torch.compile(model, backend="aot_eager")
+    return model, captured
+
+
+def step(model: nn.Module, case: Case, x: Tensor, by_backward: bool = True, functional: bool = False) -> Results:
+    """One forward, and one backward where the mode has gradients."""
+    contexts = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    }
+    layer = unwrapped(getattr(model, "_orig_mod", model).base_model.model.layers[0])
+    x = x.clone().requires_grad_(case.trains)
+    parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}
+    if functional:
+        parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in parameters.items()}
+    layer.inner = {} if case.loss != "output" else None
+    with contexts.get(case.mode, contextlib.nullcontext)():
+        x_in = x if case.trains else x.clone()
+        y = functional_call(model, parameters, (), {"x": x_in}) if functional else model(x=x_in)
+    results: Results = {"output": y.detach().float()}
+    if not case.trains:
+        return results
+    loss = 0.0
+    if case.loss != "inner":
+        loss = (y.float() * probe(y)).sum()
+    if case.loss != "output":
+        loss = loss + (layer.inner[case.inner].float() * probe(layer.inner[case.inner])).sum()
+    layer.inner = None
+    leaves = {"x": x} | {name: p for name, p in parameters.items() if p.requires_grad}
+    if by_backward:
+        model.zero_grad()
+        loss.backward()
+        gradients = [leaf.grad for leaf in leaves.values()]
+    else:
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    results |= {f"gradient of {name}": None if g is None else g.detach().float() for name, g in zip(leaves, gradients)}
+    return results
+
+
+@contextlib.contextmanager
+def fixed_masks():
+    """Dropout's masks are functions of their shapes, whatever the order of calls."""
+
+    def seed():
+        return torch.tensor(SEED)
+
+    with mock.patch.object(frozen_linear, "draw_seed", seed), mock.patch.object(lora, "draw_seed", seed):
+        yield
+
+
+def run(model: nn.Module, case: Case, how: str = "plain") -> Results:
+    """Results of the case on a model that nobody has touched yet."""
+    with fixed_masks():
+        model, captured = prepared(model, case, how)
+        return step(model, case, batch(case), functional=how == "functional") | captured
