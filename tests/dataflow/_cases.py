@@ -46,7 +46,7 @@ class Case:
     inner: str = "norm1"  # the part for the latter
     uncalled: str = ""  # a linear of attention
     twice: str = ""
-    run: str = "plain"  # plain, offload, threads, checkpoint, reentrant, functional, compile
+    run: str = "plain"  # of RUNS, or compile
     around: str = "layers.0"  # what is checkpointed or compiled; "" is the whole model
     acts: tuple[Act, ...] = ()
     seed: int = 0
@@ -85,7 +85,7 @@ def kind_of_place(place: str) -> str:
 
 # ---------------------------------------------------------------------------------------------- where interventions may be
 
-HOOKS = ("forward", "pre", "backward", "backward_pre", "tensor", "capture", "instance", "wrapped")
+HOOKS = ("forward", "pre", "backward", "backward_pre", "tensor", "capture", "instance", "wrapped", "global")
 
 
 def linears(case: Case) -> list[str]:
@@ -109,19 +109,20 @@ def acts(draw, case: Case) -> Act:
     layer = f"layers.{draw(st.integers(0, case.layers - 1))}"
     linear, norm = draw(st.sampled_from(linears(case))), draw(st.sampled_from(norms(case)))
     act_fn = "mlp.experts.0.act_fn" if case.experts else "mlp.act_fn"
-    below, block = draw(st.sampled_from(["base_layer", "lora_A.default", "lora_B.default"])), draw(st.sampled_from(blocks(case)))
+    below = draw(st.sampled_from(["base_layer", "lora_A.default", "lora_B.default", "lora_dropout.default"]))
+    block = draw(st.sampled_from(blocks(case)))
     places = {"norm": norm, "linear": linear, "below": f"{linear}.{below}", "act": act_fn, "block": block}
     place = draw(st.sampled_from(["norm", "linear", "below", "act", "block", "layer"]))
     kinds = {
         "norm": (*HOOKS, *HOOKS, "replaced", "eps", "weight", "trained", "parametrised"),
-        "linear": (*HOOKS, *HOOKS, "replaced", "checkpointed", "scaling", "scales", "base"),
-        "below": (*HOOKS, "parametrised") if below != "base_layer" else HOOKS,
+        "linear": (*HOOKS, *HOOKS, "replaced", "checkpointed", "scaling", "scales", *(["base"] if case.backend != "nf4" else [])),
+        "below": (*HOOKS, "parametrised") if below[:6] in ("lora_A", "lora_B") else HOOKS,
         "act": (*HOOKS, "replaced"),
         "block": (*HOOKS, "checkpointed"),
     }.get(place, HOOKS)
     kind = draw(st.sampled_from(kinds))
     how = draw(st.sampled_from(["returned", "in place", "detached"])) if kind in ("forward", "pre") else ""
-    if kind in ("tensor", "checkpointed"):
+    if kind in ("tensor", "checkpointed", "wrapped"):
         how = draw(st.sampled_from(["", "self"] if kind == "tensor" else ["", "reentrant"]))
     return Act(kind, layer if place == "layer" else f"{layer}.{places[place]}", how)
 
@@ -134,8 +135,9 @@ def often(first, *others, times: int = 3):
     return st.sampled_from([first] * times + list(others))
 
 
-RUNS = ["plain"] * 16 + ["checkpoint"] * 3 + ["reentrant"] * 3 + ["offload"] * 3 + ["threads"] * 2 + ["functional"]
-COMPILE = 40
+RARE = ["threads", "offload_threads", "functional", "interleaved", "retained"]
+RUNS = ["plain"] * 16 + ["checkpoint"] * 3 + ["reentrant"] * 3 + ["offload"] * 3 + RARE
+COMPILE = 80
 """One case of so many is compiled: it takes as long as twenty others."""
 
 
@@ -164,14 +166,16 @@ def cases(draw, most_acts: int = 3) -> Case:
     changes: dict = {"run": draw(st.sampled_from(RUNS))}
     if draw(st.integers(0, COMPILE)) == COMPILE:
         changes["run"] = "compile"
-    if changes["run"] == "offload":
+    if changes["run"].startswith("offload"):
         changes["layers"] = draw(st.sampled_from([3, 4]))
     if changes["run"] in ("checkpoint", "reentrant", "compile"):
         whole = [""] if changes["run"] == "compile" else []
-        changes["around"] = draw(st.sampled_from([*whole, "layers.0", *(f"layers.0.{b}" for b in ("norm1", *blocks(case)))]))
+        parts = [f"layers.0.{part}" for part in ("norm1", *blocks(case))]
+        changes["around"] = draw(st.sampled_from([*whole, "layers.0", *parts]))
     if case.mode == "train" and not any("lora" in act.place or act.kind == "capture" for act in case.acts):
         changes["dropout"] = draw(often(0.0, 0.25))
-    if case.trains and changes["run"] not in ("compile", "threads", "functional") and changes.get("around") != "layers.0":
+    outside = changes["run"] in ("compile", "threads", "offload_threads", "functional") or changes.get("around") == "layers.0"
+    if case.trains and not outside:
         changes["loss"] = draw(often("output", "inner", "both"))
         changes["inner"] = draw(st.sampled_from(["norm1", *blocks(case)]))
     if case.attention in ("mha", "gqa", "qk_norm"):

@@ -3,8 +3,10 @@ an added vector of the values' size): one that is lost shows above all rounding.
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 
 def changed(t: Tensor, how: str) -> Tensor | None:
@@ -17,11 +19,11 @@ def changed(t: Tensor, how: str) -> Tensor | None:
 
 
 class Wrapper(nn.Module):
-    """A module around another one that passes attributes on, and changes the output."""
+    """A module around another one that passes attributes on, and changes the output; ``reentrant``: checkpoints it instead."""
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner: nn.Module, how: str):
         super().__init__()
-        self.wrapped = inner
+        self.wrapped, self.how = inner, how
 
     def __getattr__(self, name: str):
         try:
@@ -30,6 +32,8 @@ class Wrapper(nn.Module):
             return getattr(super().__getattr__("wrapped"), name)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how == "reentrant":
+            return checkpoint(self.wrapped, x, use_reentrant=True)
         return -1.5 * self.wrapped(x * 1.0)
 
 
@@ -140,15 +144,18 @@ SIMPLE = {
     "base": _base,
     "scaling": _scaling,
     "scales": _scales,
-    "wrapped": lambda module, model, place: model.set_submodule(place, Wrapper(module)),
 }
 
 
-def apply(model: nn.Module, act, captured: dict) -> None:
-    """Do ``act`` to the decoder ``model``; ``captured`` gets what it observes."""
+def apply(model: nn.Module, act, captured: dict) -> RemovableHandle | None:
+    """Do ``act`` to the decoder ``model``; ``captured`` gets what it observes. Returns the handle of what is not the model's."""
     module = model.get_submodule(act.place)
     if act.kind in SIMPLE:
         SIMPLE[act.kind](module, model, act.place)
+    elif act.kind == "global":
+        return register_module_forward_hook(lambda m, args, y: changed(y, "returned") if m is module else None)
+    elif act.kind == "wrapped":
+        model.set_submodule(act.place, Wrapper(module, act.how))
     elif act.kind == "checkpointed":
         checkpointed(module, act.how)
     elif act.kind == "forward":
@@ -168,3 +175,4 @@ def apply(model: nn.Module, act, captured: dict) -> None:
         )
     else:
         raise ValueError(act.kind)
+    return None

@@ -264,6 +264,6 @@ def decoder(case) -> Decoder:
         for i, layer in enumerate(model.layers):
             for name, p in layer.named_parameters():
                 if p.ndim == 2:
-                    p.mul_(1.5 * 2.0**i * (8 if case.mlp == "clamped" and ("gate" in name or "up_" in name) else 1))
+                    p.mul_(1.5 * (1, 0.5, 2, 0.8)[i] * (8 if case.mlp == "clamped" and ("gate" in name or "up_" in name) else 1))
         model.embed_tokens.weight[:, 3] *= 12
     return model.to(getattr(torch, case.dtype)).requires_grad_(False)

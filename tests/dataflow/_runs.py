@@ -59,11 +59,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def prepared(model: nn.Module, case: Case, run: str) -> tuple[nn.Module, dict]:
     """The model with the interventions of the case, and what they will capture."""
     decoder, captured = model.base_model.model, {}
-    if run == "offload":
+    if run.startswith("offload"):
         enable_offload(model)
     model.train(case.mode in ("train", "autocast"))
-    for act in case.acts:
-        apply(decoder, act, captured)
+    model.handles = [handle for act in case.acts if (handle := apply(decoder, act, captured)) is not None]
     for layer in map(unwrapped, decoder.layers):
         if layer.attn is not None:
             attention = unwrapped(layer.attn)
@@ -79,22 +78,24 @@ def prepared(model: nn.Module, case: Case, run: str) -> tuple[nn.Module, dict]:
     return model, captured
 
 
-def step(model: nn.Module, case: Case, x: Tensor, by_backward: bool = True, functional: bool = False) -> Results:
-    """One forward, and one backward where the mode has gradients."""
-    contexts = {
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    }
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def step(model: nn.Module, case: Case, x: Tensor, how: str = "plain") -> Results:
+    """One forward, and one backward where the mode has gradients; in threads, without touching ``.grad``."""
     layer = unwrapped(getattr(model, "_orig_mod", model).base_model.model.layers[0])
     x = x.clone().requires_grad_(case.trains)
     parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}
-    if functional:
+    if how == "functional":
         parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in parameters.items()}
     layer.inner = {} if case.loss != "output" else None
-    with contexts.get(case.mode, contextlib.nullcontext)():
-        x_in = x if case.trains else x.clone()
-        y = functional_call(model, parameters, (), {"x": x_in}) if functional else model(x=x_in)
+    with MODES.get(case.mode, contextlib.nullcontext)():
+        seen = x if case.trains else x.clone()
+        y = functional_call(model, parameters, (), {"x": seen}) if how == "functional" else model(x=seen)
     results: Results = {"output": y.detach().float()}
     if not case.trains:
         return results
@@ -104,15 +105,23 @@ def step(model: nn.Module, case: Case, x: Tensor, by_backward: bool = True, func
     if case.loss != "output":
         loss = loss + (layer.inner[case.inner].float() * probe(layer.inner[case.inner])).sum()
     layer.inner = None
+    if how == "interleaved":  # another step begins, and something is generated, before this one's backward
+        with MODES.get(case.mode, contextlib.nullcontext)():
+            other = model(x=2 * x.detach())
+        with torch.inference_mode():
+            model(x=x.detach().clone())
+        del other
     leaves = {"x": x} | {name: p for name, p in parameters.items() if p.requires_grad}
-    if by_backward:
-        model.zero_grad()
+    if how in ("threads", "offload_threads"):
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    else:
+        if how == "retained":
+            loss.backward(retain_graph=True)
+        for leaf in leaves.values():
+            leaf.grad = None
         loss.backward()
         gradients = [leaf.grad for leaf in leaves.values()]
-    else:
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    results |= {f"gradient of {name}": None if g is None else g.detach().float() for name, g in zip(leaves, gradients)}
-    return results
+    return results | {f"gradient of {name}": None if g is None else g.detach().float() for name, g in zip(leaves, gradients)}
 
 
 @contextlib.contextmanager
@@ -130,4 +139,8 @@ def run(model: nn.Module, case: Case, how: str = "plain") -> Results:
     """Results of the case on a model that nobody has touched yet."""
     with fixed_masks():
         model, captured = prepared(model, case, how)
-        return step(model, case, batch(case), functional=how == "functional") | captured
+        try:
+            return step(model, case, batch(case), how) | captured
+        finally:
+            for handle in getattr(model, "_orig_mod", model).handles:
+                handle.remove()
