@@ -14,8 +14,9 @@ with errors 8 times as large (most FP32 samples cross no threshold, a result tha
 may see in backward an input that is an NVFP4 term away from the forward's (``kept_for_adapters``).
 
 Which of the parts that :func:`peft_nvfp4.attach` has fused are fused in a call is the package's business: it may run the original
-where somebody has intervened. So a model is right if it is near the reference with all of them fused, or with some of those not
-fused that stand in a layer with an intervention (with one choice for all results), or with none.
+where somebody has intervened, and norms where it could not see an edit. So a model is right if it is near the reference with all
+of them fused, or with the MLPs alone, or with some of those not fused that stand in a layer with an intervention (one choice for
+all results), or with none.
 
 A lost intervention changes a result by about its whole size: :func:`lost_would_show` measures that against the bound."""
 
@@ -148,13 +149,18 @@ class Reference:
 
 
 def choices(case: Case, parts: dict[str, Codes]):
-    """Which parts may be fused in a call: all, all but some in layers with interventions, none."""
+    """Which parts may be fused in a call: all, or the MLPs alone, but for some in layers with interventions; none."""
     layers = {act.place.split(".")[1] for act in case.acts}
-    touched = [name for name in parts if name.split(".")[1] in layers]
-    for count in range(min(len(touched), 6) + 1):
-        for left in itertools.combinations(touched, count):
-            yield {name: codes for name, codes in parts.items() if name not in left}
-    yield {}
+    everywhere = any(act.kind == "global" for act in case.acts)
+    seen = []
+    for fused in (parts, {name: codes for name, codes in parts.items() if "norm" not in name}, {}):
+        touched = [name for name in fused if everywhere or name.split(".")[1] in layers]
+        for count in range(min(len(touched), 6) + 1):
+            for left in itertools.combinations(touched, count):
+                chosen = {name: codes for name, codes in fused.items() if name not in left}
+                if chosen.keys() not in seen:
+                    seen.append(chosen.keys())
+                    yield chosen
 
 
 def attached_parts(case: Case, model: nn.Module) -> dict[str, Codes]:

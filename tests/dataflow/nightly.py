@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -38,10 +39,11 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help=f"add failures to {REGRESSIONS.name}")
     args = parser.parse_args()
     print(f"--seed {args.seed}", flush=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes below: with more, threads add in other orders
     share, until = -(-args.cases // args.processes), time.time() + 60 * args.minutes
     jobs = [(args.seed + 10**6 * i, share, until, args.without) for i in range(args.processes)]
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        results = pool.map(work, jobs, chunksize=1)
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        results = list(pool.map(work, jobs))
     failures = [failure for result in results for failure in result["failures"]]
     total = {name: sum(result[name] for result in results) for name in ("tried", "rejected")}
     shown = sum((result["shown"] for result in results), Counter())
