@@ -62,7 +62,7 @@ class QuantizedInput:
         values: D(x~) (M, K) in x's dtype once somebody has computed it. Never x or a view of it: the entry would keep its own
             key alive.
         from_producer: x itself is D(x~): the module that made x has quantised it, too.
-        placeholder: x carries shape and gradient of D(x~) but no data. Its only consumer reads the terms.
+        placeholder: x carries shape and gradient of D(x~) but no values (NaN). Its only consumer is handed this entry.
         source: what x~ can be computed from in backward, if that is kept in any case; then the terms of x~ need not be kept.
         stamp: version and address of x when it was entered.
         entered: it is in the table (or on the traced tensor).
@@ -143,11 +143,7 @@ def get(x: Tensor, terms: int, offset: Tensor | None, dtype: torch.dtype) -> Qua
     if entry is None:
         return None
     same = len(entry.terms) == terms and entry.offset is offset and entry.dtype == dtype
-    if same and (compiling or entry.stamp == _stamp(x)):
-        return entry
-    if entry.placeholder:
-        raise RuntimeError("a tensor without values was changed, or is read in a way it was not made for: please report this")
-    return None
+    return entry if same and (compiling or entry.stamp == _stamp(x)) else None
 
 
 def quantized_input(x: Tensor, x2: Tensor, terms: int, offset: Tensor | None, shared: bool) -> QuantizedInput:

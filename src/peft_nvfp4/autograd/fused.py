@@ -55,7 +55,7 @@ class GatedQuantize(torch.autograd.Function):
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*flat)
         ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        h = gate.new_zeros(1).expand(gate.shape) if placeholder else out.h
+        h = gate.new_full((1,), torch.nan).expand(gate.shape) if placeholder else out.h  # whoever reads it after all is loud
         return h, *flat
 
     @staticmethod

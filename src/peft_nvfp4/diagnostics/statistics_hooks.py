@@ -196,7 +196,7 @@ class Measurement:
         if _in_backward() or not self._fused(y, norm._outside[1]):
             return
         x = self._some(args[0])
-        true, _ = fused_reference.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
+        true, _ = fused_reference.rmsnorm(x, norm.weight, norm._eps, norm.plus_one)
         sums = Sums()
         _add_input(sums, true, norm._outside[1])
         self._produced[y] = sums

@@ -56,10 +56,11 @@ class CompressedRMSNorm(NVFP4RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         original = self.original
-        if not torch.is_grad_enabled() or self.weight.requires_grad or (self.weight.dtype != x.dtype and not self.plus_one):
+        foreign = self.weight.requires_grad or (self.weight.dtype != x.dtype and not self.plus_one)
+        if not torch.is_grad_enabled() or foreign or self.was_edited():
             return original.forward(x)
         x2 = x.reshape(-1, x.shape[-1])
-        y, *codes = CompressedNorm.apply(x2, self.weight, original.forward, self.eps, self.plus_one)
+        y, *codes = CompressedNorm.apply(x2, self.weight, original.forward, self._eps, self.plus_one)
         y = y.view(x.shape)
         activation_cache.put(y, QuantizedInput((QuantizedMatrix(*codes, x.shape[-1]),), None, y.dtype))
         return y
@@ -88,7 +89,7 @@ class CompressedGatedMLP(FusedGatedMLP):
     """Takes the place of a gated MLP whose ``down`` has compressed activations. Without autograd it runs the original."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        if args or kwargs or not torch.is_grad_enabled():
+        if args or kwargs or not torch.is_grad_enabled() or self.was_edited():
             return self.original.forward(x, *args, **kwargs)
         gate, up = self._gate_and_up(x)
         shape, f = gate.shape, gate.shape[-1]

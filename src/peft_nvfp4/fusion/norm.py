@@ -19,16 +19,18 @@ from ..autograd import activation_cache
 from ..autograd.activation_cache import QuantizedInput
 from ..autograd.fused import RMSNormQuantize, as_parts
 from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..nn.plain import StandIn
 from ..numerics import fused_reference
+from ..numerics.recognition import DECADES, agrees, samples
 from .probe import share_hooks
 
 
-class NVFP4RMSNorm(nn.Module):
+class NVFP4RMSNorm(StandIn):
     """Takes the place of an RMSNorm whose output only frozen NVFP4 linears read. Its ``weight`` is the original's parameter, so
     state-dict keys do not change.
 
     Falls back to the original where the fused formula does not apply: with a trainable weight, with a weight of another dtype
-    than x, or called with more than x.
+    than x, with another epsilon than it had, or called with more than x.
 
     Args:
         reader: one of the linears; how it quantises its input is how this norm quantises its output.
@@ -39,9 +41,10 @@ class NVFP4RMSNorm(nn.Module):
     def __init__(self, original: nn.Module, eps: float, plus_one: bool, reader: NVFP4FrozenLinear, converted: bool = False):
         super().__init__()
         self.converted = converted
-        self.weight = original.weight
-        self.eps, self.plus_one, self.training = eps, plus_one, original.training
+        self._parameters = original._parameters
+        self._eps, self.plus_one, self.training = eps, plus_one, original.training
         self._outside = (original, reader)  # in a tuple: neither is a submodule of this module
+        self._take_the_place_of(original)
         share_hooks(original, self)
 
     @property
@@ -54,12 +57,13 @@ class NVFP4RMSNorm(nn.Module):
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         weight = self.weight
         traced = self.converted and torch.compiler.is_compiling()
-        if weight.requires_grad or (weight.dtype != x.dtype and not self.plus_one) or args or kwargs or traced:
+        foreign = weight.requires_grad or (weight.dtype != x.dtype and not self.plus_one)
+        if foreign or args or kwargs or traced or self.was_edited():
             return self.original.forward(x, *args, **kwargs)
         reader = self._outside[1]
         offset, terms = reader.input_offset, reader.options.terms
         mu = None if offset is None else offset.view(torch.float32)
-        y, *flat = RMSNormQuantize.apply(x.reshape(-1, x.shape[-1]), weight, mu, self.eps, self.plus_one, terms)
+        y, *flat = RMSNormQuantize.apply(x.reshape(-1, x.shape[-1]), weight, mu, self._eps, self.plus_one, terms)
         y, kind = y.view(x.shape), x.device.type
         # what the readers will ask for: autocast gives them y in its own dtype
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else y.dtype
@@ -85,15 +89,26 @@ def epsilon(module: nn.Module) -> float | None:
 
 
 def plus_one(module: nn.Module) -> bool | None:
-    """Whether the weight counts as 1 + weight (Gemma); None if the module computes something else, tried on random numbers."""
-    weight = module.weight
-    x = torch.randn(1, 4, weight.shape[0], generator=torch.Generator().manual_seed(0))
-    x *= torch.tensor([1e-3, 0.1, 1.0, 30.0])[:, None]  # the first row's mean square is of the size of an epsilon
-    x = x.to(weight.device, weight.dtype)
-    with torch.no_grad():
-        expected = module.forward(x).float()  # without hooks
-        for guess in (False, True):
-            got, _ = fused_reference.rmsnorm(x[0], weight, epsilon(module), guess)
-            if torch.allclose(got.float(), expected[0], rtol=2**-6, atol=1e-6):
-                return guess
-    return None
+    """Whether the weight counts as 1 + weight (Gemma); None if the module computes something else: tried on samples, in FP32 with
+    another weight (its own may hide what is multiplied by it), and in its dtype with its own."""
+    weight, generator = module.weight, torch.Generator("cpu").manual_seed(0)
+    x = samples(32, weight.shape[0], generator=generator)
+    x[16:] = x[16:].sign() * torch.logspace(*DECADES, 16, device="cpu")[:, None]  # a row may be nothing next to epsilon
+    other = samples(weight.shape[0], generator=generator).to(weight.device)
+    guesses = {False, True}
+    for w in (other, weight.detach()):
+        values = x.to(weight.device, w.dtype)
+        try:
+            module._parameters["weight"] = nn.Parameter(w, requires_grad=False)
+            with torch.no_grad():
+                y = module.forward(values[None])[0]  # without hooks
+        finally:
+            module._parameters["weight"] = weight
+        guesses = {guess for guess in guesses if agrees(y, *_expected(values, w, epsilon(module), guess))}
+    return guesses.pop() if len(guesses) == 1 else None
+
+
+def _expected(x: Tensor, weight: Tensor, eps: float, guess: bool) -> tuple[Tensor, Tensor]:
+    """What an RMSNorm of this formula makes of x, and the size of the factors."""
+    y, rstd = fused_reference.rmsnorm(x, weight, eps, guess)
+    return y, (1 + weight.double().abs()) * x.double() * rstd[:, None]

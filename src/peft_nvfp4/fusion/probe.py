@@ -24,8 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nn.frozen_linear import FrozenLinear
 
-HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride data_ptr get_device".split())
-"""Functions that look at a tensor without reading its values."""
+HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride get_device".split())
+"""Functions that look at a tensor without reading its values: those that return no tensor. (Some properties do, such as mT.)"""
 CONVERSIONS = frozenset({"to", "contiguous"})
 """Functions that return the very tensor where there is nothing to do. accelerate moves the input of every module that way when it
 spreads a model over devices."""
@@ -62,10 +62,14 @@ class _Run(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
-        leaves = () if name in HARMLESS else tree_leaves((args, kwargs or {}))
-        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.produced]
         result = func(*args, **(kwargs or {}))
-        for leaf in watched:
+        if name in HARMLESS:
+            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+                return result
+            name = f".{func.__self__.__name__}" if name == "__get__" else name
+        for leaf in tree_leaves((args, kwargs or {})):
+            if not isinstance(leaf, Tensor) or leaf not in self.produced:
+                continue
             readers = self.readers[self.produced[leaf]]
             if name in CONVERSIONS and result is leaf:
                 readers.converted = True

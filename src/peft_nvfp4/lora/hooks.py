@@ -29,10 +29,11 @@ from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
 from ..calibration.run import apply_calibration
-from ..fusion.attach import attach, attached, detach
+from ..fusion.attach import Report, attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
+from ..nn.plain import report_in
 from ..nn.wrapping import WRAPPED, unwrap_all, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
@@ -219,6 +220,9 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         if asked and _keeps_codes(model, asked[0]) and not attached(model):  # once for all adapters of a model
             with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
                 self.nvfp4_report = attach(model, recompute_mlp=any(options.recompute_mlp for options in asked))
+        if frozen_modules(model):
+            self.nvfp4_report = getattr(self, "nvfp4_report", None) or Report()
+            report_in(model, self.nvfp4_report.fallbacks)
         if any(options.offload for options in asked) or offloaded(model):
             enable_offload(model)
         return result

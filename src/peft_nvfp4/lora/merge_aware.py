@@ -48,6 +48,7 @@ from ..autograd.frozen_linear import (
 )
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear, next_power_of_two
+from ..nn.plain import Obstacle
 from ..numerics.formats import WEIGHT, QuantizedMatrix
 from ..numerics.matmul import exact_matmul
 
@@ -170,6 +171,13 @@ class AdapterGradient(torch.autograd.Function):
 @torch.compiler.disable
 def forward(layer: FrozenLoraLinear, x: Tensor, names: Sequence[str]) -> Tensor:
     """y (..., N) of a layer whose active adapters are ``names``, all trained merge-aware."""
+    branches = layer.branches(names, everywhere=False)
+    if isinstance(branches, Obstacle):
+        raise RuntimeError(
+            f"a merge-aware adapter ({', '.join(names)}) computes with one merged weight, and cannot call the modules below its "
+            f"layer, of which one has to be called ({layer.described(branches)}). Put hooks on the LoRA layer itself, or train "
+            "without merge_aware"
+        )
     merged = merged_layer(layer, names)
     if not torch.is_grad_enabled():
         return merged(x)  # the very call of the merged model
@@ -177,7 +185,7 @@ def forward(layer: FrozenLoraLinear, x: Tensor, names: Sequence[str]) -> Tensor:
     with no_autocast(x):
         quantized = quantized_input(x, x2, merged.options.terms, merged.input_offset, merged.shares_input)
         (y,) = frozen_linear(x2, quantized, [merged.operands(())])
-        branches = tuple(layer._branch(name)._replace(dropout=0.0) for name in names)
+        branches = tuple(branch._replace(dropout=0.0) for branch in branches)
         if any(branch.a.requires_grad or branch.b.requires_grad for branch in branches):
             leaves, structure = flatten((quantized.terms, quantized.offset_values, branches))
             y = AdapterGradient.apply(y, quantized.dequantized(x2), structure, *leaves)
