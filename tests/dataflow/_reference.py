@@ -42,7 +42,7 @@ class Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, terms: int) -> Tensor:
-        return rounded(x, terms)
+        return rounded(x, terms).clone()  # a view must not be edited in place
 
     @staticmethod
     def backward(ctx, dy: Tensor):

@@ -94,6 +94,8 @@ def test_configuration_from_the_hub(tmp_path):
         pytest.param("null", "is damaged", id="null"),
         pytest.param(b"\xff\xfe\x00", "is damaged", id="not-text"),
         pytest.param('{"format_version": "one"}', "", id="version-is-a-word"),
+        *(pytest.param(f'{{"format_version": {v}}}', "format_version", id=v) for v in ("NaN", "true", "-1", "1.0")),
+        pytest.param('{"format_version": 1, "calibration": 7}', "calibration.*strings", id="calibration-is-a-number"),
         pytest.param('{"format_version": 2, "backend": "nvfp4"}', "version 2.*upgrade", id="newer-version"),
         pytest.param('{"format_version": 1, "backend": "nvfp4", "flavour": "sweet"}', "unknown.*flavour", id="unknown-field"),
         pytest.param(

@@ -247,19 +247,6 @@ def test_losses_on_what_layers_return_beside(backend):
     assert same(*found)
 
 
-def test_gradients_through_a_cache_are_refused():
-    """Keys of an earlier forward: its last layer computes in backward without any output that has a gradient."""
-    model, ids = tuned("nvfp4 cached", "cpu"), batch()
-    with torch.no_grad():
-        first = model(input_ids=ids[:, :8], use_cache=True)
-    model(input_ids=ids[:, 8:], past_key_values=first.past_key_values).logits.sum().backward()
-    first = model(input_ids=ids[:, :8], use_cache=True)
-    with pytest.raises(RuntimeError, match="cache of keys and values"):
-        model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
-    with torch.no_grad():
-        model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
-
-
 # ---------------------------------------------------------------------------------------------- refusals
 
 

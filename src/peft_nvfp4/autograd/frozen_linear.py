@@ -36,7 +36,7 @@ its input gradient, the adapters' share, and at the end the tools (straight-thro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,7 @@ class Linear(NamedTuple):
     gradients: str  # a word of GRADIENTS
     branches: tuple[Branch, ...]
     rounding_seed: Tensor | None = None  # of stochastic rounding, drawn by :func:`frozen_linear`
+    there: AbstractContextManager | None = None  # within it backward may read the weights (:mod:`.hosted`); None: always
 
 
 class Call(NamedTuple):
@@ -184,7 +185,8 @@ class FrozenLinearFunction(torch.autograd.Function):
         dtypes_a = [a if need.a else None for need, (a, _) in zip(branches, ctx.dtypes)]
         dtypes_b = [b if need.b else None for need, (_, b) in zip(branches, ctx.dtypes)]
         dx = None
-        with no_autocast(dys[0]):
+        # ``there`` after unpacking, for which checkpointing may have run other layers; one call is of one decoder layer
+        with no_autocast(dys[0]), saved.linears[0].there or nullcontext():
             xd = _dequantized_input(saved, dys[0].dtype) if any(dtypes_a) else None
             branch_dys = [dy for dy, linear in zip(dys, needs.linears) for _ in linear.branches]
             dbs = gradients_of_b(branch_dys, saved.hidden, saved.adapters, dtypes_b)

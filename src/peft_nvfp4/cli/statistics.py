@@ -12,7 +12,7 @@ from ..fusion.loss_attach import attach_loss
 from ..lora.config import NVFP4LoraConfig
 from ..quantization.options import Options
 from ._run import models
-from .common import Base, Batch, Columns, Dtype, Layers, Outcome, base_option, command, pairs, table
+from .common import Base, Batch, Calibration, Columns, Dtype, Layers, Outcome, base_option, command, pairs, table
 
 MEANS = ("tensor", "error %", "underflow %", "saturation %")
 WORST = ("layer", "tensor", "error", "underfl.", "satur.", "amax", "scales")
@@ -25,7 +25,7 @@ def statistics(
     adapter: Annotated[str | None, typer.Option(help="A trained adapter: its base and settings.")] = None,
     backend: Annotated[str, base_option("backend")] = Options.backend,
     accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
-    calibration: Annotated[str | None, base_option("calibration")] = None,
+    calibration: Calibration = None,
     limit: Annotated[int, typer.Option(help="Rows of the data.")] = 8,
     batch: Batch = 2,
     max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
@@ -53,7 +53,7 @@ def statistics(
         config = NVFP4LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **frozen)
         base, tokenizer = models.load(model, dtype, layers, config.options)
     else:
-        config, base, tokenizer = models.load_base(adapter, model, dtype, layers)
+        config, base, tokenizer = models.load_base(adapter, model, dtype, layers, calibration)
     encoded = list(evaluation.encode(data, tokenizer, max_length).values())
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
     if adapter is None:

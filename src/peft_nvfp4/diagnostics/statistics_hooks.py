@@ -253,7 +253,7 @@ def _add_input(sums: Sums, x: Tensor, layer: FrozenLinear) -> None:
 @torch.no_grad()
 def _add_gradient(sums: Sums, dy: Tensor, layer: FrozenLinear) -> None:
     stochastic = sums.used and layer.options.gradients == "nvfp4_sr"
-    seed = torch.zeros((), dtype=torch.int64) if stochastic else None  # of its own: the training's numbers are not touched
+    seed = torch.zeros((), dtype=torch.int64, device="cpu") if stochastic else None  # not one of the training's
     sums.add(dy, [ops.quantize(dy.contiguous(), GRADIENT_STOCHASTIC if stochastic else GRADIENT, seed=seed)])
 
 

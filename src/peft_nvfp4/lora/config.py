@@ -18,7 +18,7 @@ from peft import LoraConfig
 
 from ..nn.wrapping import WRAPPED
 from ..quantization.options import NAMES, Options, check_known, option
-from . import side_files
+from . import side_calibration, side_files
 from .inits import RESIDUAL_INITS, check_loftq
 from .merge_aware import check_merge_aware
 
@@ -88,11 +88,22 @@ class NVFP4LoraConfig(LoraConfig):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write ``adapter_config.json`` (plain LoRA) and the side-car ``nvfp4_adapter.json``."""
         super().save_pretrained(save_directory, **kwargs)
-        side_files.write(Path(save_directory) / SIDE_CAR, self.options.as_json())
+        folder, own = Path(save_directory), self.options.as_json()
+        own |= {} if self.calibration is None else side_calibration.entries(self.calibration, folder)
+        side_files.write(folder / SIDE_CAR, own)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> NVFP4LoraConfig:
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str,
+        subfolder: str | None = None,
+        calibration: str | Path | None = None,
+        **kwargs: Any,
+    ) -> NVFP4LoraConfig:
         """Read a saved adapter's configuration. Without a side-car (an adapter of stock PEFT) the own fields get their defaults.
+
+        Args:
+            calibration: folder of the calibration that the adapter was trained with, where it is not in the adapter's folder.
 
         Raises:
             ValueError: the side-car is damaged, or written by a newer version of this package.
@@ -106,8 +117,10 @@ class NVFP4LoraConfig(LoraConfig):
             return cls(**known)
         own = side_files.read(path)
         try:
-            check_known(own, NAMES)
-            return cls(**known, **own)
+            check_known(own, (*NAMES, side_calibration.DIGEST))
+            folder = side_calibration.recorded(own, path.parent, calibration)
+            own.pop(side_calibration.DIGEST, None)
+            return cls(**known, **own | {"calibration": folder})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -60,7 +60,7 @@ def base_record(model: nn.Module) -> dict[str, Any]:
         packed = {key: t for key, t in module.packed_tensors().items() if not key.endswith(DERIVED)}
         stored |= {name if key == "weight" and backend == "bf16" else f"{name}.{key}": t for key, t in packed.items()}
     for name, _, options in frozen_matrices(model) if backend == "nvfp4" else ():
-        stored[f"{name}.terms"] = torch.tensor(options.terms)
+        stored[f"{name}.terms"] = torch.tensor(options.terms, device="cpu")
     weights = _digest(stored)
     return {
         "format": backend,

@@ -42,6 +42,7 @@ from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..transformers import published
 from ..transformers.config import pact_config
+from . import side_calibration
 from .config import NVFP4LoraConfig
 from .experts import ParamWrapper
 from .fingerprint import remember, source_fingerprint, write
@@ -96,6 +97,7 @@ def _save_config(original: Callable, self: LoraConfig, save_directory: str, **kw
 
 def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
     """Freeze a dense model in place as ``get_peft_model`` does before it adds an adapter with this config."""
+    side_calibration.check(config.calibration)
     options = config.options
     saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
     on_frozen = partial(leave_factors, config) if config.init_lora_weights in RESIDUAL_INITS else None

@@ -109,21 +109,25 @@ def trained_layers(adapter: str | Path) -> int | None:
     return layers if isinstance(layers, int) and layers > 0 else None
 
 
-def load_base(adapter: str, name: str | None, dtype: str, layers: int | None) -> tuple[NVFP4LoraConfig, nn.Module, Any]:
+def load_base(
+    adapter: str, name: str | None, dtype: str, layers: int | None, calibration: str | None = None
+) -> tuple[NVFP4LoraConfig, nn.Module, Any]:
     """(config of an adapter, the base it was trained on or the one that is named, tokenizer)."""
-    config = NVFP4LoraConfig.from_pretrained(adapter)
+    config = NVFP4LoraConfig.from_pretrained(adapter, calibration=calibration)
     if not (name := name or config.base_model_name_or_path):
         raise ValueError(f"{adapter} does not name its base model: give it with --model")
     return config, *load(name, dtype, layers or trained_layers(adapter), config.options)
 
 
-def load_with_adapter(name: str | None, adapter: str | None, dtype: str, layers: int | None) -> tuple[nn.Module, Any]:
+def load_with_adapter(
+    name: str | None, adapter: str | None, dtype: str, layers: int | None, calibration: str | None = None
+) -> tuple[nn.Module, Any]:
     """(model with the adapter over the frozen base it was trained on, tokenizer); without an adapter, the model as it is."""
     if adapter is None:
         if name is None:
             raise ValueError("give a model, an adapter, or both")
         model, tokenizer = load(name, dtype, layers)
     else:
-        config, base, tokenizer = load_base(adapter, name, dtype, layers)
+        config, base, tokenizer = load_base(adapter, name, dtype, layers, calibration)
         model = PeftModel.from_pretrained(base, adapter, config=config)
     return model.to(default_device()), tokenizer

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ...autograd import activation_cache
 from ...autograd.frozen_linear import Branch
 from ...autograd.fused import GatedQuantize, as_parts
+from ...autograd.hosted import Hosted
 from ...numerics.recognition import activation_of, limit_of, rows_for, samples
 from ..frozen_linear import FrozenLinear, FrozenOptions, frozen
 from ..plain import StandIn
@@ -87,6 +88,7 @@ class FrozenExperts(StandIn):
     """
 
     act: str | None = None
+    hosted: Hosted | None = None  # as of a frozen linear
 
     def __init__(self, original: nn.Module, backend: str, options: Mapping[str, FrozenOptions]):
         super().__init__()
@@ -168,7 +170,7 @@ class FrozenExperts(StandIn):
             if keep:
                 self._layers[name] = cached
         for layer in cached[1]:
-            layer.training = self.training
+            layer.training, layer.hosted = self.training, self.hosted
         return cached[1]
 
     def dequantize(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -226,6 +228,8 @@ class FrozenExperts(StandIn):
         An index of E or more is an expert of another process, and adds nothing here."""
         if top_k_index.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the rows of every expert are counted on the host, which a CUDA graph cannot record")
+        if self.hosted is not None:
+            self.hosted.fetch()
         tokens, k = top_k_index.shape
         order, counts = by_expert(top_k_index, self.experts)
         rows = SortedRows.apply(hidden_states, order, k)
