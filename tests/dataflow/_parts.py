@@ -88,7 +88,7 @@ class MLP(nn.Module):
 
     def __init__(self, kind: str, case):
         super().__init__()
-        self.kind, self.casts, bias = kind, case.casts, case.bias
+        self.kind, bias = kind, case.bias
         if kind == "fused":
             self.gate_up_proj = nn.Linear(HIDDEN, 2 * INNER, bias=bias)
         elif kind != "plain":
@@ -99,8 +99,6 @@ class MLP(nn.Module):
         self.act_fn = ACTIVATIONS.get(kind, nn.SiLU)()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.casts:
-            x = x.to(self.down_proj.weight.dtype)
         if self.kind == "plain":
             return self.down_proj(self.act_fn(NOISE.added(self.up_proj(x))))
         gate, up = self.gate_up_proj(x).chunk(2, -1) if self.kind == "fused" else (self.gate_proj(x), self.up_proj(x))
@@ -113,12 +111,17 @@ class MLP(nn.Module):
         return self.act_fn(gate) * (up + 1 if self.kind == "scaled" else up)
 
 
+class CastingMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.down_proj.weight.dtype))
+
+
 class Experts(nn.Module):
     """Two MLPs, each on half of the tokens."""
 
     def __init__(self, kind: str, case):
         super().__init__()
-        self.experts = nn.ModuleList(MLP(kind, case) for _ in range(2))
+        self.experts = nn.ModuleList((CastingMLP if case.casts else MLP)(kind, case) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, HIDDEN)
@@ -190,7 +193,7 @@ class Layer(nn.Module):
         super().__init__()
         self.residual, self.reader, self.checkpointed = case.residual, case.reader, {}
         self.attn = None if case.attention == "none" else Attention(case.attention, case.bias)
-        self.mlp = (Experts if case.experts else MLP)(case.mlp, case)
+        self.mlp = (Experts if case.experts else CastingMLP if case.casts else MLP)(case.mlp, case)
         for slot in SLOTS[: 4 if case.residual == "sandwich" else 1 if case.residual == "parallel" else 2]:
             setattr(self, slot, norm(case.norm))
 

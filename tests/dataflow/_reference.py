@@ -66,9 +66,11 @@ class NormAt(torch.autograd.Function):
 
 @dataclass
 class Codes:
-    """What a fused part emits and keeps. ``terms``: of what it passes on, in nvfp4; 0 elsewhere."""
+    """What a fused part emits and keeps. ``terms``: of what it passes on, in nvfp4; 0 elsewhere. ``handed``: its readers take
+    these codes, and do not quantise anew."""
 
     terms: int
+    handed: bool = True
 
     def of_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         y = norm.compute(x).detach()
@@ -87,7 +89,7 @@ class Codes:
 
     def tagged(self, y: Tensor) -> Tensor:
         """The readers of y take the codes that it was made from, as long as nobody has changed it."""
-        if self.terms:
+        if self.terms and self.handed:
             y.unchanged = y.detach().clone()
         return y
 
@@ -190,7 +192,8 @@ def dense_reference(case, frozen: nn.Module, settings: dict) -> nn.Module:
     for module_name, module in list(model.named_modules()):
         if not hasattr(module, "lora_A"):
             continue
-        module._cast_input_dtype = module.base_layer.seen_by_adapters
+        if isinstance(module.base_layer, ReferenceLinear):
+            module._cast_input_dtype = module.base_layer.seen_by_adapters
         for name, a in module.lora_A.items():
             a.__class__, a.kept = ReferenceA, kept_for_adapters(case, module_name)
             if case.dropout:
