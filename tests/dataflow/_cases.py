@@ -172,7 +172,7 @@ def cases(draw, most_acts: int = 3) -> Case:
         whole = [""] if changes["run"] == "compile" else []
         parts = [f"layers.0.{part}" for part in ("norm1", *blocks(case))]
         changes["around"] = draw(st.sampled_from([*whole, "layers.0", *parts]))
-    if case.mode == "train" and not any("lora" in act.place or act.kind == "capture" for act in case.acts):
+    if case.mode == "train":
         changes["dropout"] = draw(often(0.0, 0.25))
     outside = changes["run"] in ("compile", "threads", "offload_threads", "functional") or changes.get("around") == "layers.0"
     if case.trains and not outside:

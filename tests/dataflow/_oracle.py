@@ -154,8 +154,8 @@ MOST_CHOICES = 250
 
 
 def choices(case: Case, parts: dict[str, Codes]):
-    """What the parts may be in a call: all fused, or the MLPs alone, or none; those in layers with interventions each fused, fused
-    with readers that quantise anew, or not fused. What changes least first."""
+    """What the parts may be in a call: all fused, or the MLPs alone, or none; those in layers with interventions each fused,
+    fused with readers that quantise anew, or not fused. What changes least first."""
     layers = {act.place.split(".")[1] for act in case.acts}
     if case.run not in ("plain", "offload", "threads", "offload_threads"):
         layers.add("0")

@@ -25,11 +25,6 @@ from torch import Tensor, nn
 from peft_nvfp4.nn.frozen_linear import FrozenLinear
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import GRADIENT, WEIGHT_BACKWARD
-from peft_nvfp4.ops import fused
-
-SEED = 1234
-"""Of every dropout mask: a mask is then a function of the shape alone, whatever the order of calls."""
-
 
 def rounded(x: Tensor, terms: int) -> Tensor:
     """D(Q(x))."""
@@ -167,16 +162,6 @@ class ReferenceA(nn.Linear):
         return F.linear(x, self.weight.detach()) + moved - moved.detach()
 
 
-class ReferenceDropout(nn.Dropout):
-    """The package's mask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        ones = torch.ones(x.reshape(-1, x.shape[-1]).shape)
-        return x * fused.dropout.run(ones, self.p, torch.tensor(SEED)).view(x.shape).to(x.dtype)
-
-
 def dense_reference(case, frozen: nn.Module, settings: dict) -> nn.Module:
     """The reference of ``frozen``, with its weights and its adapters, and no part fused."""
     model = decoder(case)
@@ -194,10 +179,8 @@ def dense_reference(case, frozen: nn.Module, settings: dict) -> nn.Module:
             continue
         if isinstance(module.base_layer, ReferenceLinear):
             module._cast_input_dtype = module.base_layer.seen_by_adapters
-        for name, a in module.lora_A.items():
+        for a in module.lora_A.values():
             a.__class__, a.kept = ReferenceA, kept_for_adapters(case, module_name)
-            if case.dropout:
-                module.lora_dropout[name].__class__ = ReferenceDropout
     return model
 
 

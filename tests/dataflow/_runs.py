@@ -7,13 +7,13 @@ import torch
 from _cases import Case
 from _interventions import apply
 from _parts import HIDDEN, decoder
-from _reference import SEED
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from peft_nvfp4 import NVFP4LoraConfig, enable_offload
 from peft_nvfp4.autograd import frozen_linear, lora
+from peft_nvfp4.ops import fused
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
@@ -124,14 +124,26 @@ def step(model: nn.Module, case: Case, x: Tensor, how: str = "plain") -> Results
     return results | {f"gradient of {name}": None if g is None else g.detach().float() for name, g in zip(leaves, gradients)}
 
 
+def seed() -> Tensor:
+    return torch.tensor(1234)
+
+
+def dropout(self: nn.Dropout, x: Tensor) -> Tensor:
+    """With the package's mask for that seed."""
+    if not self.training:
+        return x
+    ones = torch.ones(x.reshape(-1, x.shape[-1]).shape)
+    return x * fused.dropout.run(ones, self.p, seed()).view(x.shape).to(x.dtype)
+
+
 @contextlib.contextmanager
 def fixed_masks():
-    """Dropout's masks are functions of their shapes, whatever the order of calls."""
-
-    def seed():
-        return torch.tensor(SEED)
-
-    with mock.patch.object(frozen_linear, "draw_seed", seed), mock.patch.object(lora, "draw_seed", seed):
+    """Dropout's masks are functions of their shapes alone, whatever the order of calls."""
+    with (
+        mock.patch.object(frozen_linear, "draw_seed", seed),
+        mock.patch.object(lora, "draw_seed", seed),
+        mock.patch.object(nn.Dropout, "forward", dropout),
+    ):
         yield
 
 
