@@ -58,9 +58,6 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-# ---------------------------------------------------------------------------------------------- all of them
-
-
 @pytest.mark.parametrize("name", [name for name, _, _ in cli.COMMANDS])
 def test_help_fits_80_columns(app, name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -95,9 +92,6 @@ def test_debug_shows_the_traceback(app):
         assert "Traceback" in run(app, "--debug", "estimate", "nothing", code=1).stderr
     finally:
         common.DEBUG["on"] = False
-
-
-# ---------------------------------------------------------------------------------------------- estimate
 
 
 def test_estimate(app, tmp_path):
@@ -153,9 +147,6 @@ def test_estimate_of_a_mixture(app, tmp_path):
     assert "w1 and w3 are one parameter, gate_up_proj" in words
 
 
-# ---------------------------------------------------------------------------------------------- train, eval
-
-
 def test_training_learns_and_leaves_what_it_should(app, world):
     losses = losses_of(world / "adapter")
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.5
@@ -209,12 +200,6 @@ def test_memory_by_a_flag_and_by_a_file(app, world, tmp_path):
         assert json.loads((tmp_path / name / "nvfp4_adapter.json").read_text())["memory"] == expected, name
         assert f"memory: {expected}" in (tmp_path / name / "train.yaml").read_text()  # what --resume reads
     assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["use_rslora"] is True
-
-
-def test_options_of_other_versions_are_refused(app, world, tmp_path):
-    (tmp_path / "old.yaml").write_text("weight_layouts: transient\n")
-    found = plain(run(app, "train", world / "model", world / "data.jsonl", "--config", tmp_path / "old.yaml", code=1).stderr)
-    assert "unknown options: weight_layouts; known: " in found and "Leave the others out" in found
 
 
 def test_max_memory_chooses_what_fits(app, world, tmp_path):
@@ -273,9 +258,6 @@ def test_resuming_a_run_from_its_last_checkpoint(app, world, tmp_path, monkeypat
     assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
 
 
-# ---------------------------------------------------------------------------------------------- models
-
-
 def test_quantize_train_on_it(app, world, tmp_path):
     written = json_of(app, "quantize", world / "model", "-o", tmp_path / "packed")
     assert written["packed"] == 14 and 0 < written["bytes"] < written["dense_bytes"]
@@ -313,14 +295,11 @@ def test_merge_into_nvfp4_and_export(app, world, tmp_path, layout):
     assert scores[0] == scores[1]
 
 
-# ---------------------------------------------------------------------------------------------- profile
-
-
 def test_profile(app, world, tmp_path):
     args = ("profile", world / "model", "--batch", "1", "--seq", "16", "--dtype", "fp32", "--rank", "4")
     found = json_of(app, *args, "--trace", tmp_path / "t.json", "--png", tmp_path / "p.png")
     assert set(found["times_ms"]) == set(profiling.CATEGORIES)
-    assert found["times_ms"]["quantise/fused"] > 0 and found["times_ms"]["NVFP4 GEMMs"] > 0 and found["times_ms"]["attention"] > 0
+    assert all(found["times_ms"][name] > 0 for name in ("BF16 GEMMs", "attention", "elementwise/other"))
     assert found["total_ms"] == pytest.approx(sum(found["times_ms"].values()))
     assert found["kernels"] and "traceEvents" in json.loads((tmp_path / "t.json").read_text())
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -337,14 +316,9 @@ def test_profile(app, world, tmp_path):
         ("_dequantize_operand", "dequantise"),
         ("triton_poi_fused_attention_0", "elementwise/other"),
         ("vectorized_elementwise_kernel", "elementwise/other"),
+        ("aten::addmm", "BF16 GEMMs"),
+        ("aten::mul", "elementwise/other"),
     ],
 )
 def test_categories_of_kernels(kernel, expected):
     assert profiling.category(kernel, frozenset({"own_thing"})) == expected
-
-
-def test_categories_on_a_cpu():
-    assert profiling.cpu_category(["aten::mm", "FrozenLinearFunction"]) == "NVFP4 GEMMs"
-    assert profiling.cpu_category(["aten::mm", "aten::linear"]) == "BF16 GEMMs"
-    assert profiling.cpu_category(["aten::mul", "GatedQuantizeBackward"]) == "quantise/fused"
-    assert profiling.cpu_category(["aten::copy_", "aten::scaled_dot_product_attention"]) == "attention"

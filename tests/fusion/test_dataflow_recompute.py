@@ -13,8 +13,6 @@ from peft_nvfp4.numerics import fused_reference, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, padded_k
 from peft_nvfp4.numerics.reference import mm
 
-# ---------------------------------------------------------------------------------------------- what is kept for backward
-
 
 def test_the_residual_stream_and_gate_up_are_not_kept():
     """Without fusing, norm inputs, gate, up and their product are saved dense. What does not grow with the tokens (copies of
@@ -27,8 +25,6 @@ def test_the_residual_stream_and_gate_up_are_not_kept():
         sizes[fuse] = kept_bytes(model, IDS.repeat(2, 1)) - kept_bytes(model, IDS)
     assert sizes[True] < 0.45 * sizes[False], sizes  # 1488 and 3760 bytes a token and layer in FP32
 
-
-# ---------------------------------------------------------------------------------------------- the product made anew
 
 LEAST_COSINE = 0.95
 """Of down's dA with h~ made anew to that with h~ kept. h~ kept is 9.5 % off (one term, Gaussian data), h~ made anew by that three
@@ -137,8 +133,10 @@ def test_recomputing_together_with(how):
     assert losses == again and activation_cache.live() == 0
     falls_back = how in ("DoRA", "no adapter on down")
     expected = set() if falls_back else {name for name in kept if "down_proj.lora_A" in name}
+    if how == "hooked":  # down quantises what it is given, and keeps that
+        expected = {name for name in expected if "layers.0." not in name}
     assert {name for name in kept if not torch.equal(kept[name], made[name])} == expected
-    assert len(expected) == (0 if falls_back else 4 if how == "two adapters" else 2)
+    assert len(expected) == (0 if falls_back else {"two adapters": 4, "hooked": 1}.get(how, 2))
     assert all(cosine(kept[name], made[name]) > LEAST_COSINE for name in expected)
 
 

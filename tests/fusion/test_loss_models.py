@@ -17,8 +17,6 @@ from peft_nvfp4.fusion import loss_attach
 from peft_nvfp4.fusion.lazy_logits import LazyLogits
 from peft_nvfp4.fusion.loss_attach import attach_loss, detach_loss
 
-# ---------------------------------------------------------------------------------------------- models
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,9 +180,6 @@ def test_a_model_spread_over_devices_by_accelerate():
     assert moves.calls == 1 and isinstance(got[0].logits, LazyLogits)
     assert_same_step(got, expected)
     assert torch.equal(step(detach_loss(model), **inputs)[0].logits, expected[0].logits)
-
-
-# ---------------------------------------------------------------------------------------------- lazy logits
 
 
 def test_lazy_logits_are_the_logits():

@@ -157,6 +157,31 @@ READERS = {
 }
 
 
+class Wrapper(nn.Module):
+    """Passes attributes on, and reads its input itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x) + x.mean()
+
+
+def test_a_wrapper_around_a_reader_reads():
+    model = freeze_model(Reader(Norm()))
+    model = get_peft_model(model, NVFP4LoraConfig(target_modules=["q", "k"])).base_model.model
+    model.q = Wrapper(model.q)
+    report = attach(model, run=lambda: model(torch.randn(1, 5, 64)))
+    assert report.skipped["norm"] == "its output is read by mean" and report.groups == []
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_properties_that_are_tensors_read(name):
     report = report_of(Reader(Norm(), READERS[name]))

@@ -6,10 +6,12 @@ import copy
 import dataclasses
 import json
 import pickle
+from unittest.mock import Mock
 
 import pytest
 import torch
 from _peft_models import U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
@@ -17,8 +19,6 @@ from peft_nvfp4.fusion.attach import attached
 from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.quantization.options import NAMES
-
-# ---------------------------------------------------------------------------------------------- the configuration
 
 VALUES = {
     "backend": ["nvfp4", "nf4", "bf16"],
@@ -73,15 +73,21 @@ def test_a_side_car_from_before_a_field_existed(tmp_path, field):
     assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).options == defaults
 
 
-def test_configuration_from_the_hub(tmp_path):
-    """A repository in the Hub's cache layout, read offline: the side-car is found there like adapter_config.json."""
-    revision = "0" * 40
-    repo = tmp_path / "models--someone--adapter"
+def test_configuration_from_the_hub(tmp_path, monkeypatch):
+    """A repository in the Hub's cache layout, read offline: the side-car is found there like adapter_config.json. That there is
+    none can only be known online."""
+    repo, revision = tmp_path / "models--someone--adapter", "0" * 40
     config(backend="nf4", memory="small").save_pretrained(str(repo / "snapshots" / revision))
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(revision)
-    read = NVFP4LoraConfig.from_pretrained("someone/adapter", cache_dir=str(tmp_path))
-    assert read.r == 4 and (read.backend, read.memory) == ("nf4", "small")
+    read = lambda: NVFP4LoraConfig.from_pretrained("someone/adapter", cache_dir=str(tmp_path))
+    assert read().r == 4 and (read().backend, read().memory) == ("nf4", "small")
+    (repo / "snapshots" / revision / SIDE_CAR).unlink()
+    download = Mock(side_effect=[LocalEntryNotFoundError("offline"), EntryNotFoundError("404")])
+    monkeypatch.setattr("peft_nvfp4.lora.config.hf_hub_download", download)
+    with pytest.raises(ValueError, match=f"someone/adapter.*{SIDE_CAR}"):
+        read()
+    assert read().options == NVFP4LoraConfig().options and download.call_count == 2
 
 
 @pytest.mark.parametrize(
@@ -118,9 +124,6 @@ def test_a_configuration_of_another_method_is_refused(tmp_path):
     IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match="IA3.*not LoRA"):
         NVFP4LoraConfig.from_pretrained(str(tmp_path))
-
-
-# ---------------------------------------------------------------------------------------------- loading
 
 
 @by_backend

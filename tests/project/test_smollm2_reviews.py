@@ -1,8 +1,6 @@
 """examples/smollm2_reviews.py on files and models made here; nothing is fetched."""
 
 import hashlib
-import io
-import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import smollm2_reviews as data
 import torch
+from _tiny_models import tar_bytes
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from smollm2_reviews import Example
@@ -42,17 +41,6 @@ def tokenizer():
 def toy_examples(count: int) -> list[Example]:
     """Lengths from 1 to 7 words; the label is what the last word says."""
     return [Example("film " * (i * 5 % 7) + (GOOD, BAD)[i % 2][i // 2 % 6], 1 - i % 2) for i in range(count)]
-
-
-# ---- fetching -------------------------------------------------------------------------------------------------------
-def tar_bytes(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -142,7 +130,6 @@ def test_fetch_without_network_says_what_to_do(empty_data_dir):
         data.fetch(["nonsense"])
 
 
-# ---- reviews --------------------------------------------------------------------------------------------------------
 def write_reviews(folder) -> None:
     rows = [f"{i}\t{[-3.5, -1, 0.9, 1, 2.25][i % 5]}\tsentence &amp; number {i}" for i in range(40)]
     (folder / "movieReviewSnippets_GroundTruth.txt").write_bytes("\r\n".join(rows + [""]).encode())
@@ -205,7 +192,6 @@ def test_missing_files_name_the_command(monkeypatch, tmp_path):
             load()
 
 
-# ---- model ----------------------------------------------------------------------------------------------------------
 def save_tiny(folder, tokenizer) -> None:
     tiny_llama(torch.bfloat16, num_hidden_layers=3).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -233,7 +219,6 @@ def test_load_finds_an_installed_package_without_importing_it(monkeypatch, tmp_p
     assert data.load_smollm2()[0].config.num_hidden_layers == 3
 
 
-# ---- classification -------------------------------------------------------------------------------------------------
 def test_questions_survive_long_texts_and_labels_must_differ(tokenizer, monkeypatch):
     question = tokenizer(data.PROMPT).input_ids
     ((ids, label),) = data.encode(tokenizer, [Example("film " * 50 + "great", 1)], max_tokens=10)

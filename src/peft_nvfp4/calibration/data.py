@@ -38,36 +38,26 @@ def batches(
         samples: sequences at most; of ready-made batches, so many batches.
         seq_len: tokens of a sequence; fewer if the data holds less than one.
         batch_size: sequences run at a time.
-
-    Raises:
-        ValueError: no data, texts without a tokenizer, or something that is none of the above.
     """
     if isinstance(data, Tensor) or hasattr(data, "__array_interface__"):
-        data = _ids(data)
-        if not data.numel():
-            raise ValueError("no calibration data")
-        if data.ndim == 2:
-            return _stack(list(data[:samples, :seq_len]), batch_size)
-        data = [data]
+        ids = _ids(data)
+        if ids.ndim == 2 and ids.numel():
+            return _stack(list(ids[:samples, :seq_len]), batch_size)
+        data = [ids] if ids.numel() else []
     rows = _rows(data, samples)
     if not rows:
         raise ValueError("no calibration data")
     if isinstance(rows[0], Mapping) and _is_batch(rows[0]):
         return [dict(row) for row in rows[:samples]]
-    rows = [_content(row) for row in rows]
-    first = None
-    if isinstance(rows[0], Tensor):
-        if any(not isinstance(row, Tensor) for row in rows):
-            raise ValueError("calibration data is all token ids or all text, not some of each")
-    else:
+    rows, first = [_content(row) for row in rows], None
+    if not isinstance(rows[0], Tensor):
         if tokenizer is None:
             raise ValueError("calibration texts need their tokenizer: calibrate(model, texts, tokenizer=...)")
         random.Random(seed).shuffle(rows)
         rows, first = _tokenized(rows, getattr(tokenizer, "tokenizer", tokenizer), samples * seq_len)
+    elif any(not isinstance(row, Tensor) for row in rows):
+        raise ValueError("calibration data is all token ids or all text, not some of each")
     return _stack(_pack(rows, samples, seq_len, first), batch_size)
-
-
-# ---------------------------------------------------------------------------------------------- rows
 
 
 def _rows(data: Any, samples: int) -> list:
@@ -129,9 +119,6 @@ def _ids(values: Any) -> Tensor:
     if ids.is_floating_point() and ids.numel():
         raise ValueError(f"token ids are integers, got {ids.dtype}")
     return ids
-
-
-# ---------------------------------------------------------------------------------------------- sequences
 
 
 def _tokenized(texts: list, tokenizer: Any, wanted: int) -> tuple[list[Tensor], int | None]:

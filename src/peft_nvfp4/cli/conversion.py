@@ -27,11 +27,7 @@ Adapter = Annotated[str, typer.Argument(help="Folder of the adapter.")]
 
 
 def _fresh(folder: str) -> Path:
-    """The folder to write to.
-
-    Raises:
-        ValueError: it holds something already.
-    """
+    """The folder to write to. Raises ValueError if it holds something already."""
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there already and not empty: choose another output folder")
@@ -90,15 +86,13 @@ def calibrate(
     """GPTQ weights, terms and offsets from a few texts, for train --calibration."""
     from ._run import texts  # needs the extra
 
-    sizes = {"samples": samples, "seq_len": seq, "batch_size": batch, "seed": seed}
-    options = calibration.CalibrationOptions(
-        method=method, accuracy=accuracy, budget=budget, offset=offset, backward=backward, **sizes
-    )
+    how = {"method": method, "accuracy": accuracy, "budget": budget, "offset": offset, "backward": backward}
+    options = calibration.CalibrationOptions(**how, samples=samples, seq_len=seq, batch_size=batch, seed=seed)
     data = texts.read(dataset, columns=pairs(columns), limit=limit).plain()
     dense, tokenizer = models.load(model, layers=layers, device=torch.device("cpu"))
     report = calibration.calibrate(dense, data, tokenizer, options, output_dir=output, device=models.default_device())
     hint = f"Train with it: peft-nvfp4 train MODEL DATA --calibration {output}"
-    return Outcome({**asdict(report), "means": report.means()}, [str(report), hint])
+    return Outcome(report.as_dict(), [str(report), hint])
 
 
 @command(busy="Merging")

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 from peft import PeftModel, get_peft_model
 
-from ..diagnostics.plots import PERCENT, TITLES, short
-from ..diagnostics.statistics import Statistics, TensorStatistics, tensor_statistics
+from ..diagnostics.statistics import PERCENT, TITLES, Statistics, TensorStatistics, short, tensor_statistics
 from ..fusion.loss_attach import attach_loss
 from ..lora.config import NVFP4LoraConfig
 from ..quantization.options import Options
@@ -63,28 +62,25 @@ def statistics(
     attach_loss(adapted.to(models.default_device()).train())
     collate = evaluation.collator(tokenizer)
     batches = (collate(encoded[i : i + batch]) for i in range(0, len(encoded), batch))
-    found = tensor_statistics(adapted, batches, weights=dense, rows=tokens)
-    shown = _tables(found, worst, by)
+    measured = tensor_statistics(adapted, batches, weights=dense, rows=tokens)
+    shown = _tables(measured, worst, by)
     if png is not None:
-        found.png(png, by)
+        measured.png(png, by)
         shown.append(f"Drawn: {png}")
-    return Outcome(found.as_dict(), shown)
+    return Outcome(measured.as_dict(), shown)
 
 
-def _tables(found: Statistics, worst: int, by: str) -> list:
+def _tables(measured: Statistics, worst: int, by: str) -> list:
     """Means over the layers, the layers that are worst, and a note."""
-    means = [
-        (title, *(percent(found.mean(site, number)) for number in PERCENT))
-        for site, title in TITLES.items()
-        if found.of(site, "amax")
-    ]
-    rows = [cells(*row) for row in found.worst(worst, by=by)]
-    shown = [
-        table(f"{len(found.layers)} frozen linears, on average", MEANS, means),
+    sites = [site for site in TITLES if measured.of(site, "amax")]
+    means = [(TITLES[site], *(percent(measured.mean(site, number)) for number in PERCENT)) for site in sites]
+    rows = [cells(*row) for row in measured.worst(worst, by=by)]
+    unused = any(not s.used for sites in measured.layers.values() for s in sites.values())
+    return [
+        table(f"{len(measured.layers)} frozen linears, on average", MEANS, means),
         table(f"the largest {by} (in per cent)", WORST, rows, words=2),
+        *["* not quantised by this model: what one NVFP4 term would do"] * unused,
     ]
-    unused = any(not s.used for sites in found.layers.values() for s in sites.values())
-    return shown + ["* not quantised by this model: what one NVFP4 term would do"] * unused
 
 
 def percent(value: float | None) -> str:

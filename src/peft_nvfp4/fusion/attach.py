@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..autograd.module_hooks import hooks_of
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.group import SharedInputGroup
@@ -29,7 +30,7 @@ from ..numerics.recognition import limit_of
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
-from .probe import Readers, base_of, frozen_linears, innermost, observe, special_tokens
+from .probe import Readers, base_of, between, frozen_linears, innermost, observe, special_tokens
 from .rope import FUSED, attach_rope, detach_rope
 
 CUTS_OFF = "it cuts values off ({}), which the fused form does not"
@@ -45,7 +46,7 @@ class Report:
         skipped: dotted name of a norm or MLP, or "(model)", "(linears)" -> why it was left alone.
         groups: dotted names of linears that read one tensor and are computed together.
         fallbacks: dotted name of a layer that was found, in a call, to have to call the modules below it (they have hooks, were
-            replaced, or set up otherwise) -> what was found first.
+            replaced, or set up otherwise), or of a norm that had to run as it was -> what was found first.
     """
 
     fused: dict[str, str] = field(default_factory=dict)
@@ -184,7 +185,8 @@ def _attach_norm(
             report.skipped.setdefault(name, "it is not an RMSNorm of a known formula")
         else:
             kept = not isinstance(bases[0], NVFP4FrozenLinear)
-            fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted)
+            hooks = [base.call_hooks for base in bases] + [hooks_of(m) for m in between(model, name, readers.linears)]
+            fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted, hooks)
             model.set_submodule(name, fused)
             report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 
@@ -202,10 +204,10 @@ def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, recompute: bool, re
     parts = _checked(recognise, mlp, name, report)
     if parts is None:
         return  # something else with linears of these shapes
-    if parts.act is None:
-        report.skipped[name] = "it computes something else than down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
-    elif limit := limit_of(mlp):
+    if limit := limit_of(mlp):
         report.skipped[name] = CUTS_OFF.format(limit)
+    elif parts.act is None:
+        report.skipped[name] = "it computes something else than down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
     elif not _keeps_codes(down := base_of(mlp.get_submodule(parts.down))):
         report.skipped[name] = f"{parts.down} is not frozen in nvfp4, nor keeps its activations in it"
     else:

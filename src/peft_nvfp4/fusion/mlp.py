@@ -30,9 +30,10 @@ from ..autograd.frozen_linear import Branch, autocast_input
 from ..autograd.fused import GatedQuantize, as_parts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..nn.plain import StandIn, obstacle
+from ..nn.plain import obstacle
 from ..numerics.recognition import activation_of, rows_for, samples
-from .probe import base_of, modes_kept, share_hooks, standing_in
+from .fused_module import FusedModule
+from .probe import base_of, modes_kept, standing_in
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class GatedParts:
     act: str | None
 
 
-class FusedGatedMLP(StandIn):
+class FusedGatedMLP(FusedModule):
     """Takes the place of a gated MLP. It owns the original's children under their names, so state-dict keys and adapter targets
     do not change, and runs the original where fusing does not apply: ``down`` is not in NVFP4 any more, there is more than one
     input, the activation has hooks or is another one, or a setting of the original has changed (:mod:`peft_nvfp4.nn.plain`). With
@@ -60,30 +61,21 @@ class FusedGatedMLP(StandIn):
     """
 
     def __init__(self, original: nn.Module, parts: GatedParts, recompute: bool = False):
-        super().__init__()
-        self.parts, self.recompute, self.training = parts, recompute, original.training
-        self._outside = (original,)
+        super().__init__(original)
+        self.parts, self.recompute = parts, recompute
         self._take_the_place_of(original, [original.get_submodule(name) for name in (*parts.first, parts.down)])
-        share_hooks(original, self)
-
-    @property
-    def original(self) -> nn.Module:
-        """The module this one replaced, with the children as they are now."""
-        module = self._outside[0]
-        module._modules.update(self._modules)
-        module.training = self.training
-        return module
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         parts = self.parts
-        down = base_of(self._modules[parts.down])
+        down = self._modules[parts.down]
+        down = down.get_base_layer() if hasattr(down, "get_base_layer") else down  # inside a wrapper, too
         if not isinstance(down, NVFP4FrozenLinear) or args or kwargs or self.was_edited():
-            return self.original.forward(x, *args, **kwargs)
+            return self.call_original(x, *args, **kwargs)
         gate, up = self._gate_and_up(x)
         offset, terms, f, shape = down.input_offset, down.options.terms, gate.shape[-1], gate.shape
         mu = None if offset is None else offset.view(torch.float32)
         branches = _branches_of_codes(self._modules[parts.down], gate)
-        placeholder = branches is not None
+        placeholder = branches is not None and offset is None
         h, *flat = GatedQuantize.apply(gate.reshape(-1, f), up.reshape(-1, f), mu, parts.act, terms, placeholder)
         del gate, up  # the largest activations of a layer: nothing needs them any more
         h = h.view(shape)
@@ -91,7 +83,7 @@ class FusedGatedMLP(StandIn):
         kept = h.requires_grad  # gate and up are
         source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute and kept else None
         entry = QuantizedInput(tuple(codes), offset, h.dtype, from_producer=True, placeholder=placeholder, source=source)
-        if branches is not None:
+        if branches is not None:  # as an argument: nobody can change h in between
             return self._modules[parts.down].forward_codes(h, branches, entry)
         activation_cache.put(h, entry)
         return self._modules[parts.down](h)
@@ -112,7 +104,7 @@ def _branches_of_codes(down: nn.Module, like: Tensor) -> Sequence[Branch] | None
     # of exactly that class: what a wrapper passes on as an attribute is not how it is called
     if "forward_codes" not in vars(type(down)) or obstacle((down, (type(down),))):
         return None
-    return None if base_of(down).input_offset is not None else down.plain_branches()
+    return down.plain_branches()
 
 
 # ---------------------------------------------------------------------------------------------- recognising one

@@ -12,54 +12,72 @@ Source: PACT, Table 7, row RMSNorm; the formula is RMSNorm's gradient with x^ = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ..autograd import activation_cache
 from ..autograd.activation_cache import QuantizedInput
 from ..autograd.fused import RMSNormQuantize, as_parts
+from ..autograd.module_hooks import hooks_of, may_change
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..nn.plain import StandIn
+from ..nn.plain import Obstacle
 from ..numerics import fused_reference
 from ..numerics.recognition import DECADES, agrees, samples
-from .probe import share_hooks
+from .fused_module import FusedModule
+
+UNCOUNTED = Obstacle(None, "torch.inference_mode does not count in-place edits of its output: its readers quantise it")
+WATCHED = Obstacle(None, "hooks on it, or between it and its readers, may change its output: its readers quantise it")
 
 
-class NVFP4RMSNorm(StandIn):
+class NVFP4RMSNorm(FusedModule):
     """Takes the place of an RMSNorm whose output only frozen NVFP4 linears read. Its ``weight`` is the original's parameter, so
     state-dict keys do not change.
 
     Falls back to the original where the fused formula does not apply: with a trainable weight, with a weight of another dtype
-    than x, with another epsilon than it had, or called with more than x.
+    than x, with another epsilon than it had, or called with more than x; and where y may be changed unseen on its way
+    (:meth:`is_watched`): its readers then quantise what they are given, once.
 
     Args:
         reader: one of the linears; how it quantises its input is how this norm quantises its output.
         converted: of :class:`~.probe.Readers`. While a compiler traces, what is converted is another tensor, which would come
             without its codes: then the original computes.
+        hooks: of its readers and of the modules between it and them (:func:`~peft_nvfp4.autograd.module_hooks.hooks_of`).
     """
 
-    def __init__(self, original: nn.Module, eps: float, plus_one: bool, reader: NVFP4FrozenLinear, converted: bool = False):
-        super().__init__()
-        self.converted = converted
-        self._parameters = original._parameters
-        self._eps, self.plus_one, self.training = eps, plus_one, original.training
-        self._outside = (original, reader)  # in a tuple: neither is a submodule of this module
+    def __init__(
+        self,
+        original: nn.Module,
+        eps: float,
+        plus_one: bool,
+        reader: NVFP4FrozenLinear,
+        converted: bool = False,
+        hooks: Sequence[list[dict]] = (),
+    ):
+        super().__init__(original, reader)
+        self.converted, self._eps, self.plus_one = converted, eps, plus_one
+        self._hooks = [hooks_of(self), *hooks]
         self._take_the_place_of(original)
-        share_hooks(original, self)
 
-    @property
-    def original(self) -> nn.Module:
-        """The module this one replaced, with the weight as it is now."""
-        module = self._outside[0]
-        module.weight, module.training = self.weight, self.training
-        return module
+    @torch.compiler.assume_constant_result
+    def is_watched(self) -> bool:
+        """Whether y may be changed without anybody counting it: by a hook of this norm, of a reader or of a module between them
+        (they write into ``y.data``, too), or under ``torch.inference_mode``."""
+        if torch.is_inference_mode_enabled():
+            self.step_aside(UNCOUNTED)
+            return True
+        if any(map(may_change, self._hooks)):
+            self.step_aside(WATCHED)
+            return True
+        return False
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         weight = self.weight
         traced = self.converted and torch.compiler.is_compiling()
         foreign = weight.requires_grad or (weight.dtype != x.dtype and not self.plus_one)
-        if foreign or args or kwargs or traced or self.was_edited():
-            return self.original.forward(x, *args, **kwargs)
+        if foreign or args or kwargs or traced or self.was_edited() or self.is_watched():
+            return self.call_original(x, *args, **kwargs)
         reader = self._outside[1]
         offset, terms = reader.input_offset, reader.options.terms
         mu = None if offset is None else offset.view(torch.float32)

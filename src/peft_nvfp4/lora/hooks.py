@@ -28,13 +28,14 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_mod
 from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
+from ..autograd.module_hooks import hooks_of
 from ..calibration.run import apply_calibration
 from ..fusion.attach import Report, attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.plain import report_in
-from ..nn.wrapping import WRAPPED, unwrap_all, wrap
+from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
 from ..training import distributed
@@ -133,10 +134,9 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
             )
         more |= asked.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
     if more:
-        warnings.warn(
+        warn_caller(
             f"the base is frozen already, and keeps more than memory={asked.memory!r} asks for. Freeze it with the same word "
-            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'",
-            stacklevel=6,
+            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'"
         )
 
 
@@ -168,6 +168,7 @@ def _create_new_module(
             "Name the module in target_modules instead, or list it in skip_modules to leave it dense."
         )
     layer = FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+    base.call_hooks += hooks_of(layer)
     if group := getattr(base, "group", None):  # attached before: the linears of its group are computed with their adapters
         group.members = [layer if base_of(member) is base else member for member in group.members]
     return layer

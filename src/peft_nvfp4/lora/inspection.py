@@ -182,9 +182,7 @@ def _compare_bases(report: AdapterReport, merge_aware: bool) -> list[str]:
 # ---------------------------------------------------------------------------------------------- logits
 
 
-def _run_probe(
-    report: AdapterReport, base: nn.Module, folder: Path, config: LoraConfig, probe: Any, merge_aware: bool
-) -> None:
+def _run_probe(report: AdapterReport, base: nn.Module, folder: Path, config: LoraConfig, probe: Any, merge_aware: bool) -> None:
     vocabulary = getattr(getattr(base, "config", None), "vocab_size", None)
     if probe is True:
         if vocabulary is None:

@@ -217,7 +217,8 @@ class NVFP4FrozenLinear(FrozenLinear):
         cast = autocast_input(x)
         x2 = self._flat(cast)
         with no_autocast(x):
-            return self._seen(cast, x2, quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input))
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
+            return self._seen(cast, x2, quantized)
 
     @staticmethod
     def _seen(cast: Tensor, x2: Tensor, quantized: QuantizedInput) -> Tensor:
@@ -227,7 +228,7 @@ class NVFP4FrozenLinear(FrozenLinear):
         cast = autocast_input(x)
         x2 = self._flat(cast)
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
             (y,) = frozen_linear(x2, quantized, [self.operands(())])
             seen = self._seen(cast, x2, quantized)
         return y.view(*x.shape[:-1], self.out_features), seen
@@ -246,7 +247,8 @@ class NVFP4FrozenLinear(FrozenLinear):
     def lora_forward(self, x: Tensor, branches: Sequence[Branch], quantized: QuantizedInput | None = None) -> Tensor:
         x2 = self._flat(autocast_input(x))
         with no_autocast(x):
-            quantized = quantized or quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
+            if quantized is None:
+                quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
             few_rows = None if torch.is_grad_enabled() else dispatch.few_rows_module(x2)
             if few_rows is not None and self._draws_nothing(branches):
                 y = self._generate(few_rows, branches, x2, quantized)

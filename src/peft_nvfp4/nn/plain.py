@@ -56,7 +56,9 @@ def _only_moves_tensors(module: nn.Module) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether a setting is what it was; numbers and words by value, since copies of a model have others."""
+    """Whether a setting is what it was; numbers, words and tuples by value: copies of a model have others, compilers too."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
     return a is b or (isinstance(a, int | float | str) and type(a) is type(b) and a == b)
 
 

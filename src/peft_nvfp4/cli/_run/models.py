@@ -33,11 +33,7 @@ def choose_dtype(name: str) -> torch.dtype:
 
 
 def config_of(name: str) -> Any:
-    """The configuration of a model, without its weights.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-    """
+    """The configuration of a model, without its weights. Raises FileNotFoundError if there is no such model."""
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
@@ -49,9 +45,9 @@ def config_of(name: str) -> Any:
 
 def _packed(name: str, options: Options) -> dict[str, Any]:
     """The argument of ``from_pretrained`` for a model that is packed already, by this package or another tool; else empty."""
-    found = getattr(config_of(name), "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    if found is None or method != METHOD and published_method(found) is None:
+    stored = getattr(config_of(name), "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    if stored is None or method != METHOD and published_method(stored) is None:
         return {}
     return {"quantization_config": PactConfig(accuracy=options.accuracy, memory=options.memory)}
 
@@ -69,13 +65,8 @@ def load(
 
     Args:
         dtype: a word of :func:`choose_dtype`, or ``"stored"``.
-        layers: keep only the first ones, for a quick look at the mechanics.
         options: of the ``NVFP4LoraConfig`` to come, for a model that is packed already.
-        device: another one.
         kwargs: of ``from_pretrained``.
-
-    Raises:
-        FileNotFoundError: there is no such model.
     """
     kwargs, device = _packed(name, options or Options()) | kwargs, device or default_device()
     kwargs |= {"dtype": "auto" if dtype == "stored" else choose_dtype(dtype)}
@@ -94,12 +85,14 @@ def _truncate(model: nn.Module, layers: int) -> None:
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise ValueError(f"layers={layers}: {type(model).__name__} has no list of layers to cut")
     decoder.layers = decoder.layers[:layers]
-    model.config.num_hidden_layers = len(decoder.layers)
-    if getattr(model.config, "layer_types", None):
-        model.config.layer_types = model.config.layer_types[:layers]
+    shorten(model.config, len(decoder.layers))
 
 
-# ---------------------------------------------------------------------------------------------- adapters
+def shorten(config: Any, layers: int) -> None:
+    """Make a config that of a model of so many layers."""
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
 
 
 def trained_layers(adapter: str | Path) -> int | None:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...autograd import activation_cache
+from ...autograd.activation_cache import QuantizedInput
 from ...autograd.frozen_linear import Branch
 from ...autograd.fused import GatedQuantize, as_parts
 from ...autograd.hosted import Hosted
@@ -254,16 +254,17 @@ class FrozenExperts(StandIn):
     ) -> Tensor:
         """One expert, its projections and their branches, on its rows x (R, H); ``act``: that of the fused product, or None."""
         z = first.lora_forward(x, inner)
-        h = self._activate(z) if act is None else self._product(z, act, down)
-        return down.lora_forward(h, outer)
+        if act is None:
+            return down.lora_forward(self._activate(z), outer)
+        h, quantized = self._product(z, act, down)
+        return down.forward_codes(h, outer, quantized)
 
-    def _product(self, z: Tensor, act: str, down: FrozenLinear) -> Tensor:
+    def _product(self, z: Tensor, act: str, down: FrozenLinear) -> tuple[Tensor, QuantizedInput]:
         """act(gate) * up, quantised for ``down`` in the same pass; backward keeps codes of gate and up."""
         gate, up = z.chunk(2, dim=-1)
         h, *flat = GatedQuantize.apply(gate, up, None, act, down.options.terms, False)
         *codes, _, _ = as_parts(flat, gate.shape[-1])
-        activation_cache.put(h, activation_cache.QuantizedInput(tuple(codes), None, h.dtype, from_producer=True))
-        return h
+        return h, QuantizedInput(tuple(codes), None, h.dtype, from_producer=True)
 
     def fuse(self) -> str | None:
         """Compute act(gate) * up as a fused gated MLP does (:mod:`peft_nvfp4.fusion.mlp`): from now on the product is quantised
