@@ -26,6 +26,7 @@ from peft_nvfp4.nn.frozen_linear import FrozenLinear
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import GRADIENT, WEIGHT_BACKWARD
 
+
 def rounded(x: Tensor, terms: int) -> Tensor:
     """D(Q(x))."""
     flat = reference.quantize_terms(x.detach().reshape(-1, x.shape[-1]), None, terms)
