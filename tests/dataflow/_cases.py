@@ -123,7 +123,7 @@ def acts(draw, case: Case) -> Act:
     kind = draw(st.sampled_from(kinds))
     how = draw(st.sampled_from(["returned", "in place", "detached"])) if kind in ("forward", "pre") else ""
     if kind in ("tensor", "checkpointed", "wrapped"):
-        how = draw(st.sampled_from(["", "self"] if kind == "tensor" else ["", "reentrant"]))
+        how = draw(st.sampled_from(["", "input"] if kind == "tensor" else ["", "reentrant"]))
     return Act(kind, layer if place == "layer" else f"{layer}.{places[place]}", how)
 
 
