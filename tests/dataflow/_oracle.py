@@ -159,7 +159,7 @@ def choices(case: Case, parts: dict[str, Codes]):
     layers = {act.place.split(".")[1] for act in case.acts}
     if case.run not in ("plain", "offload", "threads", "offload_threads"):
         layers.add("0")
-    everywhere = case.around == "" or any(act.kind == "global" for act in case.acts)
+    everywhere = case.around == "" or case.edited or any(act.kind == "global" for act in case.acts)
     touched = [name for name in parts if everywhere or name.split(".")[1] in layers]
     changes = [dict(zip(touched, states)) for states in itertools.product((0, 1, 2), repeat=min(len(touched), 6))]
     changes.sort(key=lambda states: sum(map(bool, states.values())))

@@ -136,13 +136,20 @@ class Experts(nn.Module):
 # ---------------------------------------------------------------------------------------------- attention
 
 
+def edit(x: Tensor) -> None:
+    """In place, by the model's own code."""
+    x.mul_(-1.5)
+    x[..., ::2] += 0.5
+
+
 ATTENTIONS = ("mha", "gqa", "fused", "qk_norm", "none")
 
 
 class Attention(nn.Module):
-    """``uncalled`` names a linear that is left out of a call, ``twice`` one that is called twice."""
+    """``uncalled`` names a linear that is left out of a call, ``twice`` one that is called twice, ``edited`` one before whose
+    call the input is edited in place."""
 
-    uncalled = twice = ""
+    uncalled = twice = edited = ""
 
     def __init__(self, kind: str, bias: bool):
         super().__init__()
@@ -173,6 +180,8 @@ class Attention(nn.Module):
     def linear(self, name: str, x: Tensor) -> Tensor:
         if name == self.uncalled:
             return x[..., : HIDDEN if name == "q_proj" else self.narrow]
+        if name == self.edited:
+            edit(x)
         y = getattr(self, name)(x)
         return y + getattr(self, name)(x) if name == self.twice else y
 
@@ -203,6 +212,8 @@ class Layer(nn.Module):
             y = module(x)
         else:
             y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant)
+        if name == self.edited:
+            edit(y)
         if self.inner is not None:
             self.inner[name] = y
         return y

@@ -64,9 +64,10 @@ def prepared(model: nn.Module, case: Case, run: str) -> tuple[nn.Module, dict]:
     model.train(case.mode in ("train", "autocast"))
     model.handles = [handle for act in case.acts if (handle := apply(decoder, act, captured)) is not None]
     for layer in map(unwrapped, decoder.layers):
+        layer.edited = case.edited
         if layer.attn is not None:
             attention = unwrapped(layer.attn)
-            attention.uncalled, attention.twice = case.uncalled, case.twice
+            attention.uncalled, attention.twice, attention.edited = case.uncalled, case.twice, case.edited
     if run in ("checkpoint", "reentrant"):
         owner, _, part = case.around.rpartition(".")
         holder = decoder if case.around == "layers.0" else unwrapped(decoder.get_submodule(owner))
