@@ -46,6 +46,7 @@ class Case:
     inner: str = "norm1"  # the part for the latter
     uncalled: str = ""  # a linear of attention
     twice: str = ""
+    rescaled: str = ""  # by the model's code: the adapter of a linear of attention, before it is called
     edited: str = ""  # by the model's code: a part's output, or the input of attention before a linear
     run: str = "plain"  # of RUNS, or compile
     around: str = "layers.0"  # what is checkpointed or compiled; "" is the whole model
@@ -183,6 +184,7 @@ def cases(draw, most_acts: int = 3) -> Case:
         name = st.sampled_from(["q_proj", "k_proj", "v_proj"])
         changes["uncalled"] = draw(often("", draw(name), times=8))
         changes["twice"] = draw(often("", draw(name), times=8))
+        changes["rescaled"] = draw(often("", draw(name), times=8))
     places = [*norms(case), *blocks(case), *(name for name in ("q_proj", "k_proj", "v_proj") if f"attn.{name}" in linears(case))]
     changes["edited"] = draw(often("", draw(st.sampled_from(places)), times=4))
     return dataclasses.replace(case, **changes)

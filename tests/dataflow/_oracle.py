@@ -181,6 +181,8 @@ def attached_parts(case: Case, model: nn.Module) -> dict[str, Codes]:
     inside = {"high": 2}.get(case.accuracy, 1)
     at_norm = 1 if case.accuracy == "paper" else 2
     report = getattr(model.base_model, "nvfp4_report", None)
+    if report and "(model)" in report.skipped:
+        raise RuntimeError(report.skipped["(model)"])  # the case would say nothing of fused norms
     names = [name for name in report.fused if name.startswith("layers")] if report else []
     if case.reader and case.residual == "pre":  # a norm that others read must not be fused
         names = [name for name in names if not name.endswith("norm1")]

@@ -147,9 +147,9 @@ ATTENTIONS = ("mha", "gqa", "fused", "qk_norm", "none")
 
 class Attention(nn.Module):
     """``uncalled`` names a linear that is left out of a call, ``twice`` one that is called twice, ``edited`` one before whose
-    call the input is edited in place."""
+    call the input is edited in place, ``rescaled`` one whose adapter changes its strength before the call."""
 
-    uncalled = twice = edited = ""
+    uncalled = twice = edited = rescaled = ""
 
     def __init__(self, kind: str, bias: bool):
         super().__init__()
@@ -182,6 +182,8 @@ class Attention(nn.Module):
             return x[..., : HIDDEN if name == "q_proj" else self.narrow]
         if name == self.edited:
             edit(x)
+        if name == self.rescaled:
+            getattr(self, name).scaling["default"] = -4.0
         y = getattr(self, name)(x)
         return y + getattr(self, name)(x) if name == self.twice else y
 
@@ -194,9 +196,10 @@ RESIDUALS = ("pre", "post", "sandwich", "parallel")
 
 class Layer(nn.Module):
     """One decoder layer. ``checkpointed`` maps a part's name to use_reentrant; ``inner``, where it is a dictionary, gets
-    the parts' outputs: a loss may be taken on them."""
+    the parts' outputs: a loss may be taken on them. ``edited`` names a part whose output is edited in place."""
 
     inner: dict | None = None
+    edited = ""
 
     def __init__(self, case):
         super().__init__()

@@ -67,7 +67,8 @@ def prepared(model: nn.Module, case: Case, run: str) -> tuple[nn.Module, dict]:
         layer.edited = case.edited
         if layer.attn is not None:
             attention = unwrapped(layer.attn)
-            attention.uncalled, attention.twice, attention.edited = case.uncalled, case.twice, case.edited
+            for name in ("uncalled", "twice", "edited", "rescaled"):
+                setattr(attention, name, getattr(case, name))
     if run in ("checkpoint", "reentrant"):
         owner, _, part = case.around.rpartition(".")
         holder = decoder if case.around == "layers.0" else unwrapped(decoder.get_submodule(owner))

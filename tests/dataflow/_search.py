@@ -31,6 +31,7 @@ class Search:
         number = first_seed
         while self.tried < count and time.time() < until:
             self.batch(number, min(200, count - self.tried), power_of, until)
+            print(f"{self.tried} cases", flush=True)
             number += 1
 
     def batch(self, number: int, count: int, power_of: int, until: float) -> None:
