@@ -5,7 +5,7 @@ compiler's tensors, ``torch.inference_mode``, ``.data``, NumPy)."""
 import pytest
 import torch
 from _dataflow_models import IDS, loss_and_gradients, tuned
-from _low_level import adapted_model
+from low_level import adapted_model
 from torch import nn
 
 from peft_nvfp4 import detach
