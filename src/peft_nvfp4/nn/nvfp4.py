@@ -251,14 +251,16 @@ class NVFP4FrozenLinear(FrozenLinear):
         return x.reshape(-1, self.in_features)
 
     def operands(self, branches: Sequence[Branch]) -> Linear:
-        """This layer with its branches as the autograd Function takes it."""
+        """This layer with its branches as the autograd Function takes it. Gradients are rounded stochastically in training only,
+        as dropout is: evaluation draws no random numbers."""
+        gradients = self.options.gradients
         return Linear(
             self.forward_layout,
             self.backward_layout,
             self.bias,
             self._constant,
             self.scale_factor,
-            self.options.gradients,
+            "nvfp4" if gradients == "nvfp4_sr" and not self.training else gradients,
             tuple(branches),
         )
 
