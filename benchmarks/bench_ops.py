@@ -109,7 +109,7 @@ def timed_cases() -> list[tuple[str, str, tuple]]:
             ("quantize", f"tensor four_over_six {n}x{k}", (w, q.gscale, None, "four_over_six", False, False)),
             ("quantize", f"tensor {WEIGHT.rule} {n}x{k}", (w, q.gscale, None, WEIGHT.rule, False, False)),
             ("dequantize", f"weight {n}x{k}", (*q, BF16)),
-            ("transpose_requantize", f"four_over_six {n}x{k}", (*q, "four_over_six")),
+            ("transpose_requantize", f"{n}x{k}", (*q, 1.0)),
         ]
     return found
 

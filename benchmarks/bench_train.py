@@ -37,7 +37,7 @@ def measure(trainer: Trainer, args: argparse.Namespace, before: dict[str, int]) 
         row = common.peak_memory(two_steps, args.device, before)
     row["host_ms"] = common.host_ms(trainer.step, args.device)
     times = profiling.breakdown(trainer.step, args.device)
-    row |= {key: value for key, value in times.items() if key not in ("times_ms", "total_ms")}
+    row |= {"device_ms": times.pop("times_ms"), "device_total_ms": times.pop("total_ms"), **times}
     if "compile" in trainer.case:
         row["graph_breaks"] = counters["graph_break"].total() - breaks
     elif "graphs" in trainer.case:

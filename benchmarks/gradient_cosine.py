@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from peft_nvfp4 import ops
 from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.frozen_linear import rounded_input
-from peft_nvfp4.calibration.layer import BACKWARD
 from peft_nvfp4.calibration.run import CalibrationOptions, calibrate
+from peft_nvfp4.calibration.store import BACKWARD
 from peft_nvfp4.nn.frozen_linear import frozen
 from peft_nvfp4.numerics.formats import WEIGHT, WEIGHT_BACKWARD
 from peft_nvfp4.quantization.freeze import frozen_layers

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peft_nvfp4.autograd.frozen_linear import rounded_input
-from peft_nvfp4.calibration.store import share_offset
 from peft_nvfp4.fusion.probe import standing_in
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -59,8 +58,8 @@ def set_inputs(model: nn.Module, inputs: Inputs, offsets: dict[str, Tensor] | No
         linear.set_offset(offsets[name] if centred else None)
         groups.setdefault((index, site), []).append(linear)
     for members in groups.values():
-        if members[0].input_offset is not None:
-            share_offset(members)
+        for member in members:
+            member.input_offset = members[0].input_offset  # by its identity they know that their input is shared
 
 
 def offsets_of(model: nn.Module) -> dict[str, Tensor]:

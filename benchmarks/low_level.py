@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,13 @@ LAYER = ("weight_layouts", "gradients", "activations")
 """Fields of ``FrozenOptions`` that :func:`adapted_model` takes."""
 
 
-def adapted_model(model: nn.Module, *, fused: bool = True, recompute_mlp: bool = False, **fields: Any) -> nn.Module:
-    """``get_peft_model`` over a base that is frozen before, where ``fields`` has some of :data:`LAYER`. The others are of
-    NVFP4LoraConfig. ``fused``, ``recompute_mlp``: norms and gated MLPs."""
+def adapted_model(
+    model: nn.Module, *, fused: bool = True, recompute_mlp: bool = False, make: Callable = NVFP4LoraConfig, **fields: Any
+) -> nn.Module:
+    """``get_peft_model`` over a base that is frozen before, where ``fields`` has some of :data:`LAYER`. The others are of the
+    config, which ``make`` makes. ``fused``, ``recompute_mlp``: norms and gated MLPs."""
     layer = {name: fields.pop(name) for name in LAYER if name in fields}
-    config = NVFP4LoraConfig(**fields)
+    config = make(**fields)
     if layer:
         if config.calibration is not None:
             apply_calibration(model, config.calibration, weight_layouts=layer.get("weight_layouts"))

@@ -63,7 +63,7 @@ RECIPES: dict[str, dict[str, Any]] = {  # what a set of GPTQ weights is calibrat
     "a budget of 0.33": dict(budget=0.33),
     "balanced, centred": dict(accuracy="balanced", offset=True),
     "paper, centred, asymmetric target": dict(accuracy="paper", offset=True, gptq=GPTQOptions(asymmetric=True)),
-    "balanced, plain GPTQ": dict(accuracy="balanced", gptq=GPTQOptions("max6", weighted=False, act_order=False)),
+    "balanced, plain GPTQ": dict(accuracy="balanced", gptq=GPTQOptions("max6", act_order=False)),
 }
 
 

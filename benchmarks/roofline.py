@@ -75,8 +75,8 @@ def project(card: Card, shape: ModelShape, step: Step) -> dict[str, float]:
 
     fp4 = lora = 0.0
     for p in shape.projections:
-        k, n, readers = p.inputs, p.outputs, len(shape.reads(p.site))
-        terms = inner_terms if p.site in ("o", "down") else norm_terms
+        k, n, readers = p.inputs, p.outputs, len(shape.reads(p.source))
+        terms = inner_terms if p.source in ("o", "down") else norm_terms
         fp4 += gemm(card.fp4, 2 * m * k * n * terms) + gemm(card.fp4, 2 * m * k * n)
         low, high = 2 * m * r * k, 2 * m * r * n
         passes: Iterable[tuple[float, float]] = (

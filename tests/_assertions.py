@@ -1,7 +1,8 @@
 """What several test files share: awkward input distributions, conversions and bitwise assertions that say where they differ."""
 
-from __future__ import annotations
-
+import copy
+import io
+import pickle
 import zlib
 
 import numpy as np
@@ -100,6 +101,17 @@ def sample(name: str, rows: int = 62, k: int | None = None) -> Tensor:
     x = _MAKE[name](np.random.default_rng(zlib.crc32(name.encode())), (rows, k))
     x = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     return x.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32))
+
+
+def _through_a_file(value: object) -> object:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda v: pickle.loads(pickle.dumps(v)), "torch.save": _through_a_file}
+"""Ways to copy a module."""
 
 
 def generator(*seed: int) -> torch.Generator:

@@ -1,6 +1,7 @@
 """What the tests of calibration share: token ids and options for tiny models, and how two calibrated models are compared."""
 
 import torch
+from _frozen_models import packed as bits
 from torch import nn
 
 from peft_nvfp4.calibration.run import CalibrationOptions
@@ -9,10 +10,6 @@ from peft_nvfp4.quantization.freeze import frozen_layers
 IDS = torch.randint(1, 128, (8, 24), generator=torch.Generator().manual_seed(3))
 FAST = dict(device="cpu", progress=False)
 OPTIONS = CalibrationOptions(budget=0.3, offset=True, backward="gptq", report_tokens=8)
-
-
-def bits(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {f"{n}.{k}": t for n, layer in frozen_layers(model) for k, t in layer.packed_tensors().items()}
 
 
 def assert_same_model(a: nn.Module, b: nn.Module) -> None:

@@ -3,7 +3,7 @@ that they keep for backward."""
 
 import torch
 import transformers as hf
-from _low_level import adapted_model
+from low_level import adapted_model
 
 SIZES = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
@@ -21,9 +21,9 @@ def tuned(family: str, **settings):
     return adapted_model(model, r=4, init_lora_weights=False, **settings)
 
 
-def loss_and_gradients(model):
+def loss_and_gradients(model, batch=None):
     model.zero_grad()
-    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss = model(**(batch or dict(input_ids=IDS, labels=IDS, use_cache=False))).loss
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 

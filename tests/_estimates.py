@@ -1,20 +1,11 @@
 """Tiny models for the memory estimator's tests, the settings that describe them, and what autograd keeps of their forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import tiny_llama
 from peft import get_peft_model
 from peft.tuners.lora import layer as lora_layer
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.fusion import rope

@@ -26,9 +26,8 @@ import peft_nvfp4
 PACKAGE = str(Path(peft_nvfp4.__file__).parent)
 SECONDS = 30  # of one example: hundreds of times what it takes
 
+
 # ---------------------------------------------------------------------------------------------- damage
-
-
 @st.composite
 def edits(draw):
     """A function that damages bytes: some changed, cut out, put in, doubled, the rest cut off."""
@@ -129,8 +128,6 @@ def spoiled(path, damage):
 
 
 # ---------------------------------------------------------------------------------------------- what is allowed
-
-
 class TooLong(BaseException):
     """Not an Exception: nothing may take it for a bad file."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _assertions import assert_same_bits, unit
+from _frozen_linears import sqnr as sqnr
 from peft import get_peft_model
 from torch import nn
 
@@ -95,8 +96,3 @@ def assert_close(got, want, magnitude, dtype=torch.float32, what="y"):
 def delta(layer, name):
     """s B A in FP32, computed as PEFT does."""
     return (layer.lora_B[name].weight @ layer.lora_A[name].weight).detach().float() * layer.scaling[name]
-
-
-def sqnr(got, want):
-    error = (got.double() - want.double()).square().sum()
-    return float("inf") if error == 0 else float(10 * torch.log10(want.double().square().sum() / error))

@@ -2,8 +2,8 @@
 
 import _steps
 import torch
-from _low_level import adapted_model
 from conftest import tiny_llama
+from low_level import adapted_model
 
 from peft_nvfp4 import enable_offload
 from peft_nvfp4.nn.frozen_linear import FrozenLinear

@@ -3,16 +3,9 @@
 from pathlib import Path
 
 import torch
+import transformers as hf
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    LlamaConfig,
-    LlavaConfig,
-    PixtralVisionConfig,
-    PreTrainedModel,
-)
 
 from peft_nvfp4 import PactConfig
 
@@ -27,20 +20,20 @@ def dense_files(folder: Path) -> Path:
     return folder / "dense"
 
 
-def tiny_llava(layers: int) -> PreTrainedModel:
+def tiny_llava(layers: int) -> hf.PreTrainedModel:
     """A Llama with images, in BF16."""
     text = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=layers, num_attention_heads=4, vocab_size=128)
     vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16)
     torch.manual_seed(0)
-    parts = dict(text_config=LlamaConfig(**text), vision_config=PixtralVisionConfig(**vision))
-    return AutoModelForImageTextToText.from_config(LlavaConfig(**parts, image_token_index=127, dtype="bfloat16"))
+    parts = dict(text_config=hf.LlamaConfig(**text), vision_config=hf.PixtralVisionConfig(**vision))
+    return hf.AutoModelForImageTextToText.from_config(hf.LlavaConfig(**parts, image_token_index=127, dtype="bfloat16"))
 
 
-def load(folder, cls=AutoModelForCausalLM, dtype=torch.bfloat16, **settings):
+def load(folder, cls=hf.AutoModelForCausalLM, dtype=torch.bfloat16, **settings):
     return cls.from_pretrained(folder, quantization_config=PactConfig(**settings), dtype=dtype)
 
 
-def dense(folder, cls=AutoModelForCausalLM, dtype=torch.bfloat16):
+def dense(folder, cls=hf.AutoModelForCausalLM, dtype=torch.bfloat16):
     return cls.from_pretrained(folder, dtype=dtype)
 
 

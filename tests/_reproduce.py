@@ -1,16 +1,21 @@
 """What the tests of ``benchmarks/reproduce`` share: made-up rows in the files' real layouts, and a tokenizer of letters."""
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import pytest
 from reproduce import sources
 
 WORDS = "good bad fine awful great dull red blue green film story".split()
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """A data folder with rows for every task."""
+    monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path))
+    write_rows(tmp_path / "reproduce")
+    return tmp_path
 
 
 def lettered(options: list[str]) -> str:

@@ -1,8 +1,8 @@
 """Models that the tests of DDP and FSDP2 train, on any number of processes."""
 
 import torch
-from _low_level import adapted_model
 from conftest import tiny_llama
+from low_level import adapted_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 

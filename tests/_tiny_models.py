@@ -1,7 +1,11 @@
-"""A tiny random Llama with a tokenizer of its own, saved as a folder: what the command line is tried on."""
+"""A tiny random Llama with a tokenizer of its own, saved as a folder: what the command line is tried on. And archives."""
 
+import io
+import tarfile
 from pathlib import Path
 
+import pytest
+import transformers
 from conftest import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -11,6 +15,16 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<user> ' if m['role'] == 'user' else '<bot> ' }}{{ m['content'] }}{{ ' </s>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<bot> ' }}{% endif %}"
 )
+
+
+def images_or_skip():
+    """PIL.Image, where transformers has what it wants for images: 5.12 asks for torchvision, in a class that does without."""
+    image = pytest.importorskip("PIL.Image", reason="not run: Pillow is not installed")
+    try:
+        transformers.Idefics3ImageProcessorPil()
+    except ImportError as error:
+        pytest.skip(f"not run: {error}")
+    return image
 
 
 def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
@@ -27,3 +41,14 @@ def save_tiny(folder: Path, **overrides) -> Path:
     tiny_llama(**{"vocab_size": 64, **overrides}).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tar_bytes(files: dict[str, bytes]) -> bytes:
+    """An archive with these members."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()

@@ -4,8 +4,6 @@ A test calls ``both(function, *arguments)``; each process runs ``function(rank, 
 and the two results come back. An exception in either is raised in the test; after one that does not answer, both start anew.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os
@@ -56,6 +54,15 @@ def _stop(processes: list) -> None:
     for process, _ in processes:
         process.kill()
     _processes.cache_clear()
+
+
+def refusal(call) -> str:
+    """What the ``ValueError`` of a call says; nothing where there is none."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def both(function, *arguments: Any) -> list:

@@ -56,6 +56,9 @@ MODELOPT_SETTINGS = dict(
 )
 
 
+SETTINGS = {"modelopt": MODELOPT_SETTINGS, "compressed-tensors": CT_SETTINGS}
+
+
 def e4m3(byte):
     """Value of an E4M3 byte, from its definition: sign, 4 bits of exponent (bias 7), 3 of mantissa."""
     exponent, mantissa = (byte >> 3) & 15, byte & 7
@@ -127,7 +130,7 @@ def write(folder, layout, model=None, weights=None, settings=None, shards=3, inp
         save_file(part, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    edit_config(folder, settings or {"modelopt": MODELOPT_SETTINGS, "compressed-tensors": CT_SETTINGS}[layout])
+    edit_config(folder, settings or SETTINGS[layout])
     return weights
 
 

@@ -13,8 +13,6 @@ The only rounded arithmetic is the one the format *defines* as rounded: the squa
 summed by halving. Numbers of the format are stated again here on purpose, so that a change of formats.py is noticed.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -44,9 +42,8 @@ E4M3 = np.array([float(v) for v in E4M3_EXACT])
 E2M1_MID = np.array([float(v) for v in E2M1_MID_EXACT])
 E4M3_MID = np.array([float(v) for v in E4M3_MID_EXACT])
 
+
 # ------------------------------------------------------------------------------------------------ Philox-4x32-10
-
-
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Salmon et al. 2011, the ten-round Philox of four 32-bit words, on Python integers."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
@@ -74,8 +71,6 @@ def random_words(seed: int, count: int) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------ exact, value by value
-
-
 def nearest(value: Fraction, middles: list[Fraction]) -> int:
     """Index of the nearest of the sorted values with these midpoints; a tie goes to the even index, which is the even mantissa
     (codes and bytes count up through mantissas and exponents alike); saturating."""
@@ -164,8 +159,6 @@ def quantize_exact(x: np.ndarray, rule: str, per_row: bool, seed: int | None = N
 
 
 # ------------------------------------------------------------------------------------------------ exact, vectorised
-
-
 def global_exponent(amax: np.ndarray) -> np.ndarray:
     _, e = np.frexp(amax)  # 2**(e - 1) <= amax < 2**e and 2688 = .65625 * 2**12
     e = e - 12

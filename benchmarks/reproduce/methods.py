@@ -87,7 +87,7 @@ CALIBRATIONS: dict[str, dict[str, Any]] = {  # of CalibrationOptions
     **{accuracy: dict(accuracy=accuracy) for accuracy in ("paper", "balanced", "high")},
     "paper_centred": dict(accuracy="paper", offset=True),
     "paper_asymmetric": dict(accuracy="paper", gptq=GPTQOptions(asymmetric=True)),
-    "paper_plain": dict(accuracy="paper", gptq=GPTQOptions("max6", weighted=False, act_order=False)),
+    "paper_plain": dict(accuracy="paper", gptq=GPTQOptions("max6", act_order=False)),
     "paper_backward": dict(accuracy="paper", backward="gptq"),
     "paper_four_over_six": dict(accuracy="paper", gptq=GPTQOptions("four_over_six")),
     "budget_third": dict(budget=0.33),

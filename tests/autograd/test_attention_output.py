@@ -42,10 +42,7 @@ def test_the_same_gradients(how, monkeypatch):
     results, sizes = {}, {}
     for again in (False, True):
         model = tuned(
-            "Phi3" if how == "Phi3" else "Llama",
-            accuracy="paper",
-            fused=True,
-            lora_dropout=0.3 if how == "dropout" else 0.0,
+            "Phi3" if how == "Phi3" else "Llama", accuracy="paper", fused=True, lora_dropout=0.3 if how == "dropout" else 0.0
         ).train()
         monkeypatch.setattr(frozen_linear, "kept_by_attention", kept_by_attention if again else lambda x: False)
         if how == "eager attention":

@@ -3,7 +3,6 @@ the side effects that they would have one by one."""
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -169,8 +168,6 @@ def test_how_often_a_model_computes(calls):
 
 
 # ---------------------------------------------------------------------------------------------- between the calls
-
-
 @pytest.mark.parametrize("double", [lambda y: y * 2, lambda y: y.mul_(2)], ids=["new", "in-place"])
 @pytest.mark.parametrize("plus", [None, lambda x: (x + 1,)], ids=["same input", "another input"])
 def test_hooks_of_a_linear_fire(double, plus):
@@ -310,8 +307,6 @@ def test_inference_mode(calls):
 
 
 # ---------------------------------------------------------------------------------------------- checkpointing
-
-
 @pytest.mark.parametrize("unit", ["all", "each"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(unit, reentrant):
@@ -338,8 +333,6 @@ def test_checkpointing(unit, reentrant):
 
 
 # ---------------------------------------------------------------------------------------------- copies
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_are_independent(way):
     model = made({})
@@ -377,17 +370,7 @@ def test_replicas_compute_for_themselves(calls):
     assert_close(dict(y=y.detach()), dict(y=expected.detach()))
 
 
-def test_threads_do_not_meet():
-    model, xs = made({}), [torch.randn(3, 64, generator=torch.Generator().manual_seed(i)) for i in range(8)]
-    expected = [model(x).detach() for x in xs]
-    with ThreadPoolExecutor(4) as pool:
-        for y, want in zip(pool.map(lambda x: model(x).detach(), xs * 4), expected * 4):
-            assert torch.equal(y, want)
-
-
 # ---------------------------------------------------------------------------------------------- who belongs to a site
-
-
 def test_an_adapter_that_comes_later(calls):
     """Attached without adapters, then one on q, then another on k: the linears of a site are found with what they have."""
     model = three(made())

@@ -32,14 +32,12 @@ from peft_nvfp4.autograd.activation_cache import dequantized
 from peft_nvfp4.autograd.frozen_linear import fake_quantize
 from peft_nvfp4.autograd.lora import lora_branch
 from peft_nvfp4.nn.registry import BACKENDS
-from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix, packed_bytes
+from peft_nvfp4.numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix, packed_bytes
 from peft_nvfp4.ops.linear import quantize_input
 
 SHAPES = ((10, 7), (576, 64), (1000, 7))  # K, N: padded to 32 (10, 7, 1000), and not (576, 64)
 by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"K{s[0]}-N{s[1]}")
 
-
-# ---------------------------------------------------------------------------------------------- values and gradients
 
 CASES = [c for c in itertools.product((False, True), (0, 1, 2), (0.0, 0.3)) if c[1] or not c[2]]
 
@@ -75,7 +73,7 @@ def test_input_gradient_formula(shape, gradients, adapters, dropout):
         g, w = dy, layer.dequantize(torch.float32).T
     else:
         q = ops.quantize(dy, GRADIENT) if gradients == "nvfp4" else ops.quantize(dy, GRADIENT_STOCHASTIC, seed=sr_seed)
-        g, w = ops.dequantize(q), ops.dequantize(ops.transpose_requantize(layer.forward_layout, WEIGHT_BACKWARD))
+        g, w = ops.dequantize(q), ops.dequantize(ops.transpose_requantize(layer.forward_layout, 1.0))
         assert (g != dy).any()  # otherwise this case would say nothing about quantisation
 
     def formula(g, w, dy, factors):
@@ -132,9 +130,6 @@ def test_second_derivative_raises():
         dx.sum().backward()
 
 
-# ---------------------------------------------------------------------------------------------- the input x~
-
-
 def test_quantize_input_terms():
     """The first term is Q(x - mu), the second Q of the FP32 remainder under the same global scale; their sum is D(x~)."""
     x, mu = torch.randn(M, 100) + 1, torch.randn(100)
@@ -162,9 +157,6 @@ def test_fake_quantize_is_straight_through(terms):
     assert_same_bits(x.grad, dy, "dx")
 
 
-# ---------------------------------------------------------------------------------------------- one branch over any input
-
-
 @pytest.mark.parametrize("dropout", (0.0, 0.3))
 @pytest.mark.parametrize("leading", ((M,), (2, 3)), ids=("2d", "3d"))
 def test_lora_branch_against_autograd(dropout, leading):
@@ -184,9 +176,6 @@ def test_lora_branch_against_autograd(dropout, leading):
     assert got.keys() == want.keys()
     for name in want:
         assert_within(got[name], want[name], bound[name], roundings(shape), name)
-
-
-# ---------------------------------------------------------------------------------------------- what is kept
 
 
 def kept_for_backward(layer, x, branches):

@@ -7,24 +7,11 @@ import re
 import pytest
 import torch
 from _assertions import assert_same_bits
-from _linear_layers import (
-    SEED,
-    M,
-    assert_same_outcome,
-    by_gradients,
-    by_terms,
-    forward,
-    make_branches,
-    make_input,
-    make_layer,
-    outcome,
-)
+from _linear_layers import M, assert_same_outcome, by_gradients, by_terms, forward, make_branches, make_input, make_layer, outcome
 from torch.utils.checkpoint import checkpoint
 
 from peft_nvfp4.autograd import frozen_linear
 from peft_nvfp4.autograd.lora import lora_branch
-
-# ---------------------------------------------------------------------------------------------- ways of calling
 
 
 @by_gradients
@@ -34,19 +21,6 @@ def test_eval_mode_changes_no_gradient(gradients):
     x, dy = make_input(64), torch.randn(M, 64)
     train, evaluate = (outcome(lambda: layer.train(t).lora_forward(x, branches), x, branches, dy) for t in (True, False))
     assert_same_outcome(evaluate, train)
-
-
-@pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad, torch.inference_mode), ids=lambda m: m.__name__)
-def test_an_input_edited_in_place_is_quantised_again(mode):
-    """A static buffer that is refilled between two calls must not find the codes of its old content."""
-    layer, branches = make_layer((64, 7), 2), make_branches((64, 7), 1)
-    with mode():
-        x = torch.randn(M, 64)
-        old = layer.lora_forward(x, branches)
-        x.copy_(torch.randn(M, 64))
-        new, fresh = layer.lora_forward(x, branches), layer.lora_forward(x.clone(), branches)
-    assert (new != old).any()
-    assert_same_bits(new.detach(), fresh.detach(), "y")
 
 
 def test_input_that_needs_no_gradient(monkeypatch):
@@ -59,16 +33,6 @@ def test_input_that_needs_no_gradient(monkeypatch):
     got = outcome(lambda: layer.lora_forward(detached, branches), detached, branches, dy)
     assert got.pop("dx") is None and want.pop("dx") is not None
     assert_same_outcome(got, want)
-
-
-@pytest.mark.parametrize("which", ("a", "b"))
-def test_one_factor_frozen(which):
-    layer, (branch,) = make_layer((64, 64)), make_branches((64, 64), 1)
-    other = branch.b if which == "a" else branch.a
-    getattr(branch, which).requires_grad_(False)
-    layer.lora_forward(make_input(64), [branch]).sum().backward()
-    assert getattr(branch, which).grad is None
-    assert other.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("leading", ((2, 3), (1, 2, 3)), ids=("3d", "4d"))
@@ -123,9 +87,6 @@ def test_non_contiguous_gradient():
         assert_same_bits(results[0], results[1], "dx")
 
 
-# ---------------------------------------------------------------------------------------------- bad input
-
-
 def test_wrong_last_dimension_names_both_sizes():
     layer = make_layer((64, 7))
     for shape in ((M, 60), (2, 3, 128), (60,)):
@@ -168,9 +129,6 @@ def test_a_gradient_that_is_not_finite_is_seen_and_spoils_only_its_token(gradien
     assert not got["dA0"].isfinite().any() and not got["dB0"][5].isfinite().any()
 
 
-# ---------------------------------------------------------------------------------------------- autocast, checkpointing
-
-
 def test_autocast_equals_casting_the_input_first():
     """FP32 in, BF16 out, and the same bits as with a BF16 input; the gradient comes back in FP32."""
     layer, branches = make_layer((64, 7), 2, offset=True), make_branches((64, 7), 1, 0.3)
@@ -196,7 +154,7 @@ def test_backward_under_autocast_is_not_cast(gradients, kind):
     results = []
     for autocast in (False, True):
         x.grad = branch.a.grad = branch.b.grad = None
-        torch.manual_seed(SEED)
+        torch.manual_seed(1)
         y = layer.lora_forward(x, [branch]) if kind == "layer" else lora_branch(x, branch)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             y.backward(dy)

@@ -1,24 +1,18 @@
 """The benchmarks of calibration on a tiny random model: what they change of a model is what they say, and they run to the end."""
 
-from __future__ import annotations
-
 import copy
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-from conftest import tiny_llama
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import calibrate_vlm
 import gradient_cosine
 import input_specs
 import perplexity
+import pytest
 import rotation
 import texts
+import torch
+from conftest import tiny_llama
 
 from peft_nvfp4 import freeze_model
 from peft_nvfp4.autograd.frozen_linear import rounded_input

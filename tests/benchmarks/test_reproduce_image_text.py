@@ -1,25 +1,19 @@
 """Table 4 of ``benchmarks/reproduce``: questions with pictures, on a tiny random Idefics3 and made-up digits."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import random
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from _families import image_for, qwen2_5_vl
 from _reproduce import write_rows
-from _tiny_models import tiny_tokenizer
+from _tiny_models import images_or_skip, tiny_tokenizer
 from conftest import tiny_llama
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import image_tasks, image_text, run_log, runner, sources, tables
 
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -28,13 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for line
 DIGITS = 60
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pillow():
-    pytest.importorskip("PIL.Image")
-    try:
-        transformers.Idefics3ImageProcessorPil()
-    except ImportError as error:  # 5.12 asks for torchvision, in a class that does without
-        pytest.skip(f"not run: {error}")
+pillow = pytest.fixture(scope="module", autouse=True)(images_or_skip)
 
 
 def write_digits(folder: Path) -> list[tuple[int, ...]]:
@@ -92,8 +80,6 @@ def group(method="bf16", **k) -> runner.Group:
 
 
 # ---------------------------------------------------------------------------------------------- rows
-
-
 def test_questions_are_about_the_digits_in_their_picture(tmp_path, monkeypatch):
     monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path))
     known = {row[:-1]: row[-1] for row in write_digits(tmp_path / "reproduce")}
@@ -157,8 +143,6 @@ def test_rows_without_an_answer_are_refused(options, gold):
 
 
 # ---------------------------------------------------------------------------------------------- models
-
-
 @pytest.mark.parametrize("method", ["bf16", "nf4", "paper", "balanced"])
 def test_only_the_decoder_is_frozen_and_adapted(name, method):
     if method == "nf4":
@@ -226,8 +210,6 @@ def test_padding_changes_no_answer(name, processor, splits):
 
 
 # ---------------------------------------------------------------------------------------------- training, scoring
-
-
 def test_scores_are_of_the_rows_own_letters(name, processor, splits, monkeypatch):
     """Made-up logits: E is always the likeliest and nobody's letter; then the right one, or in every other row a wrong one."""
     items = [item for item in splits.test if len(item.candidates) < 5][:5]
@@ -250,8 +232,6 @@ def test_scores_are_of_the_rows_own_letters(name, processor, splits, monkeypatch
 
 
 # ---------------------------------------------------------------------------------------------- the command
-
-
 def test_the_whole_table_in_small(home, name, tmp_path, monkeypatch):
     """All methods; the same command again runs nothing; the table has the paper's figures beside them."""
     pytest.importorskip("bitsandbytes")
@@ -316,8 +296,6 @@ def test_what_is_missing_is_said(home, name, tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- the report
-
-
 def cells(table: str, first: str) -> list[str]:
     (row,) = [line for line in table.splitlines() if line.startswith(f"| {first} |")]
     return [cell.strip() for cell in row.strip("|").split("|")][1:]

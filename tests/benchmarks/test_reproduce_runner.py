@@ -1,27 +1,18 @@
 """The runner of ``benchmarks/reproduce`` on a tiny random model and made-up rows: what is run, what is skipped, and the files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from _reproduce import write_rows
+from _reproduce import data
 from _tiny_models import save_tiny
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import ablations, accuracy, long_run, methods, run_log, runner
 
+__all__ = ["data"]  # a fixture
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
-
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path))
-    write_rows(tmp_path / "reproduce")
-    return tmp_path
 
 
 @pytest.fixture
@@ -41,9 +32,6 @@ def row(g: runner.Group, kind: str, lr=None, seed=None, **found) -> dict:
 
 def runs(path: Path, name: str) -> list[dict]:
     return run_log.read(path, name)["runs"]
-
-
-# ---------------------------------------------------------------------------------------------- what is to be run
 
 
 def test_the_learning_rate_is_that_of_the_least_validation_loss(tmp_path):
@@ -71,9 +59,6 @@ def test_ablations_take_the_accuracy_tables_learning_rates(tmp_path):
     log.add(row(group(method=methods.METHODS["balanced"]), "final", 3e-4, 0))
     rates = {g.method.name: g.lrs for g in ablations.groups(args) if g.task == "sentiment"}
     assert rates["balanced"] == rates["balanced:sr"] == (3e-4,) and rates["paper_gptq:sr"] == (7e-4,)
-
-
-# ---------------------------------------------------------------------------------------------- result files
 
 
 def test_a_log_keeps_what_is_there_and_drops_half_a_line(tmp_path):
@@ -105,9 +90,6 @@ def test_lines_are_read_beside_the_published_file(tmp_path):
     assert [r["weights"] for r in content["peaks"]] == [5, 7] and content["largest"][0]["largest_batch"] == 3
     assert content["environment"]["commit"] != "abc"  # of the last session
     assert run_log.read(tmp_path, "step_time") is None
-
-
-# ---------------------------------------------------------------------------------------------- sessions
 
 
 def test_a_plan_runs_to_the_end_and_not_twice(small, tmp_path, monkeypatch):

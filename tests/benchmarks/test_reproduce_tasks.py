@@ -1,33 +1,18 @@
 """The tasks of ``benchmarks/reproduce``: prompts from rows of every source, where the files come from, the tokens that are
 trained on, and scores of candidates and of generated answers. Rows are made up (:func:`_reproduce.write_rows`)."""
 
-from __future__ import annotations
-
 import hashlib
-import io
-import sys
-import tarfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from _reproduce import Letters, write_rows
+from _reproduce import Letters, data
+from _tiny_models import tar_bytes
 from conftest import tiny_llama
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import prompts, scoring, sources, tasks, training
 from reproduce.training import Recipe
 
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path))
-    write_rows(tmp_path / "reproduce")
-    return tmp_path
-
-
-# ---------------------------------------------------------------------------------------------- prompts, sources
+__all__ = ["data"]  # a fixture
 
 
 def test_prompt_forms():
@@ -111,7 +96,7 @@ def test_hub_tasks_read_the_original_columns(monkeypatch):
 
 
 def test_a_damaged_or_other_package_is_refused(data, monkeypatch):
-    (data / "other-1.tar.gz").write_bytes(_archive({"pkg/data/rows.jsonl": b'{"a": 1}\n'}))
+    (data / "other-1.tar.gz").write_bytes(tar_bytes({"pkg/data/rows.jsonl": b'{"a": 1}\n'}))
     file = {"path": ["data/rows.jsonl"], "sha256": hashlib.sha256(b'{"a": 1}\n').hexdigest()}
     package = {"archive": "other-1.tar.gz", "pip": [], "files": {"rows.jsonl": file}}
     monkeypatch.setattr(sources, "PACKAGES", {"other==1": package})
@@ -130,16 +115,6 @@ def test_every_file_that_a_task_reads_has_a_source(data):
     assert names - {sources.DIGITS} == {path.name for path in (data / "reproduce").iterdir()}
 
 
-def _archive(members: dict[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return out.getvalue()
-
-
 def test_examples_from_wordnets_files(data, monkeypatch):
     place = data / "usr/share/wordnet"
     place.mkdir(parents=True)
@@ -156,9 +131,6 @@ def test_examples_from_wordnets_files(data, monkeypatch):
     assert ("noun00001740", "river bank", "a river bank here") in rows
     assert ("noun00001741", "bank", "the bank lends money") in rows
     assert len(rows) == 4  # "bank" is in three sentences; "too short" has two words
-
-
-# ---------------------------------------------------------------------------------------------- encoding, scoring
 
 
 def test_encoding_marks_the_targets_tokens():

@@ -1,31 +1,19 @@
 """Training one adapter in ``benchmarks/reproduce``, on a tiny random model: against loops written out, and every variant of the
 ablations."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from _reproduce import WORDS, write_rows
+from _reproduce import WORDS, data
 from _tiny_models import save_tiny
 from conftest import tiny_llama
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reproduce import ablations, methods, runner, tasks, training
 
 from peft_nvfp4 import freeze_model
 from peft_nvfp4.quantization.freeze import dequantize_model
 
+__all__ = ["data"]  # a fixture
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
-
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("PEFT_NVFP4_DATA", str(tmp_path))
-    write_rows(tmp_path / "reproduce")
-    return tmp_path
 
 
 @pytest.fixture

@@ -20,9 +20,6 @@ from peft_nvfp4.quantization.freeze import frozen_layers
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
 
 
-# ---------------------------------------------------------------------------------------------- what it leaves behind
-
-
 def test_moments_come_from_quantised_predecessors():
     """The codes of layer 1, again, from the input that the calibrated layer 0 gives it."""
     dense, model = tiny_llama(), tiny_llama()
@@ -48,7 +45,7 @@ def test_moments_come_from_quantised_predecessors():
         assert layer.shares_input and layer.options.terms == 2
 
 
-def test_later_sites_see_rounded_inputs():
+def test_later_linears_see_rounded_inputs():
     """The MLP's inner product is collected behind linears that are dense and read D(Q(x))."""
     dense, model = tiny_llama(), tiny_llama()
     calibrate(model, IDS, options=CalibrationOptions(report_tokens=0), **FAST)
@@ -174,9 +171,6 @@ def test_few_tokens_warn():
         calibrate(tiny_llama(), IDS[:2, :20], **FAST)
 
 
-# ---------------------------------------------------------------------------------------------- terms under a budget
-
-
 def test_terms_are_bought_by_gain_per_work():
     def site(name, work, one):
         return Survey([name], work, one, 0.01 * one)
@@ -205,9 +199,6 @@ def test_a_budget_is_kept_and_used():
         assert layer.options.terms in (1, 2)
     first = model.model.layers[0].self_attn
     assert len({first.q_proj.options.terms, first.k_proj.options.terms, first.v_proj.options.terms}) == 1
-
-
-# ---------------------------------------------------------------------------------------------- the backward layout
 
 
 def test_backward_layouts_from_gptq(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,11 @@ from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
-from peft_nvfp4.calibration.store import read_manifest, write_manifest
-from peft_nvfp4.quantization.freeze import frozen_layers
+from peft_nvfp4.calibration.store import digest, read_manifest, write_manifest
+from peft_nvfp4.quantization.freeze import freeze_model, frozen_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
 
-
-# ---------------------------------------------------------------------------------------------- on disk
 
 KILLED = """
 import os, signal, sys
@@ -121,6 +120,10 @@ def test_applied_to_another_copy(tmp_path):
     write_manifest(tmp_path, manifest)
     with pytest.raises(ValueError, match="not finished.*model.layers.1"):
         apply_calibration(tiny_llama(), tmp_path)
+    for version in (float("nan"), True, -1, 2.0):
+        (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": version}))
+        with pytest.raises(ValueError, match="manifest.json is not a valid manifest.*format_version"):
+            apply_calibration(tiny_llama(), tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
     with pytest.raises(ValueError, match="upgrade"):
         apply_calibration(tiny_llama(), tmp_path)
@@ -133,9 +136,6 @@ def test_report(tmp_path):
     row = saved["layers"]["model.layers.0"]
     assert row["seconds"] > 0 and "peak_gib" in row and len(row["linears"]) == 7
     assert "W4A4 error" in str(report) and "2 layers" in str(report)
-
-
-# ---------------------------------------------------------------------------------------------- with the rest of the package
 
 
 def test_config_takes_a_calibration(tmp_path):
@@ -155,3 +155,53 @@ def test_config_takes_a_calibration(tmp_path):
     assert NVFP4LoraConfig.from_pretrained(tmp_path / "adapter").calibration == str(tmp_path / "c")
     with pytest.raises(ValueError, match="holds no calibration"):
         get_peft_model(tiny_llama(), config(calibration=str(tmp_path / "nothing")))
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+def unchanged(model) -> bool:
+    """Whether a model is the dense one that it was made as."""
+    dense = tiny_llama().state_dict()
+    state = model.state_dict()
+    return not frozen_layers(model) and state.keys() == dense.keys() and all(torch.equal(t, dense[k]) for k, t in state.items())
+
+
+def test_a_resumed_calibration_of_a_damaged_folder_leaves_the_model_alone(tmp_path):
+    calibrate(tiny_llama(), IDS, output_dir=tmp_path, **FAST)
+    path = tmp_path / "layers_00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    model = tiny_llama()
+    with pytest.raises(ValueError, match="layers_00001.safetensors is missing, truncated or damaged"):
+        calibrate(model, IDS, output_dir=tmp_path, **FAST)
+    assert unchanged(model)
+
+
+def test_an_error_in_the_second_layer_leaves_the_model_dense(tmp_path):
+    """While it is calibrated, while a calibration is applied, and without one."""
+    model = tiny_llama()
+    second = model.model.layers[1].mlp.down_proj
+    second.register_forward_pre_hook(lambda *args: 1 / 0 if frozen_layers(model) else None)
+    with pytest.raises(ZeroDivisionError):
+        calibrate(model, IDS, **FAST)
+    assert unchanged(model) and model.model.layers[1].mlp.down_proj is second
+
+    calibrate(tiny_llama(), IDS, output_dir=tmp_path, **FAST)
+
+    def refuse(name, dense, frozen):
+        assert "layers.1" not in name
+
+    for freeze in (partial(apply_calibration, folder=tmp_path), freeze_model):
+        model = tiny_llama()
+        with pytest.raises(AssertionError):
+            freeze(model, on_frozen=refuse)
+        assert unchanged(model), freeze
+
+
+def test_fingerprints_are_those_of_other_versions():
+    """They go into files: pinned, whatever PyTorch prints for a tree or a type."""
+    tree = {"text": ["a", 1, 2.5, None, True], "ids": (torch.arange(6).view(2, 3), torch.ones(2, dtype=torch.bfloat16))}
+    assert digest(tree) == digest(dict(reversed(tree.items())))
+    assert digest(tree) == "d25517678ac4e1a117151942a5fa89f4cb86e175fe1e38adcab010d82c3f416b"
+    for other in ({**tree, "text": ["a", 1, 2.5, None, 1]}, {**tree, "ids": (torch.arange(6), tree["ids"][1])}):
+        assert digest(other) != digest(tree)

@@ -10,14 +10,11 @@ from torch import nn
 
 from peft_nvfp4.calibration.data import batches
 from peft_nvfp4.calibration.run import calibrate
-from peft_nvfp4.calibration.structure import capture, find_stack, sites
+from peft_nvfp4.calibration.structure import capture, find_stack, linear_groups
 from peft_nvfp4.quantization.freeze import frozen_layers, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens of calibration for linears")
 CPU = torch.device("cpu")
-
-
-# ---------------------------------------------------------------------------------------------- data
 
 
 def test_texts_become_sequences_of_one_length():
@@ -31,9 +28,6 @@ def test_texts_become_sequences_of_one_length():
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(found, again))
     assert not torch.equal(found[0]["input_ids"], other[0]["input_ids"])
     assert batches(["a bb"], Words(), seq_len=10)[0]["input_ids"].tolist() == [[1, 2, 0]]  # less than one sequence
-
-
-# ---------------------------------------------------------------------------------------------- structure
 
 
 def gemma3():
@@ -64,11 +58,11 @@ def test_layers_alone_compute_what_the_model_does(make):
                 hidden = stack.run(index, i, hidden)
 
 
-def test_sites_are_linears_of_one_input():
+def test_groups_are_linears_of_one_input():
     model = tiny_llama()
     stack = capture(model, "model.layers", [{"input_ids": IDS}], CPU)
     linears = [n for n, m in model.model.layers[0].named_modules() if isinstance(m, nn.Linear)]
-    assert sites(stack, 0, stack.hidden[0], linears) == [
+    assert linear_groups(stack, 0, stack.hidden[0], linears) == [
         ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         ["self_attn.o_proj"],
         ["mlp.gate_proj", "mlp.up_proj"],
@@ -101,9 +95,6 @@ def test_structure_refusals():
 
     with pytest.raises(ValueError, match="before layer 1 of layers"):
         capture(Between(tiny_llama()), "layers", [{"input_ids": IDS}], CPU)
-
-
-# ---------------------------------------------------------------------------------------------- image prompts
 
 
 def vision_model():

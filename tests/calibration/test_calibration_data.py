@@ -1,7 +1,5 @@
 """What users hand to a calibration: conversations, tokenised rows, streams, arrays; and what is refused with a way out."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from types import SimpleNamespace

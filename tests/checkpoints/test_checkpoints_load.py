@@ -52,9 +52,6 @@ def refused(layout, stored, match, planned=(), of=None):
 DENSE = {"b.weight": torch.zeros(N, K, dtype=torch.bfloat16)}
 
 
-# ---------------------------------------------------------------------------------------------- what the headers say
-
-
 @LAYOUTS
 def test_the_packed_linears_are_found_with_all_their_tensors(layout):
     """Dense tensors, and bytes that are no codes (a mask), are left alone."""
@@ -95,9 +92,6 @@ def test_only_plain_linears_are_read_packed(layout):
 def test_inputs_that_do_not_fill_blocks():
     of = nn.ModuleDict({"a": nn.Linear(K + 8, N)})
     refused(MODELOPT, headers(named("a", values(MODELOPT))), "has 56 inputs, which is not a multiple of 16", of=of)
-
-
-# ---------------------------------------------------------------------------------------------- what was loaded
 
 
 def loaded(layout, bias=False, **settings):
@@ -160,21 +154,6 @@ def test_the_range_of_global_scales_includes_its_ends(layout):
     for g in (low / 2, high * 2):
         with pytest.raises(ValueError, match=f"^a.{layout.gscale} in x.safetensors is corrupt: it holds a global scale"):
             check(sound=loaded(layout), a=loaded(layout, g=g))
-
-
-@LAYOUTS
-def test_the_largest_block_scale_is_sound_and_the_next_byte_is_not(layout):
-    packed = loaded(layout)
-    for byte, sound in ((0x7E, True), (0x7F, False)):
-        packed.weight_scale.data.view(torch.uint8)[1, 2] = byte
-        if sound:
-            check(a=packed)
-        else:
-            with pytest.raises(ValueError, match="^a.weight_scale in x.safetensors is corrupt: it holds NaN or negative scales"):
-                check(a=packed)
-
-
-# ---------------------------------------------------------------------------------------------- what it becomes
 
 
 @LAYOUTS

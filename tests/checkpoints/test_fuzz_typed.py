@@ -27,8 +27,6 @@ from peft_nvfp4 import cli
 from peft_nvfp4.cli._run import options, texts
 from peft_nvfp4.kernels.fp4 import cutlass
 
-# ---------------------------------------------------------------------------------------------- YAML
-
 YAML = """model: base  # a folder
 dataset: data.jsonl
 output: out
@@ -85,8 +83,6 @@ def test_yaml_in_another_encoding(tmp_path_factory, content):
     read_options(tmp_path_factory, content)
 
 
-# ---------------------------------------------------------------------------------------------- data files
-
 DATA = {
     "d.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
     "d.json": '[{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}]',
@@ -125,9 +121,6 @@ def test_extremes_in_data(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with done_or_refused(name):
         texts.read(str(tmp_path / name))
-
-
-# ---------------------------------------------------------------------------------------------- arguments
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +176,6 @@ def test_arguments(app, tmp_path_factory, line):
         assert "Error: KeyError" not in result.output and "Error: AttributeError" not in result.output, result.output
     shutil.rmtree(folder)
 
-
-# ---------------------------------------------------------------------------------------------- no way in
 
 SOURCES = sorted(Path(PACKAGE).rglob("*.py"))
 PICKLES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"}

@@ -4,20 +4,10 @@ import json
 
 import pytest
 import torch
+import transformers as hf
 from conftest import tiny_llama
 from peft import get_peft_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.checkpoints import gguf as ours
@@ -43,7 +33,7 @@ def tokenizer(split="gpt-2", chat_template="{{ messages }}"):
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt-2", "smollm"))
     inner.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
     special = dict(bos_token="<|start|>", eos_token="<|end|>")
-    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=chat_template, **special)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=chat_template, **special)
 
 
 def llama(**settings):
@@ -51,11 +41,11 @@ def llama(**settings):
 
 
 def mistral():
-    return MistralForCausalLM(MistralConfig(**SIZES, vocab_size=262, sliding_window=None))
+    return hf.MistralForCausalLM(hf.MistralConfig(**SIZES, vocab_size=262, sliding_window=None))
 
 
 def qwen2():
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, vocab_size=262))
+    model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES, vocab_size=262))
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(p, std=0.1)
@@ -63,7 +53,7 @@ def qwen2():
 
 
 def qwen3():
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=262, head_dim=128))  # the one size that transformers reads
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, vocab_size=262, head_dim=128))  # the one size that transformers reads
 
 
 MODELS = {
@@ -76,7 +66,7 @@ MODELS = {
 
 
 def read_back(folder, name="model.gguf", dtype=torch.float32):
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype)
+    return hf.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype)
 
 
 def logits(model):
@@ -121,7 +111,7 @@ def test_metadata_and_tokens(split, tmp_path):
     assert read["tokenizer.ggml.bos_token_id"] == 258 and read["tokenizer.ggml.add_bos_token"] is False
     assert (read["llama.block_count"], read["llama.attention.head_count_kv"], read["llama.vocab_size"]) == (2, 2, 262)
     if split == "gpt-2":
-        again = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+        again = hf.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
         assert again(TEXT).input_ids == own(TEXT).input_ids
         assert again.eos_token == "<|end|>" and again.chat_template == own.chat_template
 
@@ -137,14 +127,14 @@ def test_a_merged_model_from_the_command_line(tmp_path, monkeypatch):
     own = tokenizer()
     llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
     own.save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    base = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     config = NVFP4LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(base, config)
     model.save_pretrained(tmp_path / "adapter")
     command = ["merge", str(tmp_path / "adapter"), "-m", str(tmp_path / "base"), "-o", str(tmp_path / "out"), "--to", "bf16"]
     result = CliRunner().invoke(app, [*command, "--gguf", "--dtype", "bf16"])
     assert result.exit_code == 0, result.output
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     again = read_back(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(logits(again), logits(saved))
     refused = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "other"), "--to", "nvfp4", "--gguf"])
@@ -154,7 +144,7 @@ def test_a_merged_model_from_the_command_line(tmp_path, monkeypatch):
 def words():
     inner = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    return hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
 def unknown_split():
@@ -184,7 +174,7 @@ def scaled():
         (llama, unknown_split, "byte-level BPE.*convert_hf_to_gguf"),
         (lambda: llama(vocab_size=200), tokenizer, "260 tokens, the model 200"),
         (scaled, tokenizer, "'llama3'.*convert_hf_to_gguf"),
-        (lambda: MistralForCausalLM(MistralConfig(**SIZES, vocab_size=262, sliding_window=8)), tokenizer, "sliding window"),
+        (lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES, vocab_size=262, sliding_window=8)), tokenizer, "sliding window"),
         (lambda: llama(hidden_act="gelu"), tokenizer, "hidden_act='gelu'.*convert_hf_to_gguf"),
         (lambda: freeze_model(llama(), progress=False), tokenizer, "is packed: merge to 'bf16'"),
         (lambda: get_peft_model(llama(), NVFP4LoraConfig(target_modules=["q_proj"])).base_model.model, tokenizer, "adapter"),
@@ -241,9 +231,9 @@ def test_words_for_the_matrices(tmp_path):
 def test_the_real_tokenizer_is_written(tmp_path):
     from smollm2_reviews import model_folder
 
-    real = AutoTokenizer.from_pretrained(model_folder())
+    real = hf.AutoTokenizer.from_pretrained(model_folder())
     export_gguf(llama(vocab_size=len(real)), real, tmp_path / "model.gguf")
-    again = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    again = hf.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert again(TEXT).input_ids == real(TEXT).input_ids
     assert json.dumps(again.special_tokens_map, sort_keys=True) == json.dumps(real.special_tokens_map, sort_keys=True)
 

@@ -8,41 +8,15 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from _pact_models import LORA, assert_same_state, load, logits, tiny_llava
+from _pact_models import IDS, LORA, assert_same_state, load, logits, tiny_llava
 from _steps import steps
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
-from published_checkpoints import (
-    CT_SETTINGS,
-    IDS,
-    MODELOPT_SETTINGS,
-    OLD_MODELOPT,
-    as_loaded,
-    dense_model,
-    edit_config,
-    quantised,
-    tensors,
-    write,
-)
+from published_checkpoints import OLD_MODELOPT, SETTINGS, as_loaded, dense_model, edit_config, quantised, tensors, write
 from safetensors.torch import load_file
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    modeling_utils,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from peft_nvfp4 import (
-    NVFP4LoraConfig,
-    PactConfig,
-    attach,
-    freeze_model,
-    ops,
-    prepare_model_for_nvfp4_training,
-    register,
-    unregister,
-)
+from peft_nvfp4 import NVFP4LoraConfig, PactConfig, attach, freeze_model, ops, prepare_model_for_nvfp4_training
 from peft_nvfp4.checkpoints import export_checkpoint
 from peft_nvfp4.checkpoints.layouts import COMPRESSED_TENSORS, MODELOPT
 from peft_nvfp4.nn.nvfp4 import NVFP4FrozenLinear
@@ -66,8 +40,6 @@ def assert_holds(model, weights, reciprocal_of=None):
 
 
 # ---------------------------------------------------------------------------------------------- loading
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_and_logits_are_those_that_were_written(tmp_path, layout):
     model = tiny_llama(torch.bfloat16)
@@ -139,7 +111,7 @@ def test_requantised_under_a_power_of_two(tmp_path, factor):
 @pytest.mark.parametrize("place", ["beside", "config", "both"])
 def test_older_modelopt_settings(tmp_path, place):
     weights = write(tmp_path, "modelopt")
-    edit_config(tmp_path, None if place == "beside" else MODELOPT_SETTINGS)
+    edit_config(tmp_path, None if place == "beside" else SETTINGS["modelopt"])
     if place != "config":
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(OLD_MODELOPT))
     assert_holds(load(tmp_path), weights)
@@ -150,7 +122,7 @@ def test_scalars_of_either_shape_and_no_input_scales(tmp_path):
         for key in [key for key in state if key.endswith("weight_scale_2")]:
             state[key] = state[key].reshape(1)
 
-    settings = {**MODELOPT_SETTINGS, "quant_algo": "W4A16_NVFP4"}
+    settings = {**SETTINGS["modelopt"], "quant_algo": "W4A16_NVFP4"}
     weights = write(tmp_path, "modelopt", input_scale=None, change=change, settings=settings)
     assert_holds(load(tmp_path), weights)
 
@@ -159,7 +131,7 @@ def test_scalars_of_either_shape_and_no_input_scales(tmp_path):
 def test_what_is_dense_in_the_files_stays_dense_and_survives_saving(tmp_path, layout):
     model = tiny_llama(torch.bfloat16)
     weights = quantised(model, keep_dense=("lm_head", "o_proj", "0.mlp.up_proj"))
-    settings = copy.deepcopy({"modelopt": MODELOPT_SETTINGS, "compressed-tensors": CT_SETTINGS}[layout])
+    settings = copy.deepcopy(SETTINGS[layout])
     write(tmp_path / "a", layout, model, weights, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -219,7 +191,7 @@ def test_vision_language(tmp_path, layout):
         for name, w in on_disk.items():
             state |= {f"{name}.{leaf}": t for leaf, t in tensors(w, layout).items()}
 
-    settings = {"modelopt": MODELOPT_SETTINGS, "compressed-tensors": CT_SETTINGS}[layout]
+    settings = SETTINGS[layout]
     settings = {**settings, "ignore": [*settings["ignore"], "multi_modal_projector"]}
     write(tmp_path, layout, model, weights, settings, change=change)
     loaded = load(tmp_path, AutoModelForImageTextToText)
@@ -229,8 +201,6 @@ def test_vision_language(tmp_path, layout):
 
 
 # ---------------------------------------------------------------------------------------------- training
-
-
 @pytest.mark.parametrize("config", [LoraConfig, NVFP4LoraConfig])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_train(tmp_path, layout, config):
@@ -255,27 +225,7 @@ def test_without_a_pact_config_nothing_is_hooked(tmp_path):
     assert not frozen_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"))
 
 
-def test_a_model_loaded_for_inference_says_how_to_load_it():
-    model = tiny_llama(torch.bfloat16)
-    model.config.quantization_config = {"quant_method": "compressed-tensors"}
-    with pytest.raises(ValueError, match="PactConfig"):
-        freeze_model(model, "nvfp4")
-
-
-def test_hook_is_removed_and_installed():
-    hooked = modeling_utils.get_hf_quantizer
-    unregister()
-    try:
-        assert modeling_utils.get_hf_quantizer is hooked.__wrapped__
-    finally:
-        register()
-    register()
-    assert modeling_utils.get_hf_quantizer.__wrapped__ is hooked.__wrapped__
-
-
 # ---------------------------------------------------------------------------------------------- export
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_export_loads_bit_equal(tmp_path, layout):
     tiny_llama(torch.bfloat16).save_pretrained(tmp_path / "dense")
@@ -383,8 +333,6 @@ def test_centred_layers_export_their_weights(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- with compressed-tensors
-
-
 def through_compressed_tensors(folder):
     pytest.importorskip("compressed_tensors", reason="not run: compressed-tensors is not installed")
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)

@@ -1,76 +1,86 @@
-"""Published NVFP4 checkpoints that are broken, hostile or beyond what a frozen layer can represent: one error that names the
-tensor or the file and says why, no model, no code run."""
+"""Packed checkpoints, published ones and this package's own, that are broken, hostile or beyond what a frozen layer can
+represent: one error that names the tensor or the file and says why, no model, no code run."""
 
 import copy
+import functools
 import json
+import operator
 import shutil
 
 import pytest
 import torch
 from _broken_checkpoints import Bomb, assert_refused, change, shard_of, truncate
+from conftest import tiny_llama
 from published_checkpoints import CT_SETTINGS, MODELOPT_SETTINGS, OLD_MODELOPT, edit_config, write
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from peft_nvfp4 import PactConfig
 from peft_nvfp4.checkpoints.settings import Published, read_settings
-from peft_nvfp4.quantization.freeze import frozen_layers
 
 DOWN = "model.layers.1.mlp.down_proj"
 LAYOUTS = ["compressed-tensors", "modelopt"]
-LEAVES = {
+LEAVES = {  # codes, block scales, global scale
     "compressed-tensors": ["weight_packed", "weight_scale", "weight_global_scale"],
     "modelopt": ["weight", "weight_scale", "weight_scale_2"],
+    "own": ["weight", "weight_scales", "weight_gscale"],
 }
+by_layout, or_own = (pytest.mark.parametrize("layout", names) for names in (LAYOUTS, LEAVES))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Layout -> a sound checkpoint in three files."""
+    """Layout -> a sound checkpoint in several files."""
     root = tmp_path_factory.mktemp("published")
     for layout in LAYOUTS:
         write(root / layout, layout)
-    return {layout: root / layout for layout in LAYOUTS}
+    tiny_llama(torch.bfloat16).save_pretrained(root / "dense")
+    load(root / "dense").save_pretrained(root / "own", max_shard_size="40kB")
+    return {layout: root / layout for layout in LEAVES}
 
 
 def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=PactConfig(), dtype=torch.bfloat16)
+    """As a script does. (What a model of this package's own layout was quantised with, its files say.)"""
+    settings = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    own = settings.get("quant_method") == "peft_nvfp4"
+    config = {} if own else {"quantization_config": PactConfig()}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **config)
 
 
 def raises(folder, *parts):
     assert_refused(load, folder, *parts)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@or_own
 def test_untouched_copies_load(saved, tmp_path, layout):
     """What the tests below do to a file is what makes it fail."""
-    change(saved[layout], tmp_path / "copy", f"{DOWN}.weight_scale", lambda t: t)
-    assert len(frozen_layers(load(tmp_path / "copy"))) == 14
+    change(saved[layout], tmp_path / "copy", f"{DOWN}.{LEAVES[layout][1]}", lambda t: t)
+    loaded, sound = (load(folder).state_dict() for folder in (tmp_path / "copy", saved[layout]))
+    assert loaded.keys() == sound.keys() and all(torch.equal(t, sound[name]) for name, t in loaded.items())
 
 
 # ---------------------------------------------------------------------------------------------- files
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@or_own
 @pytest.mark.parametrize("keep", [0.9, 0.01, 0])
 def test_truncated_shard(saved, tmp_path, layout, keep):
-    file = truncate(saved[layout], tmp_path / "copy", f"{DOWN}.weight_scale", keep)
+    file = truncate(saved[layout], tmp_path / "copy", f"{DOWN}.{LEAVES[layout][1]}", keep)
     raises(tmp_path / "copy", file, "truncated or damaged", "Download")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@or_own
 def test_pickles_are_refused_unread(saved, tmp_path, layout):
     (tmp_path / "bin").mkdir()
     shutil.copy(saved[layout] / "config.json", tmp_path / "bin")
     torch.save({"model.embed_tokens.weight": Bomb(tmp_path / "boom")}, tmp_path / "bin" / "pytorch_model.bin")
     raises(tmp_path / "bin", "pytorch_model.bin", "not a safetensors file", "pickle")
     shutil.copytree(saved[layout], tmp_path / "renamed")
-    file = shard_of(tmp_path / "renamed", f"{DOWN}.weight_scale")
-    torch.save({f"{DOWN}.weight_scale": Bomb(tmp_path / "boom")}, file)
+    tensor = f"{DOWN}.{LEAVES[layout][1]}"
+    file = shard_of(tmp_path / "renamed", tensor)
+    torch.save({tensor: Bomb(tmp_path / "boom")}, file)
     raises(tmp_path / "renamed", file, "damaged")
     assert not (tmp_path / "boom").exists()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@by_layout
 @pytest.mark.parametrize("all_of_them", [False, True])
 @pytest.mark.parametrize("absolute", [False, True])
 def test_index_that_leads_out_of_its_folder(saved, tmp_path, layout, all_of_them, absolute):
@@ -87,7 +97,7 @@ def test_index_that_leads_out_of_its_folder(saved, tmp_path, layout, all_of_them
     raises(tmp_path / "copy", path, prefix, "outside its folder")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@or_own
 @pytest.mark.parametrize("leaf", [0, 1, 2])
 def test_missing_tensor(saved, tmp_path, layout, leaf):
     tensor = f"{DOWN}.{LEAVES[layout][leaf]}"
@@ -104,17 +114,25 @@ def test_linear_that_is_wholly_missing(tmp_path):
     raises(tmp_path, DOWN, "missing in", "model-00001-of-00003.safetensors")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SHAPES = [
+    (0, lambda t: t[:-1], (64, 88)),
+    (0, lambda t: t[:, :80], (64, 88)),
+    (1, lambda t: t[:, :10], (64, 11)),  # groups of 17.6
+    (1, lambda t: t.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn), (64, 11)),  # transposed
+    (1, lambda t: torch.zeros(128, 12, dtype=torch.uint8).view(torch.float8_e4m3fn), (64, 11)),  # swizzled and padded
+    (2, lambda t: t.reshape(1).repeat(64), (1,)),  # one for each row
+]
+OWN_SHAPES = [
+    (0, lambda t: t[:-1], (64, 96)),
+    (0, lambda t: t[:, :88], (64, 96)),  # not padded to 32 columns
+    (1, lambda t: t[:, ::2], (64, 12)),  # groups of 32
+    (2, lambda t: t.repeat(2), (4,)),
+]
+
+
 @pytest.mark.parametrize(
-    "leaf, wrong, expected",
-    [
-        (0, lambda t: t[:-1], (64, 88)),
-        (0, lambda t: t[:, :80], (64, 88)),
-        (1, lambda t: t[:, :10], (64, 11)),  # groups of 17.6
-        (1, lambda t: t.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn), (64, 11)),  # transposed
-        (1, lambda t: torch.zeros(128, 12, dtype=torch.uint8).view(torch.float8_e4m3fn), (64, 11)),  # swizzled and padded
-        (2, lambda t: t.reshape(1).repeat(64), (1,)),  # one for each row
-    ],
+    "layout, leaf, wrong, expected",
+    [(layout, *case) for layout in LEAVES for case in (OWN_SHAPES if layout == "own" else SHAPES)],
 )
 def test_wrong_shape(saved, tmp_path, layout, leaf, wrong, expected):
     tensor = f"{DOWN}.{LEAVES[layout][leaf]}"
@@ -122,14 +140,16 @@ def test_wrong_shape(saved, tmp_path, layout, leaf, wrong, expected):
     raises(tmp_path / "copy", tensor, file, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+TYPES = [
+    (1, lambda t: t.view(torch.uint8), ("U8", "F8_E4M3")),  # e8m0 or other bytes
+    (1, lambda t: t.view(torch.uint8).view(torch.float8_e5m2), ("F8_E5M2", "F8_E4M3")),
+    (2, lambda t: t.bfloat16(), ("BF16", "F32")),
+]
+
+
 @pytest.mark.parametrize(
-    "leaf, wrong, words",
-    [
-        (1, lambda t: t.view(torch.uint8), ("U8", "F8_E4M3")),  # e8m0 or other bytes
-        (1, lambda t: t.view(torch.uint8).view(torch.float8_e5m2), ("F8_E5M2", "F8_E4M3")),
-        (2, lambda t: t.bfloat16(), ("BF16", "F32")),
-    ],
+    "layout, leaf, wrong, words",
+    [*((layout, *case) for layout in LAYOUTS for case in TYPES), ("own", 2, lambda t: t.view(torch.float32), ("F32", "U8"))],
 )
 def test_wrong_type(saved, tmp_path, layout, leaf, wrong, words):
     tensor = f"{DOWN}.{LEAVES[layout][leaf]}"
@@ -137,29 +157,29 @@ def test_wrong_type(saved, tmp_path, layout, leaf, wrong, words):
     raises(tmp_path / "copy", tensor, file, *words)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@or_own
 @pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x80])
 def test_nan_or_negative_block_scale(saved, tmp_path, layout, byte):
     def one(t):
         t.view(torch.uint8)[3, 5] = byte
         return t
 
-    file = change(saved[layout], tmp_path / "copy", f"{DOWN}.weight_scale", one)
-    raises(tmp_path / "copy", f"{DOWN}.weight_scale", file, "NaN or negative scales")
+    tensor = f"{DOWN}.{LEAVES[layout][1]}"
+    file = change(saved[layout], tmp_path / "copy", tensor, one)
+    raises(tmp_path / "copy", tensor, file, "NaN or negative scales")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@or_own
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e-44, 1e38])
 def test_bad_global_scale(saved, tmp_path, layout, value):
     tensor = f"{DOWN}.{LEAVES[layout][2]}"
-    file = change(saved[layout], tmp_path / "copy", tensor, lambda t: torch.full_like(t, value))
+    bad = torch.tensor([value])  # bytes in this package's own layout
+    file = change(saved[layout], tmp_path / "copy", tensor, lambda t: (bad.view(t.dtype) if t.dim() else bad[0]).contiguous())
     raises(tmp_path / "copy", tensor, file, "not finite and positive")
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be represented
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@by_layout
 @pytest.mark.parametrize(
     "leaf, t, reason",
     [
@@ -174,7 +194,7 @@ def test_tensors_that_change_what_a_linear_computes(saved, tmp_path, layout, lea
     raises(tmp_path / "copy", f"{DOWN}.{leaf}", file, reason, "PactConfig")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@by_layout
 def test_fp8_layers_among_the_others(tmp_path, layout):
     name = "model.layers.0.self_attn.o_proj"
 
@@ -203,7 +223,7 @@ def test_experts_in_one_tensor(tmp_path):
     raises(tmp_path, "model.layers.0.mlp.experts.1.up_proj.weight_packed", "experts", "PactConfig")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@by_layout
 def test_settings_and_files_of_different_layouts(saved, tmp_path, layout):
     shutil.copytree(saved[layout], tmp_path / "copy")
     edit_config(tmp_path / "copy", CT_SETTINGS if layout == "modelopt" else MODELOPT_SETTINGS)
@@ -212,39 +232,36 @@ def test_settings_and_files_of_different_layouts(saved, tmp_path, layout):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@by_layout
 def test_packed_files_without_settings(saved, tmp_path, layout):
     shutil.copytree(saved[layout], tmp_path / "copy")
     edit_config(tmp_path / "copy", None)
     raises(tmp_path / "copy", "_scale", "hf_quant_config.json", "Download all files")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"modelopt"'])
+DAMAGED = ["{", "[]", '"modelopt"', "[" * 100_000, "9" * 5000, '"\ud800"', "null", '{"quantization": []}', "\x00"]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: repr(text[:9]))
 def test_damaged_settings_beside_the_files(saved, tmp_path, text):
     shutil.copytree(saved["modelopt"], tmp_path / "copy")
     edit_config(tmp_path / "copy", None)
-    (tmp_path / "copy" / "hf_quant_config.json").write_text(text)
-    raises(tmp_path / "copy", tmp_path / "copy" / "hf_quant_config.json", "damaged", "Download")
+    (tmp_path / "copy" / "hf_quant_config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    said = ("in no layout",) if "quantization" in text else ("damaged", "Download")
+    raises(tmp_path / "copy", tmp_path / "copy" / "hf_quant_config.json", *said)
 
 
 def test_settings_of_dense_files(saved, tmp_path):
-    from conftest import tiny_llama
-
     tiny_llama(torch.bfloat16).save_pretrained(tmp_path)
     edit_config(tmp_path, CT_SETTINGS)
     raises(tmp_path, "no linear in the files is packed")
 
 
 # ---------------------------------------------------------------------------------------------- settings
-
-
 def edited(settings, path, value):
     settings = copy.deepcopy(settings)
     *way, last = path.split(".")
-    for part in way:
-        target = settings if part == way[0] else target  # noqa: F821
-        target = target[part]
-    (target if way else settings)[last] = value
+    functools.reduce(operator.getitem, way, settings)[last] = value
     return settings
 
 
@@ -279,6 +296,12 @@ WEIGHTS = "config_groups.group_0.weights"
         (MODELOPT_SETTINGS, "quant_algo", None, ["None"]),
         (MODELOPT_SETTINGS, f"{WEIGHTS}.group_size", 32, ["group_size", "32"]),
         (MODELOPT_SETTINGS, "layout_version", 7, ["layout_version", "Upgrade"]),
+        (CT_SETTINGS, "sparsity_config", "dense", []),
+        (CT_SETTINGS, "format", ["x"], []),
+        (CT_SETTINGS, "quant_method", ["x"], []),
+        (MODELOPT_SETTINGS, "quant_algo", ["NVFP4"], []),
+        (MODELOPT_SETTINGS, "quantized_layers", ["x"], []),
+        (MODELOPT_SETTINGS, "quantized_layers", {"a": "NVFP4"}, []),
         (OLD_MODELOPT, "quantization.group_size", 32, ["group_size", "32"]),
         (OLD_MODELOPT, "quantization.quant_algo", "W4A8_AWQ", ["W4A8_AWQ"]),
     ],
@@ -300,10 +323,7 @@ def test_mixed_precision():
 
 
 def test_refused_settings_reach_the_user(saved, tmp_path):
-    for layout, path, value in (
-        ("compressed-tensors", f"{WEIGHTS}.group_size", 32),
-        ("modelopt", "quant_algo", "NVFP4_SVD"),
-    ):
+    for layout, path, value in (("compressed-tensors", f"{WEIGHTS}.group_size", 32), ("modelopt", "quant_algo", "NVFP4_SVD")):
         shutil.copytree(saved[layout], tmp_path / layout)
         edit_config(tmp_path / layout, edited(CT_SETTINGS if layout != "modelopt" else MODELOPT_SETTINGS, path, value))
         raises(tmp_path / layout, tmp_path / layout, value, "PactConfig")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from _tiny_models import tiny_tokenizer
 from conftest import tiny_llama
+from safetensors.torch import load_file
 
 from peft_nvfp4.cli._run import options
 
@@ -30,9 +31,6 @@ MARKED = (
 def write(path, rows) -> str:
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
-
-
-# ---------------------------------------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize(
@@ -103,9 +101,6 @@ def test_absent():
         texts.read("no/such/set")
 
 
-# ---------------------------------------------------------------------------------------------- what is learned
-
-
 def learned(tokenizer, row) -> list[str]:
     return tokenizer.convert_ids_to_tokens([label for label in row["labels"] if label != evaluation.IGNORED])
 
@@ -167,9 +162,6 @@ def test_packed_rows_do_not_see_each_other(tmp_path):
     assert found[True] == pytest.approx(found[False], rel=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- options
-
-
 def test_flags_over_file_over_defaults(tmp_path):
     (tmp_path / "c.yaml").write_text("model: m\ndataset: d\noutput: o\nlr: 1e-3\nrank: 8\nlora:\n  use_rslora: true\n")
     found = options.gathered({"rank": 4, "steps": None}, tmp_path / "c.yaml")
@@ -192,7 +184,7 @@ def test_resuming_reads_what_the_run_was(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ranks: 8", "unknown options:? ranks; known: model, dataset"),
+        ("ranks: 8", "unknown options:? ranks; known: model, dataset.*Leave the others out"),
         ("rank: many", "rank must be int, got 'many'"),
         ("rank: true", "rank must be int"),
         ("lr: fast", "lr must be float"),
@@ -222,9 +214,6 @@ def test_the_layers_that_an_adapter_was_trained_on_are_known(tmp_path):
         assert models.trained_layers(tmp_path) == layers
 
 
-# ---------------------------------------------------------------------------------------------- metrics
-
-
 def test_answers():
     """Means of two rows: "The film." is "film" to SQuAD's scorer; "a good film" has 2 of 2 and 2 of 3 words of the other. ROUGE-L
     looks at all words: the common subsequences are 1 of 2 and 1 words, and "good film" of 3 and 4."""
@@ -238,3 +227,18 @@ def test_labels():
     scores = evaluation._label_scores(found, true, [" p", " n", " never"])
     assert scores == pytest.approx({"accuracy": 0.75, "macro_f1": (2 / 3 + 4 / 5) / 2})
     assert evaluation._label_scores([" p"], [" p"], [" p"]) == {"accuracy": 1.0, "macro_f1": 1.0}
+
+
+# ---------------------------------------------------------------------------------------------- warm-up
+
+
+@pytest.mark.parametrize("settings", [{"steps": 1}, {"steps": 1, "trainer": {"warmup_steps": 10}}])
+def test_a_warm_up_leaves_the_last_step(tmp_path, settings):
+    """The adapter of a short run has learned something."""
+    tiny_llama(vocab_size=64).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    name = write(tmp_path / "d.jsonl", [{"text": "the film is good and bad"}])
+    given = options.TrainOptions(model=str(tmp_path / "model"), dataset=name, output=str(tmp_path / "out"), **settings)
+    training.run(given, say=lambda text: None)
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(t.abs().max() > 0 for key, t in adapter.items() if "lora_B" in key)

@@ -1,5 +1,5 @@
-"""Training as people do it: plain loops, HF Trainer with resume, TRL, activation checkpointing, bitsandbytes' optimizers,
-accumulation, generation; copies, determinism, and evaluating before training."""
+"""Training as people do it: plain loops, activation checkpointing, bitsandbytes' optimizers under HF Trainer, accumulation,
+generation, and copies. (Resuming, and TRL: test_resume_matrix.py.)"""
 
 import copy
 import pickle
@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers as hf
 from _frozen_models import packed
-from _low_level import adapted_model
-from _peft_models import BACKENDS, adapter_tensors, by_backend, config, logits, same_tensors
+from _loss_models import distance
+from _peft_models import adapter_tensors, by_backend, config, logits, same_tensors
 from _steps import steps as optimizer_steps
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 
@@ -44,13 +45,6 @@ def fit(model: nn.Module, steps: int, lr: float = 1e-2) -> list[float]:
     return optimizer_steps(model, IDS, steps, lr)
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
-# ---------------------------------------------------------------------------------------------- a plain loop
-
-
 @by_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no-dropout", "dropout"])
@@ -64,15 +58,6 @@ def test_a_few_steps_lower_the_loss(backend, dtype, dropout):
     assert same_tensors(packed(model), frozen)
     assert all(torch.equal(p, rest[n]) for n, p in model.named_parameters() if "lora_" not in n)
     assert all(t.abs().max() > 0 and t.isfinite().all() for t in adapter_tensors(model).values())
-
-
-@by_backend
-def test_backends_start_at_the_same_loss_and_learn_alike(backend):
-    """Changing the backend changes one word: four bits cost a little, not the ability to learn. The bound is half of what the
-    baseline gains."""
-    baseline, here = fit(adapted(backend="bf16"), 8), fit(adapted(backend=backend), 8)
-    gain = baseline[0] - baseline[-1]
-    assert abs(here[0] - baseline[0]) < 0.1 and abs(here[-1] - baseline[-1]) < 0.5 * gain
 
 
 @by_backend
@@ -90,9 +75,6 @@ def test_gradient_accumulation(backend, parts):
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert distance(parameter.grad, whole[name]) < bound, name
-
-
-# ---------------------------------------------------------------------------------------------- activation checkpointing
 
 
 def checkpointing_enable(model):
@@ -118,16 +100,6 @@ def test_checkpointing_leaves_gradients_bit_equal(backend, reentrant, dropout):
 
 
 @by_backend
-def test_checkpointing_with_stochastic_gradients(backend):
-    """Stochastic rounding happens in backward, after recomputation: its seed must be the one that the plain run drew."""
-    settings = dict(backend=backend, gradients="nvfp4_sr", lora_dropout=0.1, init_lora_weights=False)
-    expected = gradients(adapted(**settings))
-    model = adapted(**settings)
-    checkpointing_enable(model.base_model.model)({"use_reentrant": False})
-    assert same_tensors(gradients(model), expected)
-
-
-@by_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_prepare_model_for_kbit_training_before_the_adapter(backend, dtype):
     """PEFT's own preparation of a QLoRA script: everything in 16 bits goes to FP32, then the base is frozen from that. The codes
@@ -145,29 +117,7 @@ def test_prepare_model_for_kbit_training_before_the_adapter(backend, dtype):
     assert losses[-1] < losses[0]
 
 
-# ---------------------------------------------------------------------------------------------- HF Trainer
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self):
-        self.ids = torch.randint(0, 128, (8, 16), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return dict(input_ids=self.ids[i], labels=self.ids[i])
-
-
-def arguments(folder, **settings) -> hf.TrainingArguments:
-    usual = dict(max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, save_strategy="no")
-    return hf.TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], seed=3, disable_tqdm=True, **{**usual, **settings}
-    )
-
-
-def losses_of(trainer: hf.Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+ROWS = [dict(input_ids=row, labels=row) for row in torch.randint(0, 128, (8, 16), generator=torch.Generator().manual_seed(0))]
 
 
 @pytest.mark.parametrize("backend", ["nf4", "nvfp4"])
@@ -176,7 +126,9 @@ def losses_of(trainer: hf.Trainer) -> list[float]:
 def test_bitsandbytes_optimizers(tmp_path, backend, optim, bits):
     """Selected by name and used: states of 4096 or more values are kept in 8 bits. Paging itself needs CUDA."""
     model = adapted(backend=backend, r=64)  # A and B of a 64 x 64 projection hold 4096 values
-    trainer = hf.Trainer(model, arguments(tmp_path, optim=optim, max_steps=6), train_dataset=Rows())
+    settings = dict(use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, save_strategy="no", seed=3)
+    settings |= dict(optim=optim, max_steps=6, per_device_train_batch_size=2, learning_rate=1e-2)
+    trainer = hf.Trainer(model, hf.TrainingArguments(tmp_path, **settings), train_dataset=ROWS)
     trainer.train()
     optimizer = trainer.optimizer
     while not isinstance(optimizer, bnb.optim.optimizer.Optimizer8bit):
@@ -184,14 +136,8 @@ def test_bitsandbytes_optimizers(tmp_path, backend, optim, bits):
     assert optimizer.args.optim_bits == bits and optimizer.is_paged is optim.startswith("paged")
     states = [s["state1"].dtype for p, s in optimizer.state.items() if p.numel() >= 4096]
     assert states and set(states) == {torch.uint8 if bits == 8 else torch.float32}
-    losses = losses_of(trainer)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] and len(losses) == 6
-
-
-# ---------------------------------------------------------------------------------------------- TRL
-
-
-# ---------------------------------------------------------------------------------------------- copies
 
 
 @by_backend
@@ -208,9 +154,6 @@ def test_copies_compute_the_same_and_share_nothing(backend, way):
     assert torch.equal(logits(model), expected) and same_tensors(adapter_tensors(model), weights)
     merged = twin.merge_and_unload()  # also rewrites what is frozen
     assert not torch.equal(logits(merged), expected) and torch.equal(logits(model), expected)
-
-
-# ---------------------------------------------------------------------------------------------- generation
 
 
 @by_backend
@@ -232,47 +175,3 @@ def test_generate_follows_the_teacher_forced_path(backend):
     with model.disable_adapter():
         without = model.generate(input_ids=prompt, **settings)
     assert not torch.equal(without, out.sequences), "the adapter takes part in generation"
-
-
-# ---------------------------------------------------------------------------------------------- evaluating first
-
-
-@pytest.mark.parametrize("cpu", ["this-cpu", "as-if-avx512-bf16"])
-@pytest.mark.parametrize("backend, loaded", [*[(b, "dense") for b in BACKENDS], ("nf4", "in-4-bits")])
-def test_evaluating_then_training_then_merging(tmp_path, monkeypatch, backend, cpu, loaded):
-    """bitsandbytes repacks a 4-bit weight in place when a CPU with AVX512-BF16 first evaluates it; training then lacks input
-    gradients and merging reads garbage. "as-if" makes bitsandbytes believe that this is such a CPU."""
-    if cpu == "as-if-avx512-bf16":
-        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-    if loaded == "in-4-bits":
-        tiny_llama(intermediate_size=192).save_pretrained(tmp_path)
-        quantised = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-        make = lambda: hf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised)
-        assert (
-            any(m.support_avx512bf16_for_cpu for m in make().modules() if isinstance(m, bnb.nn.Linear4bit)) or cpu == "this-cpu"
-        )
-    else:
-        make = lambda: tiny_llama(intermediate_size=192)
-
-    def fresh():
-        base = make()
-        torch.manual_seed(1)
-        return get_peft_model(base, config(backend=backend, init_lora_weights=False))
-
-    never, first = fresh(), fresh()
-    weights = {n: m.dequantize() for n, m in frozen_layers(first)}
-    before = logits(first)
-    assert same_tensors({n: m.dequantize() for n, m in frozen_layers(first)}, weights)
-    for model in (never, first):
-        model.enable_input_require_grads()
-    assert same_tensors(gradients(first), gradients(never))
-    assert torch.equal(logits(first), before)
-    x = torch.randn(2, 64, requires_grad=True)
-    frozen_layers(first)[0][1].eval()(x).sum().backward()
-    assert x.grad is not None and x.grad.abs().max() > 0
-    fit(first, 2)
-    trained = logits(first)
-    merged = first.merge_and_unload()
-    # merged weights are dense FP32: only the order of FP32 sums differs. NVFP4 no longer quantises its activations (a tenth each)
-    assert distance(logits(merged), trained) < (0.3 if backend == "nvfp4" else 1e-4)
-    assert distance(before, trained) > 0.01

@@ -5,15 +5,14 @@ import json
 import pytest
 import torch
 from _assertions import by_device
-from _low_level import adapted_model
 from _tiny_models import save_tiny
 from conftest import tiny_llama
+from low_level import adapted_model
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from peft_nvfp4 import BACKENDS, FrozenOptions, NVFP4StatisticsCallback, enable_cuda_graphs, tensor_statistics
 from peft_nvfp4.cli import statistics as tools
-from peft_nvfp4.diagnostics import plots
 from peft_nvfp4.diagnostics import statistics_hooks as hooks
 from peft_nvfp4.diagnostics.statistics import Statistics, TensorStatistics
 from peft_nvfp4.diagnostics.statistics_hooks import Measurement, Sums
@@ -53,8 +52,6 @@ def test_offloaded_weights_are_measured_where_they_compute(backend):
 
 
 # ---------------------------------------------------------------------------------------------- by hand
-
-
 def test_numbers_of_one_row_by_hand():
     """amax 6.2, so g = 2**ceil(log2(6.2 / 2688)) = 2**-8 and s = e4m3(6.2 / 6 * 256 = 264.5) = 256 (its neighbour is 288): codes
     count ones, the block holds at most 6. The second block is a thousand times smaller: s = e4m3(.006 / 6 * 256) = .25, step
@@ -114,8 +111,6 @@ def test_values_that_are_not_finite_are_seen():
 
 
 # ---------------------------------------------------------------------------------------------- weights
-
-
 @pytest.mark.parametrize("backend", ["nvfp4", "nf4", "bf16"])
 def test_a_weight_against_its_original(backend):
     if backend == "nf4":
@@ -135,8 +130,6 @@ def test_a_weight_against_its_original(backend):
 
 
 # ---------------------------------------------------------------------------------------------- what training quantises
-
-
 @pytest.fixture
 def seen(monkeypatch):
     """[(t, terms)] of everything that is compared."""
@@ -191,7 +184,6 @@ def test_unfused_linears_see_what_they_are_called_with(seen):
 
 
 # ---------------------------------------------------------------------------------------------- nothing changes
-
 SETTINGS = {
     "high": {},
     "balanced": {"accuracy": "balanced"},
@@ -263,8 +255,6 @@ def test_some_rows_are_rows_of_all():
 
 
 # ---------------------------------------------------------------------------------------------- while training
-
-
 class Listener(TrainerCallback):
     """What TensorBoard's callback is given."""
 
@@ -319,8 +309,6 @@ def test_an_interrupted_step_leaves_no_hooks(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- refusals, presentation
-
-
 def test_refusals():
     with pytest.raises(ValueError, match="no frozen linears"):
         tensor_statistics(tiny_llama(), [IDS])
@@ -357,7 +345,7 @@ def test_heat_map_places_layers_and_towers(tmp_path):
         f"model.{tower}layers.{i}.{p}_proj" for tower in ("text_model.", "vision_model.encoder.") for i in (0, 1) for p in "qk"
     ]
     found = Statistics({name: {"weight": numbers(i / 100)} for i, name in enumerate([*names, "model.connector.proj"])})
-    rows, columns, values = plots.grid(found, "weight", "error")
+    rows, columns, values = found.grid("weight", "error")
     assert rows[0] == "model.text_model.layers.0" and rows[-1] == "model.connector" and columns == ["q_proj", "k_proj", "proj"]
     assert values[3][:2] == [0.06, 0.07] and values[0][2] != values[0][2]
     found.png(tmp_path / "h.png")
@@ -375,8 +363,6 @@ def test_a_row_of_the_table():
 
 
 # ---------------------------------------------------------------------------------------------- the command
-
-
 def test_the_command_with_a_model_and_with_an_adapter(tmp_path):
     from typer.testing import CliRunner
 

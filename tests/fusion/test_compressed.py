@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from peft import get_peft_model
+from _dataflow_models import IDS, bytes_for_backward, loss_and_gradients
+from _dataflow_models import tuned as random_adapter
 from torch.utils.checkpoint import checkpoint
 
 from peft_nvfp4 import NVFP4LoraConfig, detach
@@ -15,42 +16,21 @@ from peft_nvfp4.fusion.compressed import CompressedGate, CompressedNorm
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION
 
-SIZES = dict(
-    hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
-)
-IDS = torch.arange(24).view(2, 12) * 5 % 128
 by_backend = pytest.mark.parametrize("backend", ["bf16", "nf4"])
 
 
 def tuned(backend, memory="small", family="Llama", **settings):
-    torch.manual_seed(0)
-    model = getattr(hf, f"{family}ForCausalLM")(getattr(hf, f"{family}Config")(**SIZES, pad_token_id=0))
-    config = NVFP4LoraConfig(
-        r=4, target_modules="all-linear", init_lora_weights=False, backend=backend, memory=memory, **settings
-    )
-    return get_peft_model(model, config).train()
+    return random_adapter(family, fused=True, backend=backend, memory=memory, **settings).train()
 
 
-def loss_and_gradients(model, seed=1):
+def step(model, seed=1):
     torch.manual_seed(seed)
-    model.zero_grad()
-    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return loss_and_gradients(model)
 
 
 def kept_bytes(model):
-    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(t):
-        if t.untyped_storage().data_ptr() not in own:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = model.get_base_model().model(input_ids=IDS, use_cache=False).last_hidden_state
-    del loss
-    return sum(kept.values())
+    base = model.get_base_model().model
+    return bytes_for_backward(model, lambda: base(input_ids=IDS, use_cache=False).last_hidden_state)[1]
 
 
 @by_backend
@@ -59,12 +39,12 @@ def kept_bytes(model):
 def test_the_forward_keeps_its_bits_and_the_gradients_their_direction(backend, dropout, family):
     """Codes differ from values by 9.5 % (one term, Gaussian); a gradient passes two norms and one MLP per layer: over two layers
     the cosine stays above 1 - 5 * 0.1**2."""
-    loss, gradients = loss_and_gradients(tuned(backend, "fast", family, lora_dropout=dropout))
+    loss, gradients = step(tuned(backend, "fast", family, lora_dropout=dropout))
     model = tuned(backend, family=family, lora_dropout=dropout)
     fused = set(model.base_model.nvfp4_report.fused.values())
     assert fused - {"rotary embedding"} == {"RMSNorm, codes kept", "gated MLP, codes kept"}
-    compressed_loss, compressed = loss_and_gradients(model)
-    assert torch.equal(loss, compressed_loss)
+    compressed_loss, compressed = step(model)
+    assert loss == compressed_loss
     assert not torch.equal(gradients, compressed)
     assert F.cosine_similarity(gradients, compressed, 0) > 0.95
     assert activation_cache.live() == 0
@@ -79,7 +59,7 @@ def test_a_fraction_of_the_bytes_is_kept(backend):
 def test_without_fusing_only_the_branches_compress():
     assert not hasattr(tuned("bf16", "fast").base_model, "nvfp4_report")
     model = detach(tuned("bf16"))
-    assert torch.equal(loss_and_gradients(model)[0], loss_and_gradients(tuned("bf16", "fast"))[0])
+    assert step(model)[0] == step(tuned("bf16", "fast"))[0]
     assert kept_bytes(tuned("bf16")) < kept_bytes(model) < kept_bytes(tuned("bf16", "fast"))
 
 
@@ -126,12 +106,12 @@ def test_norm_and_gate_take_their_gradients_at_the_codes():
 @by_backend
 def test_checkpointing_changes_no_bit_and_evaluation_no_logit(backend):
     model = tuned(backend, lora_dropout=0.1)
-    plain = loss_and_gradients(model)
+    plain = step(model)
     for layer in model.get_base_model().model.layers:
         forward = layer.forward
         layer.forward = lambda *args, forward=forward, **kw: checkpoint(forward, *args, use_reentrant=False, **kw)
-    again = loss_and_gradients(model)
-    assert torch.equal(plain[0], again[0]) and torch.equal(plain[1], again[1])
+    again = step(model)
+    assert plain[0] == again[0] and torch.equal(plain[1], again[1])
     with torch.no_grad():
         assert torch.equal(model.eval()(IDS).logits, tuned(backend, "fast").eval()(IDS).logits)
 

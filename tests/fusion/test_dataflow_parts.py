@@ -20,8 +20,6 @@ from peft_nvfp4.numerics import fused_reference, reference
 from peft_nvfp4.numerics.formats import ACTIVATION
 from peft_nvfp4.numerics.fused_reference import ACTIVATIONS
 
-# ---------------------------------------------------------------------------------------------- gated MLPs by structure
-
 
 class Gated(nn.Module):
     """down(act(gate(x)) * up(x)) in any spelling."""
@@ -149,9 +147,6 @@ def test_whoever_looks_at_the_product_of_the_mlp_finds_values(how):
     torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-6)  # FP32 sums in another order
     assert all(x.abs().sum() > 0 for x in seen)
     assert len(seen) == (how != "compiled")
-
-
-# ---------------------------------------------------------------------------------------------- norms by structure
 
 
 class Block(nn.Module):

@@ -13,8 +13,6 @@ from peft_nvfp4.numerics import fused_reference, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, padded_k
 from peft_nvfp4.numerics.reference import mm
 
-# ---------------------------------------------------------------------------------------------- what is kept for backward
-
 
 def test_the_residual_stream_and_gate_up_are_not_kept():
     """Without fusing, norm inputs, gate, up and their product are saved dense. What does not grow with the tokens (copies of
@@ -27,8 +25,6 @@ def test_the_residual_stream_and_gate_up_are_not_kept():
         sizes[fuse] = kept_bytes(model, IDS.repeat(2, 1)) - kept_bytes(model, IDS)
     assert sizes[True] < 0.45 * sizes[False], sizes  # 1488 and 3760 bytes a token and layer in FP32
 
-
-# ---------------------------------------------------------------------------------------------- the product made anew
 
 LEAST_COSINE = 0.95
 """Of down's dA with h~ made anew to that with h~ kept. h~ kept is 9.5 % off (one term, Gaussian data), h~ made anew by that three

@@ -10,10 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peft_nvfp4.fusion import loss, loss_attach
+from peft_nvfp4.fusion.lazy_logits import LazyLogits
 from peft_nvfp4.fusion.loss import Transform, linear_cross_entropy
-from peft_nvfp4.fusion.loss_attach import LazyLogits, attach_loss, detach_loss
-
-# ---------------------------------------------------------------------------------------------- the function
+from peft_nvfp4.fusion.loss_attach import attach_loss, detach_loss
 
 
 def ordinary(hidden, weight, labels, bias=None, transform=None, num_items=None, **kwargs):
@@ -111,9 +110,6 @@ def test_autocast():
         assert g.dtype == torch.float32 and distance(g, e) <= 4 * unit(torch.bfloat16)
 
 
-# ---------------------------------------------------------------------------------------------- what is allocated
-
-
 class Widest(TorchDispatchMode):
     """The most rows that any tensor with a vocabulary-sized last dimension has had, other than weights (of ``width`` rows)."""
 
@@ -169,9 +165,6 @@ def test_without_gradients_none_is_computed(monkeypatch):
         assert linear_cross_entropy(hidden, weight, labels).isfinite()
 
 
-# ---------------------------------------------------------------------------------------------- compilers
-
-
 @pytest.mark.gpu
 def test_recorded_in_a_cuda_graph():
     """Replayed with other labels, more of them, than it was recorded with; no call may wait for the device."""
@@ -189,14 +182,8 @@ def test_recorded_in_a_cuda_graph():
         assert distance(g, e) <= EXACT
 
 
-@pytest.fixture
-def fresh_compiler():
+def test_the_function_compiles_whole():
     torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def test_the_function_compiles_whole(fresh_compiler):
     hidden, weight, labels, bias = case()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     got = compiled(hidden, weight, labels, bias=bias, softcap=2.0)
@@ -207,8 +194,9 @@ def test_the_function_compiles_whole(fresh_compiler):
 
 
 @pytest.mark.parametrize("kind", ["frozen_head", "lora_on_head"])
-def test_an_attached_model_compiles_whole(fresh_compiler, kind):
+def test_an_attached_model_compiles_whole(kind):
     """Once for all lengths but the first. A head with a forward of its own keeps the ordinary loss, as do old compilers."""
+    torch._dynamo.reset()
     targets = ["q_proj"] if kind == "frozen_head" else ["q_proj", "lm_head"]
     model = get_peft_model(build(num_hidden_layers=1), LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).train()
     attach_loss(model, chunk=5)

@@ -15,9 +15,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.fusion.loss_attach import LazyLogits, attach_loss, detach_loss
-
-# ---------------------------------------------------------------------------------------------- PEFT
+from peft_nvfp4.fusion.lazy_logits import LazyLogits
+from peft_nvfp4.fusion.loss_attach import attach_loss, detach_loss
 
 KINDS = {
     "frozen_head": NVFP4LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear"),
@@ -73,9 +72,6 @@ def test_a_head_of_several_ranks_is_called_once(tmp_path):
     assert_same_step(step(model), expected)
 
 
-# ---------------------------------------------------------------------------------------------- copies and replicas
-
-
 def test_copies_pickles_and_saves(tmp_path):
     model = build()
     attach_loss(model)
@@ -123,9 +119,6 @@ def test_replicas_of_data_parallel_do_not_meet():
     for thread in threads:
         thread.join()
     assert losses == [[expected[0]] * 20, [expected[1]] * 20]
-
-
-# ---------------------------------------------------------------------------------------------- trainers
 
 
 def rows(count: int = 12) -> list[dict]:

@@ -47,7 +47,6 @@ def everywhere(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- the function
-
 B, S, D = 2, 5, 12
 LAYOUTS = {  # name -> x (b, h, s, d) of that storage
     "tokens first": lambda b, h, s, d: torch.randn(b, s, h, d).transpose(1, 2),
@@ -164,7 +163,6 @@ def test_bad_arguments_name_themselves(change, message):
 
 
 # ---------------------------------------------------------------------------------------------- torch.compile
-
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="not run: inductor needs a C++ compiler (g++)")
 
 
@@ -197,7 +195,6 @@ def test_an_attached_model_compiles_whole_with_the_original(everywhere):
 
 
 # ---------------------------------------------------------------------------------------------- models
-
 FAMILIES = {"Llama": {}, "Qwen3": dict(head_dim=16), "Gemma2": dict(head_dim=16), "SmolLM3": {}, "Phi3": {}}
 """Plain; norms of q and k; scaled; layers without; one linear for q, k and v. In which others it is found: test_families."""
 IDS = torch.arange(24).view(2, 12) * 5 % 128
@@ -212,7 +209,8 @@ def tiny(family, dtype):
 
 def step(model, call=None):
     model.zero_grad()
-    out = (model if call is None else call)(input_ids=IDS, labels=IDS, use_cache=False)
+    ids = IDS.to(model.device)
+    out = (model if call is None else call)(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
     return out.logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -306,8 +304,6 @@ def test_a_partial_rotary_embedding_is_left_alone(everywhere):
 
 
 # ---------------------------------------------------------------------------------------------- other people's functions
-
-
 class Attention(torch.nn.Module):
     """Its class claims to come from a modeling file made for the test."""
 
@@ -459,8 +455,6 @@ def test_transforms_go_to_the_original(everywhere, modeling):
 
 
 # ---------------------------------------------------------------------------------------------- on a GPU
-
-
 @pytest.mark.gpu
 @by_dtype
 def test_an_attached_model_runs_the_kernel_with_the_bits_of_transformers(dtype, monkeypatch):
@@ -474,11 +468,8 @@ def test_an_attached_model_runs_the_kernel_with_the_bits_of_transformers(dtype, 
     for attached in (False, True):
         if attached:
             assert attach_rope(model) == {modeling_llama.__name__: FUSED}
-        model.zero_grad()
-        out = model(input_ids=IDS.cuda(), labels=IDS.cuda(), use_cache=False)
-        out.loss.backward()
-        results.append((out.logits.detach().cpu(), [p.grad.cpu() for p in model.model.layers.parameters()]))
+        logits, gradients = step(model)
+        results.append({"logits": logits} | {name: g for name, g in gradients.items() if ".layers." in name})
         assert len(calls) == 2 * attached
-    assert_same_bits(results[1][0], results[0][0], "logits")
-    for a, b in zip(results[1][1], results[0][1]):
-        assert_same_bits(a, b, "gradient")
+    for name, t in results[0].items():
+        assert_same_bits(results[1][name], t, name)

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from _low_level import adapted_model
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import get_peft_model
 from torch import nn
 from torch._dynamo.backends.debugging import ExplainWithBackend
@@ -97,9 +97,6 @@ def nudge(model: nn.Module) -> None:
                 parameter.mul_(1.1)
 
 
-# ---------------------------------------------------------------------------------------------- a whole model
-
-
 @by_backend
 def test_a_model_is_captured_whole_and_once(backend, capsys):
     """aot_eager: forward and backward are traced and run as graphs of PyTorch's own kernels. Loss and gradients of three steps
@@ -124,9 +121,6 @@ def test_a_model_is_captured_whole_and_once(backend, capsys):
     assert breaks[0] <= GRAPH_BREAKS[backend], [str(reason.reason) for reason in report.break_reasons]
     assert graphs[0] == GRAPH_BREAKS[backend] + 1 and report.op_count > 50
     assert graphs == [graphs[0]] * 3 and breaks == [breaks[0]] * 3
-
-
-# ---------------------------------------------------------------------------------------------- two linears
 
 
 @by_backend
@@ -174,8 +168,6 @@ def test_stochastic_gradients():
             spread = (two[1][name] - grad).norm()
             assert 0 < (got[1][name] - grad).norm() <= 2 * spread < 0.5 * grad.norm(), name
 
-
-# ---------------------------------------------------------------------------------------------- inductor
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="not run: inductor needs a C++ compiler (g++)")
 

@@ -17,13 +17,13 @@ from peft_nvfp4.ops import linear
 def check(device):
     """Messages about what is wrong."""
     from peft_nvfp4.kernels import emulated
-    from peft_nvfp4.kernels.triton import operands
+    from peft_nvfp4.kernels.triton import dequantize
 
     wrong = []
     q = reference.quantize(random(7, 40).to(device), ACTIVATION)
     extra = random(7, 3, seed=3).to(BF16).to(device)
     out = torch.full((7, 90), 7.0, dtype=BF16, device=device)
-    operands.write_operand(out, q, 2, extra, 4, 8)
+    dequantize.write_operand(out, q, 2, extra, 4, 8)
     expected = torch.cat(
         [reference.dequantize(q, BF16)] * 2 + [torch.zeros_like(extra[:, :1])] * 4 + [extra, 0 * extra[:, :1]], 1
     )
@@ -32,7 +32,7 @@ def check(device):
     dy = random(7, 40, seed=4).to(BF16).to(device)
     dy[3, 5] = float("nan")
     out = torch.full((7, 48), 7.0, dtype=BF16, device=device)
-    operands.write_rounded(out, dy)
+    dequantize.write_rounded(out, dy)
     rounded = reference.dequantize(reference.quantize(dy, GRADIENT), BF16)
     if not torch.equal(out[:, :40].view(torch.int16), rounded.view(torch.int16)) and not torch.allclose(
         out[:, :40].float(), rounded.float(), rtol=0, atol=0, equal_nan=True

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,9 @@ def refused(monkeypatch):
 
 @pytest.fixture(scope="module")
 def build():
-    sys.path.insert(0, str(CSRC))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(CSRC))
         import build as module
-    finally:
-        sys.path.remove(str(CSRC))
     return module
 
 
@@ -61,15 +58,12 @@ def shared_object(tmp_path, source):
     return out
 
 
-# ---------------------------------------------------------------------------------------------- loading
-
-
 def test_missing_library_says_how_to_get_one(refused, tmp_path):
     error = refused(tmp_path / "nothing.so")
     assert re.match(f"not built: .*nothing.so.*{cutlass.VARIABLE}", str(error)) and not error.broken
     x, w = ops.quantize(torch.randn(3, 64), ACTIVATION), ops.quantize_weight(torch.randn(8, 64), WEIGHT)
     with pytest.raises(Unavailable, match="not built"):
-        cutlass.gemms([x], [w])
+        cutlass.gemms([x], [w], constants=[None], adds=[None])
 
 
 def test_missing_library_of_an_installation(monkeypatch, tmp_path):
@@ -127,9 +121,6 @@ def test_structures_match_the_header(tmp_path):
         assert list((ctypes.c_size_t * len(ours)).in_dll(library, f"{name}_at")) == ours
 
 
-# ---------------------------------------------------------------------------------------------- tiles
-
-
 def test_few_tiles_prefer_small_ones_many_rows_may_take_large_ones():
     # 512 x 2048 outputs: 64 tiles of 128 x 128 in one wave of 84 SMs, 32 of 256 x 128 also one wave, each twice as long
     assert tiles.choose(Problem(512, (2048,), 2048), [LARGE, SMALL], 84) == SMALL
@@ -147,8 +138,8 @@ def test_weights_of_one_input_fill_the_last_wave():
     together = tiles.modelled_us(Problem(2048, (2048, 512, 512), 2048), SMALL, 84)
     alone = sum(tiles.modelled_us(Problem(2048, (n,), 2048), SMALL, 84) for n in (2048, 512, 512))
     # 384 tiles are 5 waves, 256 + 64 + 64 are 4 + 1 + 1; and one start instead of three
-    loop = 16 * (tiles.ESTIMATED.block + tiles.ESTIMATED.step) + tiles.ESTIMATED.epilogue
-    assert alone - together == pytest.approx(loop + 2 * (tiles.ESTIMATED.start + tiles.ESTIMATED.fill))
+    loop = 16 * (tiles.BLOCK_US + tiles.STEP_US) + tiles.EPILOGUE_US
+    assert alone - together == pytest.approx(loop + 2 * (tiles.START_US + tiles.FILL_US))
 
 
 def test_measured_tiles_win_and_survive(tmp_path, monkeypatch):
@@ -183,9 +174,6 @@ def test_tune_stores_the_fastest(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "tiles-some-gpu-abc.json").read_text())["tiles"] == winners
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert len({problem.key for problem in tune.usual_problems()}) == 64
-
-
-# ---------------------------------------------------------------------------------------------- build
 
 
 def test_generated_sources(build, tmp_path):
@@ -248,14 +236,12 @@ def library(compiled):
 
 
 @pytest.mark.slow
-def test_one_instance_compiles(compiled, library):
+def test_one_instance_compiles(compiled, library, monkeypatch):
     assert library.archs == ["12.0a"] and library.info["emulated"] == "0"
     assert library.instances == {(SMALL.name, "none", "bf16"): 0} and library.tiles == [SMALL]
-    sys.path.insert(0, str(CSRC))
-    try:
-        import report
-    finally:
-        sys.path.remove(str(CSRC))
+    monkeypatch.syspath_prepend(str(CSRC))
+    import report
+
     (row,) = report.report(compiled[1], compiled[0], report.find_cuobjdump())["rows"]
     assert row["arch"] == "sm_120a" and row["smem_bytes"] <= 101376
     if "fp4_mma" in row:  # cuobjdump is there
@@ -301,9 +287,6 @@ def test_library_checks_its_arguments(library):
             library.gemm(arguments)
     # 128 x 4 scales of x and of w are 512 bytes each; one k tile of 128 codes a row more where TMA is emulated
     assert library.workspace_bytes(arguments) == 1024
-
-
-# ---------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu

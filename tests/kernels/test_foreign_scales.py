@@ -4,8 +4,6 @@ the FP32 sum, and backward layouts have the same bytes wherever they are made.
 The kernels run in Triton's interpreter, in a process of its own (``python test_foreign_scales.py``), and on CUDA where marked.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -75,8 +73,6 @@ def rounded_operand_is_noticed(dtype: torch.dtype, m: int = 3, n: int = 48, k: i
 
 
 # ---------------------------------------------------------------------------------------------- arithmetic
-
-
 def test_what_is_left_without_the_scale_factor_is_exact_in_bf16():
     """Every code under every E4M3 scale, subnormal ones included: code * scale has 2 + 4 bits, from 2**-10 to 2688."""
     scales = torch.arange(0x7F, dtype=torch.uint8)
@@ -148,15 +144,13 @@ def test_the_product_of_a_gpu(terms, dtype, bias, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- backward layouts
-
-
 @by_device
 @by_scale
 def test_backward_layouts_of_all_makers_are_the_same(g, device):
     w = foreign(70, 96, g)
     exact = reference.quantize(reference.dequantize(w).T, WEIGHT_BACKWARD)
     factor = reference.scale_factor(w.gscale)
-    assert_same_matrix(ops.transpose_requantize(to(w, device), WEIGHT_BACKWARD, factor), exact, "transient")
+    assert_same_matrix(ops.transpose_requantize(to(w, device), factor), exact, "transient")
     layer = NVFP4FrozenLinear(96, 70, None, BF16, FrozenOptions("cached"), to(w, device), None)
     assert_same_matrix(layer.backward_layout, exact, "cached")
     rounded = reference.quantize(reference.dequantize(w, BF16).T, WEIGHT_BACKWARD)
@@ -164,8 +158,6 @@ def test_backward_layouts_of_all_makers_are_the_same(g, device):
 
 
 # ---------------------------------------------------------------------------------------------- layers
-
-
 def make(options: FrozenOptions, dtype: torch.dtype, device: str, g: float = SCALES[0]) -> NVFP4FrozenLinear:
     return NVFP4FrozenLinear(96, 70, None, dtype, options, to(foreign(70, 96, g), device), None)
 
@@ -318,14 +310,6 @@ def test_a_merged_weight_that_nothing_changes_keeps_scale_and_scale_factor():
         assert twin.scale_factor == expected == reference.scale_factor(twin.forward_layout.gscale)
 
 
-def test_many_rows():
-    """One BF16 GEMM of D(W) without the significand, which multiplies the sum."""
-    matmul = pytest.importorskip("peft_nvfp4.kernels.triton.matmul", exc_type=ImportError)
-    x, w = gaussian(70, 320, ACTIVATION), foreign(48, 320)
-    y = matmul.matmul([x], w, None, BF16, factor=reference.scale_factor(w.gscale))
-    assert outside(y, [(reference.dequantize(x).double(), exact_values(w))], None) == 0
-
-
 @pytest.mark.parametrize("terms", [1, 2])
 def test_an_fp4_kernel_applies_the_whole_scale(terms):
     """:mod:`peft_nvfp4.kernels.fp4.native` gives its GEMM codes and scales as they are stored, and has no use for factors."""
@@ -352,28 +336,19 @@ def test_merging_requantises_under_a_power_of_two_and_dequantising_rounds_once()
     assert_same_bits(layer.dequantize(), reference.dequantize(w).bfloat16(), "D(W) in BF16")
     layer.requantize_(layer.dequantize(FP32))
     assert reference.powers_of_two(layer.forward_layout.gscale)
-    assert_same_matrix(layer.backward_layout, ops.transpose_requantize(layer.forward_layout, WEIGHT_BACKWARD), "W_b")
+    assert_same_matrix(layer.backward_layout, ops.transpose_requantize(layer.forward_layout, 1.0), "W_b")
 
 
 # ---------------------------------------------------------------------------------------------- kernels
-
-
 def wrong_transposes(n: int, k: int, device: str, scales: tuple[float, ...] = SCALES) -> list[str]:
-    """Kernel against reference, bit for bit: rules, one scale or one a row, block scales of all sizes."""
-    found = []
+    """Kernel against reference, bit for bit, of block scales of all sizes."""
+    wrong = []
     for g in scales:
-        for rule in ("four_over_six", "max6"):
-            for scale in ("tensor", "row"):
-                q = to(foreign(n, k, g), device)
-                if scale == "row":
-                    q = q._replace(gscale=q.gscale * torch.exp2(torch.arange(n, device=device) % 5 - 2.0))
-                arguments = (*q, rule, reference.scale_factor(q.gscale[0]))
-                got = dispatch.triton_kernel("transpose_requantize")(*arguments)
-                expected = OPERATORS["transpose_requantize"].reference(*arguments)
-                found += [
-                    f"{n}x{k} {g} {rule} {scale} output {i}" for i, (a, b) in enumerate(zip(got, expected)) if not a.equal(b)
-                ]
-    return found
+        arguments = (q := to(foreign(n, k, g), device)), reference.scale_factor(q.gscale)
+        got = dispatch.triton_kernel("transpose_requantize")(*arguments)
+        expected = OPERATORS["transpose_requantize"].reference(*arguments)
+        wrong += [f"{n}x{k} {g} output {i}" for i, (a, b) in enumerate(zip(got[:3], expected)) if not a.equal(b)]
+    return wrong
 
 
 def wrong_products(m: int, n: int, k: int, device: str, scales: tuple[float, ...] = SCALES) -> list[str]:

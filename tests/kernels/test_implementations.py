@@ -21,9 +21,8 @@ from peft_nvfp4.numerics.formats import GRADIENT, QuantizedMatrix
 from peft_nvfp4.numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from peft_nvfp4.ops.core import Operator
 
+
 # ---------------------------------------------------------------------------------------------- the check
-
-
 def test_a_right_gemm_passes():
     assert check.failures(gemm, CPU) == []
     assert check.sum_bits(gemm, CPU) == (24, 24)
@@ -65,8 +64,6 @@ def test_exact_cases_are_exact():
 
 
 # ---------------------------------------------------------------------------------------------- fprop and dgrad over a GEMM
-
-
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("terms, constant", [(1, None), (1, torch.float32), (2, BF16), (2, torch.float32)])
 def test_products_over_a_gemm(name, terms, constant):
@@ -116,8 +113,6 @@ def test_what_a_implementation_does_not_take():
 
 
 # ---------------------------------------------------------------------------------------------- F.scaled_mm
-
-
 @pytest.fixture
 def scaled(monkeypatch):
     monkeypatch.setattr(scaled_mm, "_scaled_mm", fake_scaled_mm)
@@ -151,8 +146,6 @@ def test_scaled_mm_by_groups_of_rows(scaled, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- the choice
-
-
 NO_TRITON = "no Triton here"
 
 
@@ -238,8 +231,6 @@ def test_a_choice_computes_and_leaves_the_rest_to_others(native_implementations)
 
 
 # ---------------------------------------------------------------------------------------------- the package around it
-
-
 class FakeCuda:
     """torch.cuda of a machine with one GPU whose tensors live on the CPU, as far as kernels.status() asks."""
 

@@ -5,8 +5,6 @@ The interpreter knows no inline PTX and multiplies BF16 wrongly, so there the ke
 the tile kernel to FP32: it checks everything but the PTX. What the PTX decodes is checked on the GPU, for every code and scale.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _assertions import gaussian, generator, to
@@ -18,8 +16,6 @@ from peft_nvfp4 import ops
 from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT, QuantizedMatrix
-
-# ---------------------------------------------------------------------------------------------- the kernels
 
 RANDOM = [  # M, N, K, terms, result, bias; the first of every pair of lines goes to the vector kernel
     *((1, 9, 300, 1, BF16, FP32), (16, 70, 300, 1, BF16, FP32)),
@@ -121,13 +117,7 @@ def interpreted():
     return interpreted_results(__file__)
 
 
-RIGHT = {
-    "exact": [],
-    "decoded": [0, 0],
-    "bounds": [0] * len(RANDOM),
-    "nan": [[1, 2], [1, 8]],
-    "adapters": [0] * len(ADAPTERS),
-}
+RIGHT = {"exact": [], "decoded": [0, 0], "bounds": [0] * len(RANDOM), "nan": [[1, 2], [1, 8]], "adapters": [0] * len(ADAPTERS)}
 
 
 @pytest.mark.parametrize("what", RIGHT)

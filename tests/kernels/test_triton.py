@@ -5,8 +5,6 @@ imported, and the interpreter needs the repairs of :mod:`triton_interpreter`), w
 CUDA with real shapes, marked ``gpu``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from _assertions import SEED
@@ -16,11 +14,9 @@ from triton_cases import BF16, GROUPS, ON_GPU, awkward, cases, difference, norma
 from peft_nvfp4 import kernels
 from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import fused_reference
-from peft_nvfp4.numerics.formats import QuantizedMatrix
+from peft_nvfp4.numerics.formats import GRADIENT_STOCHASTIC, QuantizedMatrix
 from peft_nvfp4.ops import fused
 from peft_nvfp4.ops.core import Operator
-
-# ---------------------------------------------------------------------------------------------- on a CPU
 
 INTERPRETED = {  # group -> rows, widths, weights
     "quantize": (21, (10, 300), ()),
@@ -54,9 +50,6 @@ def test_interpreted_kernels_give_the_bits_of_the_reference(group, interpreted):
     assert interpreted[group]["mismatches"] == []
 
 
-# ---------------------------------------------------------------------------------------------- on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernels_give_the_bits_of_the_reference(group):
@@ -88,7 +81,7 @@ def test_strided_rows_and_seeds_on_the_device():
     drop = dispatch.triton_kernel("dropout")
     assert difference(drop(x, 0.1, seed), drop(x, 0.1, seed.cuda()))[0] == 0
     sr = dispatch.triton_kernel("quantize")
-    a, b = (sr(x, None, s, "max6", True, True) for s in (seed, seed.cuda()))
+    a, b = (sr(x, GRADIENT_STOCHASTIC, None, s) for s in (seed, seed.cuda()))
     assert all(difference(p, q)[0] == 0 for p, q in zip(flattened(a), flattened(b)))
 
 
@@ -97,9 +90,6 @@ def test_operators_call_the_kernels_and_say_so():
     kernels.load()
     triton = {o.operator for o in kernels.status().operators if o.implementation == "triton"}
     assert triton == set(dispatch.KERNELS)
-
-
-# ---------------------------------------------------------------------------------------------- operators
 
 
 FUSED = [value.name for value in vars(fused).values() if isinstance(value, Operator)] + ["quantize_terms", "dequantize_terms"]
@@ -142,9 +132,6 @@ def flattened(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for v in value for t in flattened(v)] if isinstance(value, (list, tuple)) else []
-
-
-# ---------------------------------------------------------------------------------------------- choosing
 
 
 def test_status_names_every_operator_and_a_reason():

@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from peft_nvfp4 import PactConfig, dequantize_model, export_checkpoint, freeze_model
 from peft_nvfp4.nn.experts.frozen_experts import frozen_experts
 
-# ---------------------------------------------------------------------------------------------- files
-
 
 def loaded(folder, **settings):
     return AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16", **settings)
@@ -52,16 +50,6 @@ def test_streaming_load_save_and_reload(make, memory, tmp_path):
     assert torch.equal(logits(loaded(tmp_path / "back")), logits(dense))
 
 
-@pytest.mark.parametrize("layout", ("compressed-tensors", "modelopt"))
-def test_published_files_of_which_only_experts_are_packed(layout, tmp_path):
-    reference, packed, _ = write_published(tmp_path / "published", qwen3_moe, layout, attention=False)
-    assert all(".experts." in name for name in packed)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "published", quantization_config=PactConfig(), dtype="bfloat16")
-    assert torch.equal(experts_of(model).dequantize("down_proj"), experts_of(reference).down_proj)
-    model.save_pretrained(tmp_path / "own")
-    assert_equal(model.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "own").state_dict())
-
-
 def test_skipped_experts_stay_dense_through_files(tmp_path):
     mixtral().to(torch.bfloat16).save_pretrained(tmp_path / "dense")
     model = loaded(tmp_path / "dense", quantization_config=PactConfig(skip_modules=["experts"]))
@@ -92,8 +80,6 @@ def test_corrupt_files_are_refused(spoil, message, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
-# ---------------------------------------------------------------------------------------------- other tools' files
-
 FILE_NAMES = {"MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2"), None: ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
@@ -121,8 +107,7 @@ def write_published(folder, make, layout, g=2.0**-13, up_g=None, attention=True)
     for name, each in packed.items():
         state |= {f"{name}.{leaf}": t.contiguous() for leaf, t in published.tensors(each, layout).items()}
     save_file(state, file, metadata={"format": "pt"})
-    settings = {"modelopt": published.MODELOPT_SETTINGS, "compressed-tensors": published.CT_SETTINGS}
-    published.edit_config(folder, settings[layout])
+    published.edit_config(folder, published.SETTINGS[layout])
     return model, packed, state
 
 
@@ -131,9 +116,11 @@ LAYOUT = pytest.mark.parametrize("layout", ("compressed-tensors", "modelopt"))
 
 @LAYOUT
 @by_family
-def test_published_experts_load_bit_for_bit(make, layout, tmp_path):
+@pytest.mark.parametrize("attention", (True, False), ids=("all packed", "experts alone"))
+def test_published_experts_load_bit_for_bit(make, layout, attention, tmp_path):
     """Codes, scales and values; then trained, and saved in this package's own layout."""
-    reference, _, _ = write_published(tmp_path / "published", make, layout)
+    reference, packed, _ = write_published(tmp_path / "published", make, layout, attention=attention)
+    assert attention or all(".experts." in name for name in packed)
     model, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "published", quantization_config=PactConfig(), dtype="bfloat16", output_loading_info=True
     )

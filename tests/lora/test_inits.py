@@ -8,28 +8,17 @@ branch of that base sees.
 import copy
 import warnings
 
+import peft
 import pytest
 import torch
 from _assertions import assert_same_bits, unit
-from _lora_layers import LAYERS, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed, sqnr
-from peft import (
-    BdLoraConfig,
-    EvaConfig,
-    KasaConfig,
-    LoraConfig,
-    LoraGAConfig,
-    LoraModel,
-    MontecloraConfig,
-    VeloraConfig,
-    get_peft_model,
-)
+from _frozen_linears import sqnr
+from _lora_layers import LAYERS, REQUANTISED_SQNR, D, Mlp, assert_close, assert_same_packed, formula, inputs, layer_of, packed
 from torch import nn
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 
-# dB of a weight after one requantisation: measured 21.5 (nvfp4) and 20.8 (nf4); exact for bf16, which holds FP32 here.
-REQUANTISED_SQNR = {"nvfp4": 20.0, "nf4": 20.0, "bf16": float("inf")}
 REWRITING = ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
 R, SCALING = 4, 2.0
 
@@ -47,13 +36,13 @@ def preprocess(model, init):
         from peft.tuners.lora.corda import preprocess_corda
 
         settings = {"init_lora_weights": init, "corda_config": CordaConfig(corda_method="ipm")}
-        preprocess_corda(model, LoraConfig(r=R, target_modules=list(LAYERS), **settings), run_model=lambda: model(x))
+        preprocess_corda(model, peft.LoraConfig(r=R, target_modules=list(LAYERS), **settings), run_model=lambda: model(x))
     elif init == "lora_ga":
         from peft.tuners.lora.loraga import preprocess_loraga
 
-        settings = {"init_lora_weights": init, "lora_ga_config": LoraGAConfig(scale="weight_svd")}
+        settings = {"init_lora_weights": init, "lora_ga_config": peft.LoraGAConfig(scale="weight_svd")}
         loss = lambda: model(x).square().mean().backward()
-        preprocess_loraga(model, LoraConfig(r=R, target_modules=list(LAYERS), **settings), loss)
+        preprocess_loraga(model, peft.LoraConfig(r=R, target_modules=list(LAYERS), **settings), loss)
     else:
         settings = {"init_lora_weights": init}
     return settings
@@ -64,23 +53,20 @@ def before_and_after(backend, init, dtype=torch.float32):
     dense = Mlp().to(dtype)
     settings = preprocess(dense, init)
     base = freeze_model(copy.deepcopy(dense), backend, progress=False)
-    return base, get_peft_model(dense, lora_config(backend, **settings))
+    return base, peft.get_peft_model(dense, lora_config(backend, **settings))
 
 
 def factors(layer, name="default"):
     return layer.lora_A[name].weight.detach().double(), layer.lora_B[name].weight.detach().double()
 
 
-# ---------------------------------------------------------------------------------------------- that leave the base alone
-
-
 @pytest.mark.parametrize("init", (True, False, "gaussian", "orthogonal", "mica", "eva"), ids=str)
 def test_base_keeps_its_bytes(backend, init):
     """And where B A = 0, the function is the base's."""
-    settings = {"eva_config": EvaConfig()} if init == "eva" else {}
+    settings = {"eva_config": peft.EvaConfig()} if init == "eva" else {}
     dense = Mlp()
     base = freeze_model(copy.deepcopy(dense), backend, progress=False)
-    model = get_peft_model(dense, lora_config(backend, init_lora_weights=init, **settings))
+    model = peft.get_peft_model(dense, lora_config(backend, init_lora_weights=init, **settings))
     for name in LAYERS:
         layer = layer_of(model, name)
         assert_same_packed(packed(layer), packed(getattr(base, name)))
@@ -93,9 +79,6 @@ def test_base_keeps_its_bytes(backend, init):
             y, magnitude = formula(layer, x, ["default"])
             want, _ = formula(layer, x, [])
             assert_close(layer(x), want, magnitude, what=f"{name} with init {init!r}")
-
-
-# ---------------------------------------------------------------------------------------------- that rewrite the base
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
@@ -140,7 +123,7 @@ def test_rewriting_inits_keep_the_shared_global_scale(llama, init):
     """q, k and v must still share one scale afterwards, or serving engines cannot fuse them. k is made larger than the others."""
     dense = llama()
     dense.model.layers[0].self_attn.k_proj.weight.data *= 16
-    model = get_peft_model(dense, lora_config("nvfp4", init_lora_weights=init, target_modules="all-linear"))
+    model = peft.get_peft_model(dense, lora_config("nvfp4", init_lora_weights=init, target_modules="all-linear"))
     attention = model.base_model.model.model.layers[0].self_attn
     scales = [
         getattr(attention, n).get_base_layer().weight_gscale.view(torch.float32).item() for n in ("q_proj", "k_proj", "v_proj")
@@ -151,7 +134,7 @@ def test_rewriting_inits_keep_the_shared_global_scale(llama, init):
 @pytest.mark.parametrize("init", ("pissa", "olora", "mica", "orthogonal"))
 def test_dense_init_of_a_second_adapter_while_one_is_merged_raises(backend, init):
     """It would take the merged weight for the base's. Nothing changes; after unmerging it works."""
-    model = get_peft_model(Mlp(), lora_config(backend, init_lora_weights=False))
+    model = peft.get_peft_model(Mlp(), lora_config(backend, init_lora_weights=False))
     model.merge_adapter()
     merged = packed(layer_of(model))
     layer = layer_of(model)
@@ -164,30 +147,25 @@ def test_dense_init_of_a_second_adapter_while_one_is_merged_raises(backend, init
     assert list(layer.lora_A) == ["default", "second"]
 
 
-# ---------------------------------------------------------------------------------------------- that are refused
-
-
 @pytest.mark.parametrize(
     "option, make",
     (
         ("use_qalora", lambda backend: lora_config(backend, use_qalora=True)),
-        ("kasa_config", lambda backend: lora_config(backend, kasa_config=KasaConfig())),
+        ("kasa_config", lambda backend: lora_config(backend, kasa_config=peft.KasaConfig())),
     ),
     ids=("qalora", "kasa"),
 )
 def test_options_that_cannot_work_raise_and_are_named(backend, option, make):
     with pytest.raises(ValueError, match=rf"{option}.* {backend} "):
-        get_peft_model(Mlp(), make(backend))
+        peft.get_peft_model(Mlp(), make(backend))
 
-
-# ---------------------------------------------------------------------------------------------- variants
 
 VARIANTS = {
     "dora": dict(use_dora=True),
-    "velora": dict(velora_config=VeloraConfig(num_groups=8)),
-    "velora_random": dict(velora_config=VeloraConfig(num_groups=8, init_type="random")),
-    "bdlora": dict(use_bdlora=BdLoraConfig(target_modules_bd_a=["up_proj"], target_modules_bd_b=["down_proj"], nblocks=2)),
-    "monteclora": dict(monteclora_config=MontecloraConfig(num_samples=3)),
+    "velora": dict(velora_config=peft.VeloraConfig(num_groups=8)),
+    "velora_random": dict(velora_config=peft.VeloraConfig(num_groups=8, init_type="random")),
+    "bdlora": dict(use_bdlora=peft.BdLoraConfig(target_modules_bd_a=["up_proj"], target_modules_bd_b=["down_proj"], nblocks=2)),
+    "monteclora": dict(monteclora_config=peft.MontecloraConfig(num_samples=3)),
     "mica": dict(init_lora_weights="mica"),
 }
 
@@ -196,14 +174,14 @@ def variant_pair(backend, settings):
     """Our adapted model, and stock PEFT's on a dense model with the weights D(W), with the same random adapter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ours = get_peft_model(Mlp(), lora_config(backend, **{"init_lora_weights": False, **settings}))
+        ours = peft.get_peft_model(Mlp(), lora_config(backend, **{"init_lora_weights": False, **settings}))
         dense = Mlp()
         for name in LAYERS:
             base = layer_of(ours, name).get_base_layer()
             getattr(dense, name).weight.data = base.dequantize(torch.float32).clone()
             getattr(dense, name).bias.data = base.bias.detach().clone()
         config = {"r": R, "lora_alpha": SCALING * R, "target_modules": list(LAYERS), "init_lora_weights": False}
-        stock = get_peft_model(dense, LoraConfig(**{**config, **settings}))
+        stock = peft.get_peft_model(dense, peft.LoraConfig(**{**config, **settings}))
     for name, p in ours.named_parameters():
         if "lora_" in name and p.numel():
             p.data += 0.05 * torch.randn_like(p)  # magnitudes that are no norms, MiCA's zero A, BD-LoRA's zero B
@@ -273,7 +251,7 @@ def test_alora_activates_from_its_invocation_on(backend):
     """The last ``offset`` tokens of a row see the adapter, the others and rows without invocation are the base's. It cannot be
     merged."""
     settings = dict(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM", init_lora_weights=False)
-    model = LoraModel(Mlp(), lora_config(backend, **settings), "default")
+    model = peft.LoraModel(Mlp(), lora_config(backend, **settings), "default")
     layer = model.model.up_proj
     x = inputs(layer, leading=(3, 4))
     y = layer(x, alora_offsets=[2, None, 4])
@@ -295,7 +273,7 @@ def test_alora_activates_from_its_invocation_on(backend):
 def test_alora_through_a_causal_model(backend, llama):
     """Tokens before the invocation get the base model's logits, bit for bit; tokens from it on do not."""
     settings = dict(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM", init_lora_weights=False)
-    model = get_peft_model(llama(), lora_config(backend, target_modules="all-linear", **settings)).eval()
+    model = peft.get_peft_model(llama(), lora_config(backend, target_modules="all-linear", **settings)).eval()
     ids = torch.randint(10, 128, (1, 8))
     ids[0, 4:6] = torch.tensor([5, 6])
     with torch.no_grad():

@@ -40,9 +40,6 @@ def frozen(backend="nvfp4", seed=0, **settings):
     return freeze_model(model, backend, progress=False, **settings)
 
 
-# ---------------------------------------------------------------------------------------------- binds
-
-
 @pytest.mark.parametrize("backend", ("nvfp4", "nf4", "bf16"))
 def test_binds_to_its_own_base(tmp_path, backend):
     """No warning; the logits' change is the adapter's own."""
@@ -88,9 +85,6 @@ def test_stock_adapter_on_a_dense_base(tmp_path):
     report = inspect_adapter(tiny_llama(), tmp_path)
     assert report.binds and report.layers == 2 and report.logit_change > 0 and report.base["format"] == "bf16"
     assert report.warnings == [f"nothing says which base it was trained on ({BASE_FILE} is missing)"]
-
-
-# ---------------------------------------------------------------------------------------------- does not bind
 
 
 UP = "base_model.model.model.layers.0.mlp.up_proj"
@@ -198,9 +192,6 @@ def test_what_is_no_adapter_is_refused(tmp_path):
         inspect_adapter(base, tmp_path / "ia3")
 
 
-# ---------------------------------------------------------------------------------------------- another base
-
-
 def test_another_format_is_warned_of(tmp_path):
     saved(tmp_path)
     report = inspect_adapter(tiny_llama(), tmp_path)
@@ -237,9 +228,6 @@ def test_an_adapter_without_effect_is_warned_of(tmp_path):
     saved(tmp_path, init_lora_weights=True)
     report = inspect_adapter(frozen(), tmp_path)
     assert report.logit_change == 0 and report.warnings == ["the adapter changes no logit on the probe"]
-
-
-# ---------------------------------------------------------------------------------------------- the record on disk
 
 
 def test_record_is_written_for_plain_lora_on_a_frozen_base(tmp_path):

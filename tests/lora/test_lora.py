@@ -15,8 +15,6 @@ from peft_nvfp4.autograd.seeds import draw_seed
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.numerics import philox
 
-# ---------------------------------------------------------------------------------------------- forward
-
 
 @by_dtype
 @pytest.mark.parametrize("name", LAYERS)
@@ -79,7 +77,6 @@ def test_lora_bias(backend):
 @pytest.mark.parametrize("mode", ("none", "all", "lora_only"))
 def test_trainable_biases(backend, mode):
     """Mode "all" trains every bias of the model, "lora_only" those of adapted layers; the gradient of one is the sum of dy."""
-    model = adapt(backend, bias=True)
     config = lora_config(backend, target_modules=["up_proj"], bias=mode)
     model = get_peft_model(Mlp(), config)
     trainable = {name.removeprefix("base_model.model.") for name, p in model.named_parameters() if p.requires_grad}
@@ -95,35 +92,6 @@ def test_trainable_biases(backend, mode):
     assert (grad is None) == (mode == "none")
     if mode != "none":
         assert_close(grad, dy.double().sum(0), dy.double().abs().sum(0), what="dbias")
-
-
-@pytest.mark.parametrize("autocast_adapter_dtype, expected", ((True, torch.float32), (False, torch.bfloat16)), ids=str)
-def test_adapter_dtype_over_a_bf16_model(backend, autocast_adapter_dtype, expected):
-    """FP32 masters by default; on request the model's dtype, whatever the base is stored in."""
-    model = adapt(backend, None, dtype=torch.bfloat16, autocast_adapter_dtype=autocast_adapter_dtype)
-    layer = layer_of(model)
-    factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    assert [t.dtype for t in factors] == [expected] * 2
-    x = inputs(layer, torch.bfloat16)
-    y = layer(x)
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert [t.grad.dtype for t in factors] == [expected] * 2
-    model.to(torch.bfloat16)
-    assert layer(x).dtype == torch.bfloat16
-
-
-def test_forward_under_autocast(backend):
-    """An FP32 model under BF16 autocast: a BF16 result within BF16's error of the FP32 formula, and FP32 gradients."""
-    model = adapt(backend)
-    layer = layer_of(model)
-    x = inputs(layer).bfloat16().float()  # autocast rounds the input; here that loses nothing
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = layer(x)
-    assert y.dtype == torch.bfloat16
-    assert_close(y, *formula(layer, x, ["default"]), torch.bfloat16)
-    y.sum().backward()
-    assert layer.lora_A["default"].weight.grad.dtype == torch.float32
 
 
 def test_plain_branches(backend):

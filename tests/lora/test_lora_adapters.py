@@ -27,8 +27,6 @@ from peft.tuners.lora.layer import Linear as PeftLoraLinear
 
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 
-# ---------------------------------------------------------------------------------------------- several adapters
-
 
 @by_dtype
 def test_several_adapters(backend, dtype):
@@ -138,9 +136,6 @@ def test_status_helpers(backend):
     assert {s.module_type for s in layers} == {"lora.frozen.FrozenLoraLinear"}
     assert all(s.merged_adapters == ["a1"] for s in layers)
     assert repr(layer_of(adapt(backend, use_dora=True))).count("lora.frozen.") == 1  # parts that are PEFT's keep their names
-
-
-# ---------------------------------------------------------------------------------------------- DoRA
 
 
 def dora(backend, **settings):

@@ -31,8 +31,6 @@ from torch import nn
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-# ---------------------------------------------------------------------------------------------- merging in place
-
 
 @by_dtype
 @pytest.mark.parametrize("safe_merge", (False, True), ids=("unsafe", "safe"))
@@ -193,23 +191,6 @@ def test_a_copy_of_a_merged_model_unmerges_by_itself(backend):
     assert_same_packed(packed(layer_of(model)), merged, "the original, still merged")
     model.unmerge_adapter()
     assert_same_packed(packed(layer_of(model)), before, "the original, unmerged")
-
-
-def test_casting_a_merged_model_and_unmerging(backend):
-    """Packed bytes come back as they were, dense ones in the new dtype, and the model runs in it."""
-    model = adapt(backend)
-    layer = layer_of(model)
-    before = packed(layer)
-    model.merge_adapter()
-    model.to(torch.bfloat16)
-    model.unmerge_adapter()
-    for name, t in packed(layer).items():
-        cast = name == "bias" or backend == "bf16"
-        assert_same_bits(t, before[name].bfloat16() if cast else before[name], name)
-    assert model(torch.randn(TOKENS, D).bfloat16()).dtype == torch.bfloat16
-
-
-# ---------------------------------------------------------------------------------------------- merging for good
 
 
 @by_dtype

@@ -11,9 +11,9 @@ from _assertions import assert_same_bits, unit
 from _frozen_experts import adapted as with_experts
 from _frozen_experts import experts_of
 from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_same_packed, delta, layer_of
-from _low_level import adapted_model
 from _mixtures import mixtral
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -51,8 +51,6 @@ def logits(model):
 
 
 # ---------------------------------------------------------------------------------------------- merged weights
-
-
 @pytest.mark.parametrize("to", ("bf16", "fp16", "fp32"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 def test_dense(backend, to, dtype):
@@ -216,8 +214,6 @@ def test_a_merge_that_fails_half_way_is_undone(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- the report
-
-
 @pytest.mark.filterwarnings("ignore:near no-op")
 @pytest.mark.parametrize("sign, retained", ((1, 0), (-1, 1)))
 def test_a_dense_layer_is_measured_with_the_sum_that_it_will_store(sign, retained):
@@ -286,8 +282,6 @@ def test_report_is_json_and_text():
 
 
 # ---------------------------------------------------------------------------------------------- warnings
-
-
 def test_near_no_op_is_warned_of():
     """A delta of a few hundredths of a rounding step is gone after an NVFP4 merge, and said to be; an FP32 merge keeps it."""
     model = adapted(0.002)
@@ -309,8 +303,6 @@ def test_an_adapter_that_adds_nothing():
 
 
 # ---------------------------------------------------------------------------------------------- shared global scales
-
-
 @quiet
 def test_linears_of_one_input_share_their_global_scale():
     """v grows by the merge, q and k do not: their block scales take the difference, no value changes."""
@@ -359,8 +351,6 @@ def test_scales_that_cannot_be_shared_exactly_are_left_and_reported():
 
 
 # ---------------------------------------------------------------------------------------------- refusals
-
-
 def test_refused_and_unchanged():
     model = adapted()
     before = logits(model.eval())

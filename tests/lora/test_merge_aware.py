@@ -6,9 +6,9 @@ import pytest
 import torch
 from _assertions import assert_same_bits, unit
 from _lora_layers import LAYERS, TOKENS, D, Mlp, assert_same_packed, inputs, layer_of, packed
-from _low_level import adapted_model
 from _steps import steps
 from conftest import tiny_llama
+from low_level import adapted_model
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs
@@ -34,9 +34,6 @@ def lora_layers(model):
 
 def adam_steps(model, n=3):
     return steps(model, IDS, n, optimizer=torch.optim.Adam)
-
-
-# ---------------------------------------------------------------------------------------------- the merged function
 
 
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "plain"))
@@ -118,9 +115,6 @@ def test_two_merge_aware_adapters_are_one_merged_weight():
     assert_same_bits(layer(x), y, "y")
 
 
-# ---------------------------------------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize("accuracy", ("paper", "balanced", "high"))
 def test_gradients(accuracy):
     """dx is the merged layer's own, bit for bit. dA and dB are s B^T dV and s dV A^T with dV = dy^T D(x~) formed in FP64: chains
@@ -193,9 +187,6 @@ def test_training_learns_and_16_bit_autocast_runs():
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
-# ---------------------------------------------------------------------------------------------- what is kept between calls
-
-
 def test_merged_weight_is_kept_while_nothing_changes():
     layer = layer_of(mlp().eval())
     x = inputs(layer)
@@ -240,9 +231,6 @@ def test_a_recorded_forward_pass_follows_the_adapter():
         assert not torch.equal(recorded, before)
         assert_same_bits(recorded, layer(x), "replayed")
     side.synchronize()
-
-
-# ---------------------------------------------------------------------------------------------- refusals, files
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,15 @@ from _peft_models import (
 from conftest import tiny_llama
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from transformers import AutoModelForCausalLM
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, modeling_utils
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model, register, unregister
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.quantization.freeze import frozen_layers
 
+
 # ---------------------------------------------------------------------------------------------- stock PEFT in a subprocess
-
-
 def plain_run(model) -> dict:
     """Plain LoRA on a plain model, in whatever process this runs. Only PEFT and torch are in scope (see HEADER)."""
     torch.manual_seed(7)
@@ -200,10 +200,7 @@ def test_stock_peft_computes_our_layers_in_bf16(stock, backend, adapters):
     at most U on E = s |x| |A|.T |B|.T. Both round the sum, to within U of it. With BF16 adapters PEFT rounds in the same places,
     and only a rounding that another order of summation flips may differ: two errors of one ulp, 2 U each, in h and the branch."""
     root, out = stock
-    case, autocast, factor = {
-        "fp32-adapters": ("bf16", True, 5),
-        "bf16-adapters": ("bf16, BF16 adapters", False, 4),
-    }[adapters]
+    case, autocast, factor = {"fp32-adapters": ("bf16", True, 5), "bf16-adapters": ("bf16, BF16 adapters", False, 4)}[adapters]
     model = ours_on(root, backend, "bf16", autocast_adapter_dtype=autocast)
     calls = {n.split("layers.")[-1]: c for n, c in out[backend, case]["calls"].items()}
     layers = frozen_lora(model)
@@ -261,8 +258,6 @@ def test_plain_lora_is_untouched_by_the_import(stock):
 
 
 # ---------------------------------------------------------------------------------------------- the hooks
-
-
 @pytest.fixture
 def unregistered():
     unregister()
@@ -284,11 +279,26 @@ def test_unregister_restores_the_very_objects(stock):
     assert stock[1]["left behind"] == []
 
 
+@pytest.mark.parametrize("owner, name", [(modeling_utils, "get_hf_quantizer"), (DistributedDataParallel, "__init__")])
+def test_hooks_outside_of_peft_come_off(owner, name):
+    hooked = getattr(owner, name)
+    unregister()
+    try:
+        assert getattr(owner, name) is hooked.__wrapped__
+    finally:
+        register()
+    register()
+    assert getattr(owner, name).__wrapped__ is hooked.__wrapped__, "one layer of wrapping"
+
+
 def test_registering_twice_is_harmless():
     before = hooked_functions()
     register()
     register()
     assert all(a is b for a, b in zip(before, hooked_functions()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config()
     unregister()
     try:
         for function in hooked_functions():
@@ -314,7 +324,9 @@ def test_models_made_before_unregister_still_run(llama, backend):
 
 
 def test_after_unregister_peft_is_stock_peft(llama, unregistered):
-    model = get_peft_model(llama(), config())
+    with pytest.warns(UserWarning, match="not registered"):
+        lora = config()
+    model = get_peft_model(llama(), lora)
     assert frozen_layers(model) == [] and frozen_lora(model) == {}
     frozen = get_peft_model(freeze_model(llama()), LoraConfig(target_modules=["q_proj"]))
     assert type(frozen.base_model.model.model.layers[0].self_attn.q_proj) is peft.tuners.lora.Linear

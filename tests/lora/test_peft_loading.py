@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from _peft_models import U, adapter_tensors, by_backend, config, frozen_lora, logits, same_tensors, train, trained
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
@@ -17,8 +18,6 @@ from peft_nvfp4.fusion.attach import attached
 from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.lora.config import SIDE_CAR
 from peft_nvfp4.quantization.options import NAMES
-
-# ---------------------------------------------------------------------------------------------- the configuration
 
 VALUES = {
     "backend": ["nvfp4", "nf4", "bf16"],
@@ -73,15 +72,25 @@ def test_a_side_car_from_before_a_field_existed(tmp_path, field):
     assert NVFP4LoraConfig.from_pretrained(str(tmp_path)).options == defaults
 
 
-def test_configuration_from_the_hub(tmp_path):
-    """A repository in the Hub's cache layout, read offline: the side-car is found there like adapter_config.json."""
-    revision = "0" * 40
-    repo = tmp_path / "models--someone--adapter"
+def test_configuration_from_the_hub(tmp_path, monkeypatch):
+    """A repository in the Hub's cache layout, read offline: the side-car is found there like adapter_config.json. That there is
+    none can only be known online."""
+    repo, revision = tmp_path / "models--someone--adapter", "0" * 40
     config(backend="nf4", memory="small").save_pretrained(str(repo / "snapshots" / revision))
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(revision)
-    read = NVFP4LoraConfig.from_pretrained("someone/adapter", cache_dir=str(tmp_path))
-    assert read.r == 4 and (read.backend, read.memory) == ("nf4", "small")
+    read = lambda: NVFP4LoraConfig.from_pretrained("someone/adapter", cache_dir=str(tmp_path))
+    assert read().r == 4 and (read().backend, read().memory) == ("nf4", "small")
+    (repo / "snapshots" / revision / SIDE_CAR).unlink()
+    answers = [LocalEntryNotFoundError("offline"), EntryNotFoundError("404")]
+
+    def download(_, name, **kwargs):
+        raise answers.pop(0) if name == SIDE_CAR else EntryNotFoundError("404")
+
+    monkeypatch.setattr("peft_nvfp4.lora.side_files.hf_hub_download", download)
+    with pytest.raises(ValueError, match=f"someone/adapter.*{SIDE_CAR}"):
+        read()
+    assert read().options == NVFP4LoraConfig().options and not answers
 
 
 @pytest.mark.parametrize(
@@ -94,6 +103,8 @@ def test_configuration_from_the_hub(tmp_path):
         pytest.param("null", "is damaged", id="null"),
         pytest.param(b"\xff\xfe\x00", "is damaged", id="not-text"),
         pytest.param('{"format_version": "one"}', "", id="version-is-a-word"),
+        *(pytest.param(f'{{"format_version": {v}}}', "format_version", id=v) for v in ("NaN", "true", "-1", "1.0")),
+        pytest.param('{"format_version": 1, "calibration": 7}', "calibration.*strings", id="calibration-is-a-number"),
         pytest.param('{"format_version": 2, "backend": "nvfp4"}', "version 2.*upgrade", id="newer-version"),
         pytest.param('{"format_version": 1, "backend": "nvfp4", "flavour": "sweet"}', "unknown.*flavour", id="unknown-field"),
         pytest.param(
@@ -116,9 +127,6 @@ def test_a_configuration_of_another_method_is_refused(tmp_path):
     IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match="IA3.*not LoRA"):
         NVFP4LoraConfig.from_pretrained(str(tmp_path))
-
-
-# ---------------------------------------------------------------------------------------------- loading
 
 
 @by_backend

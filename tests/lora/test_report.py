@@ -6,8 +6,6 @@ import torch
 from peft_nvfp4.lora.merge import _warnings
 from peft_nvfp4.lora.report import LayerReport, MergeReport, ProbeReport, as_batches, compare_logits, measure_layer, weighted
 
-# ---------------------------------------------------------------------------------------------- figures
-
 
 def test_measures_are_their_definitions():
     """Against a slow loop, on a small matrix; and on ones where the answer is known."""
@@ -48,9 +46,6 @@ def test_batches():
     for wrong in ([], ["text"]):
         with pytest.raises(ValueError, match="probe is"):
             as_batches(wrong)
-
-
-# ---------------------------------------------------------------------------------------------- warnings
 
 
 def told(to, retained, error, on_logits=None, aware=False, stored=None):

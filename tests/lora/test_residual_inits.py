@@ -44,9 +44,6 @@ def seen(dense, n=64):
     return x, lambda: dense(x)
 
 
-# ---------------------------------------------------------------------------------------------- factors
-
-
 @pytest.mark.parametrize("kind", ("full", "singular"))
 @pytest.mark.parametrize("shape", ((24, 40), (40, 24)))
 def test_low_rank_minimises_the_output_error(shape, kind):
@@ -65,9 +62,6 @@ def test_low_rank_minimises_the_output_error(shape, kind):
 def test_rank_beyond_the_layer_raises():
     with pytest.raises(ValueError, match="rank 5 is more than a layer of 4 x 8 has"):
         low_rank(torch.randn(4, 8), 5)
-
-
-# ---------------------------------------------------------------------------------------------- loftq
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
@@ -91,8 +85,7 @@ def test_loftq_is_the_leading_part_of_the_residual(backend, dtype):
 def test_ranks_by_pattern_scaling_and_selection():
     """The product does not depend on how it is split between s, A and B; layers that are no target hold nothing back."""
     model = get_peft_model(
-        tiny_llama(),
-        config(target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 7}, use_rslora=True, lora_alpha=3),
+        tiny_llama(), config(target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 7}, use_rslora=True, lora_alpha=3)
     )
     layers = model.base_model.model.model.layers[0]
     assert layers.mlp.up_proj.lora_A["default"].weight.shape[0] == 7 and layers.self_attn.q_proj.r["default"] == R
@@ -112,9 +105,6 @@ def test_dora_starts_from_the_corrected_weight():
     weight = layer.get_base_layer().dequantize(torch.float32).double() + update(layer)
     got = layer.lora_magnitude_vector["default"].weight.double()
     assert ((got - weight.norm(dim=1)).abs() <= 256 * unit(torch.float32) * weight.norm(dim=1)).all()
-
-
-# ---------------------------------------------------------------------------------------------- eora
 
 
 def test_eora_minimises_the_output_error():
@@ -166,9 +156,6 @@ def test_on_a_calibrated_base(tmp_path):
     assert (residual - update(layer)).norm() <= best * (1 + 1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 def test_saved_and_loaded(tmp_path):
     """adapter_config.json says nothing that stock PEFT would repeat."""
     settings = LoftQConfig(loftq_iter=1)  # PEFT's defaults
@@ -191,16 +178,10 @@ def test_saved_and_loaded(tmp_path):
         assert_same_bits(loaded(input_ids=IDS).logits, logits, "logits")
 
 
-# ---------------------------------------------------------------------------------------------- refusals
-
-
 def test_a_frozen_base_is_refused_and_unchanged():
     model = freeze_model(Mlp(), progress=False)
     modules = dict(model.named_modules())
-    for make in (
-        lambda: config(),
-        lambda: _plain_loftq(),
-    ):
+    for make in (lambda: config(), lambda: _plain_loftq()):
         with pytest.raises(ValueError, match="init_lora_weights='loftq' starts from what rounding a dense weight left over"):
             get_peft_model(model, make())
         assert dict(model.named_modules()) == modules
@@ -228,5 +209,3 @@ def test_wrong_settings_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             config(**settings)
-    with pytest.raises(ValueError, match="unknown init_lora_weights='lofty'"):
-        get_peft_model(Mlp(), config("lofty"))

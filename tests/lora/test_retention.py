@@ -1,21 +1,15 @@
 """benchmarks/retention.py runs, on the real model cut short, and says what it measured."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import smollm2_reviews as data
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.mark.slow
-def test_tables(tmp_path, monkeypatch):
+def test_tables(tmp_path):
     """One layer, two steps: numbers mean nothing, but a merge-aware model is unchanged by its merge, and stock PEFT's base gives
     what the BF16 one gives."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    sys.modules.pop("retention", None)
     import retention
 
     try:

@@ -166,3 +166,12 @@ def test_skip_modules_of_a_pact_config_leaves_a_tower_dense(tmp_path):
     settings = PactConfig(skip_modules=["vision_model"])
     model = hf.Idefics3ForConditionalGeneration.from_pretrained(tmp_path, quantization_config=settings)
     assert frozen_layers(model) and not [n for n, _ in frozen_layers(model) if TOWER in n]
+
+
+def test_a_linear_that_is_a_target_parameter_stays_dense(backend, llama):
+    """PEFT makes target parameters of some routers by itself; such an adapter adds to the dense weight."""
+    settings = dict(target_modules=["q_proj"], target_parameters=["mlp.down_proj.weight"])
+    model = get_peft_model(llama(), NVFP4LoraConfig(r=4, init_lora_weights=False, backend=backend, **settings))
+    assert type(model.base_model.model.model.layers[0].mlp.down_proj.get_base_layer()) is nn.Linear
+    train(model, steps=1)
+    assert merge(model, to="fp32", probe=IDS)[0](IDS).logits.isfinite().all()

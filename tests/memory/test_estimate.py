@@ -1,26 +1,13 @@
 """The memory estimator: against what was measured on an H200, against the paper's numbers, and its limits."""
 
 import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from _estimates import llama
 
-from peft_nvfp4.memory import (
-    BUILTIN,
-    CARDS,
-    Settings,
-    card,
-    draw,
-    estimate,
-    fit,
-    largest_batch,
-    model_shape,
-    parse_bytes,
-    usable,
-)
+from peft_nvfp4.memory import CARDS, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, usable
 from peft_nvfp4.memory.kept import codes
 from peft_nvfp4.quantization.groups import ACCURACY
 from peft_nvfp4.training.callbacks import explain
@@ -151,15 +138,11 @@ def test_largest_batches_of_the_paper(settings, batch):
     assert abs(largest_batch("llama-1b", settings, card("RTX 5080").memory) - batch) <= 1
 
 
-# ---------------------------------------------------------------------------------------------- behaviour
-
-
 def test_categories_add_up_to_the_peak():
     for settings, _ in MEASURED.values():
         found = estimate("llama-1b", settings)
         assert found.peak == sum(found.categories().values()) == sum(found.groups().values())
         assert found.peak == found.as_dict()["moments"][found.at] == max(found.as_dict()["moments"].values())
-        assert set(found.groups()) <= set(draw.GROUPS)
 
 
 def test_paged_optimizers_keep_their_state_on_the_host():
@@ -214,9 +197,6 @@ def test_fit_of_batches_that_do_not_divide():
     assert plan.settings.batch * plan.settings.accumulation == 17
 
 
-# ---------------------------------------------------------------------------------------------- weights on the host
-
-
 OFFLOADED = Settings(batch=1, sequence=512, memory="small", checkpointing=True)
 
 
@@ -237,9 +217,6 @@ def test_what_excludes_offload_and_what_is_advised():
     assert "memory='smallest'" in explain("llama-8b", OFFLOADED) and "memory=" not in explain("llama-8b", smallest)
     mamba = {"model_type": "mamba"}
     assert "memory='smallest'" in explain(mamba, OFFLOADED) and "memory=" not in explain(mamba, smallest)
-
-
-# ---------------------------------------------------------------------------------------------- models, settings, cards
 
 
 def test_from_config_json_alone(tmp_path):
@@ -302,8 +279,7 @@ def test_targets_that_do_not_exist():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("16GiB", 16 << 30), ("16 GB", 16 * 10**9), ("1.5gib", 3 << 29), ("500MiB", 500 << 20)],
+    ("text", "expected"), [("16GiB", 16 << 30), ("16 GB", 16 * 10**9), ("1.5gib", 3 << 29), ("500MiB", 500 << 20)]
 )
 def test_parse_bytes(text, expected):
     assert parse_bytes(text) == expected
@@ -322,15 +298,3 @@ def test_cards():
         card("RTX 1080")
     with pytest.raises(ValueError, match="unknown card"):
         card("RTX")  # many
-
-
-def test_drawing(tmp_path):
-    several = draw.over_lengths(estimate("llama-1b", BENCH))
-    assert [e.settings.sequence for e in several] == [512, 1024, 2048, 4096]
-    draw.png(several, ["a", "b", "c", "d"], tmp_path / "x.png", "title", 16 << 30)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_json_is_json():
-    found = estimate(BUILTIN["llama-8b"], replace(BENCH, targets=("q_proj",))).as_dict()
-    assert json.loads(json.dumps(found)) == found

@@ -131,9 +131,6 @@ def test_tensors_that_the_allocator_rounds_up(fields, as_on_a_gpu):
     assert 511 * (counts[8] - counts[4]) == bounds[8] - bounds[4] == bounds[4]
 
 
-# ---------------------------------------------------------------------------------------------- what is always there
-
-
 FIELDS = [{}, {"memory": "small"}, {"backend": "nf4"}, {"backend": "bf16"}]
 HELD = [(make, fields) for make in (llama, mixtral, qwen3_moe) for fields in FIELDS]
 HELD += [(make, fields) for make in (mixtral, qwen3_moe) for fields in ({"skip_modules": ["experts"]}, ONLY_DOWN)]
@@ -209,9 +206,6 @@ def test_bytes_on_the_host_are_those_of_a_model(make, backend):
     here, there = (sum(e.static[name] for name in WEIGHTS) for e in (found, without))
     assert there - here == found.offloaded * 3 // 5 and without.offloaded == 0
     assert found.as_dict()["offloaded_bytes"] == found.offloaded
-
-
-# ---------------------------------------------------------------------------------------------- several GPUs
 
 
 def dense_and_experts(memory: str):

@@ -108,9 +108,6 @@ def test_nothing_of_experts_in_nf4_stays_whole():
     assert beside < one.static[WEIGHTS[0]] // 100  # attention is a small part
 
 
-# ---------------------------------------------------------------------------------------------- the peak of a step
-
-
 class Tensors(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, but for those of a model, as a GPU's allocator would. What an operator of this
     package makes for itself on a CPU does not count: kernels have it in registers."""

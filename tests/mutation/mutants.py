@@ -11,8 +11,6 @@
 Left alone: annotations, docstrings, messages (f-strings and everything within ``raise``, ``warn`` and ``_check``'s lambda).
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from typing import NamedTuple

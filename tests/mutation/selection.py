@@ -1,7 +1,5 @@
 """pytest plugin: which tests run which lines of one module and how long they take; and only some tests, in a given order."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import defaultdict

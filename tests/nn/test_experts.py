@@ -3,7 +3,6 @@ linears; also inside a whole model, checkpointed or with fused norms."""
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +24,6 @@ def linears(weights, backend, options=OPTIONS):
     """A frozen linear of its own for every expert and projection."""
     cls = BACKENDS[backend]
     return {name: [cls.quantize(linear_of(each.clone()), options[name]) for each in w] for name, w in weights.items()}
-
-
-# ---------------------------------------------------------------------------------------------- storage
 
 
 @pytest.mark.parametrize("layouts", ("cached", "transient"))
@@ -119,9 +115,6 @@ def test_linears_are_kept_by_the_forward_only(backend):
 def test_backends_that_do_not_pack_are_refused():
     with pytest.raises(ValueError, match="nvfp4 or nf4, got 'bf16'"):
         frozen(mixtral, "bf16")
-
-
-# ---------------------------------------------------------------------------------------------- forward and gradient
 
 
 @BACKEND
@@ -290,11 +283,7 @@ def test_fused_norms_fall_back_before_experts(make):
     assert same.float().mean() > 0.8
 
 
-# ---------------------------------------------------------------------------------------------- the benchmark
-
-
 def test_the_benchmark_runs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import bench_experts
 
     words = ["--shape", "tiny", "--tokens", "24", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]

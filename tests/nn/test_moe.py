@@ -6,6 +6,7 @@ from _mixtures import IDS, by_family, gpt_oss
 from peft import get_peft_model
 
 from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, dense_share, freeze_model, merge
+from peft_nvfp4.nn.experts.frozen_experts import frozen_experts
 
 
 def test_dense_experts_are_named_with_their_share():
@@ -16,12 +17,13 @@ def test_dense_experts_are_named_with_their_share():
     experts = {n: size for n, size in experts.items() if model.get_parameter(n).ndim == 3}  # the others are biases
     share = sum(experts.values()) / sum(total.values())
     assert share > 0.5
-    with pytest.warns(UserWarning, match=r"of the matrix weights stay dense.*Experts\.gate_up_proj \(3-D\).*target_parameters"):
+    said = r"of the matrix weights stay dense.*Experts\.gate_up_proj \(3-D\).*without biases.*target_parameters"
+    with pytest.warns(UserWarning, match=said):
         freeze_model(model, progress=False)
     found = dense_share(model)
     assert sum(v for kind, v in found.items() if "(3-D)" in kind) == pytest.approx(share)
     assert list(found) == sorted(found, key=found.get, reverse=True)
-    assert isinstance(model.model.layers[0].self_attn.q_proj, FrozenLinear)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, FrozenLinear) and not frozen_experts(model)
     left_out = dense_share(model, skip_modules=["mlp"])
     assert not [kind for kind in left_out if "(3-D)" in kind]
 
@@ -43,7 +45,3 @@ def test_attention_in_nvfp4_experts_dense_both_adapted(make, to):
     assert kinds["q_proj"] == to and kinds["experts"] == ("bf16" if to == "bf16" else "fp32")
     assert report.probe.retained == pytest.approx(1, abs=0.2 if to == "bf16" else 0.6)
     assert not [n for n, _ in merged.named_parameters() if "lora" in n]
-
-
-def test_dense_model_without_experts_is_frozen_whole(llama):
-    assert dense_share(freeze_model(llama(), progress=False)) == {}

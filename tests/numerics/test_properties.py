@@ -64,9 +64,6 @@ def quantize(x, fmt, gscale=None):
     return reference.quantize(x, fmt, gscale, torch.tensor(SEED) if fmt.stochastic else None)
 
 
-# ---------------------------------------------------------------------------------------------- quantiser
-
-
 @tried(150)
 @given(matrices(anything, rows=(1, 4), k=(1, 70)), formats)
 def test_bits_are_those_of_the_definition(x, fmt):
@@ -88,9 +85,6 @@ def test_global_scales_of_other_tools_are_rounded_once(x, factor):
     exact = reference.dequantize(q)
     assert_same_bits(reference.dequantize(q, torch.bfloat16), exact.to(torch.bfloat16), "BF16")
     assert_same_bits(ops.dequantize(q, torch.bfloat16), exact.to(torch.bfloat16), "operator")
-
-
-# ---------------------------------------------------------------------------------------------- the side table
 
 
 class SideTable(RuleBasedStateMachine):
@@ -159,9 +153,6 @@ class SideTable(RuleBasedStateMachine):
 
 TestSideTable = SideTable.TestCase
 TestSideTable.settings = settings(tried(60), stateful_step_count=25)
-
-
-# ---------------------------------------------------------------------------------------------- settings
 
 
 @tried(120)

@@ -28,8 +28,6 @@ def again(q: QuantizedMatrix, fmt: NVFP4Format) -> QuantizedMatrix:
     return reference.quantize(reference.dequantize(q), fmt, q.gscale)
 
 
-# ---------------------------------------------------------------------------------------------- idempotence
-
 # Let s be a block's scale, q = amax / (6 g) what it was rounded from, and c the largest magnitude in the block after rounding, so
 # that requantising sees amax = c s g. A subnormal s is n * 2**-9 with n < 8.
 # * max6. c = 6 gives s back exactly. A normal s has |q / s - 1| <= 1/16, so amax / (s g) > 5 and c = 6. A subnormal one has
@@ -61,9 +59,6 @@ def test_requantising_with_the_same_global_scale(name, key):
         assert_same_matrix(again(q2, fmt), q2, "third time")
 
 
-# ---------------------------------------------------------------------------------------------- tokens
-
-
 @by_rule
 def test_a_token_does_not_depend_on_its_batchmates(rule):
     """Rows of all distributions, NaN and Inf among them: permuted, in part and alone, they get the same bits."""
@@ -79,9 +74,6 @@ def test_a_token_does_not_depend_on_its_batchmates(rule):
     assert_same_matrix(reference.quantize(x[::3], fmt), rows(slice(None, None, 3)), "every third")
     for r in range(len(x)):
         assert_same_matrix(reference.quantize(x[r : r + 1], fmt), rows(slice(r, r + 1)), f"row {r} alone")
-
-
-# ---------------------------------------------------------------------------------------------- error
 
 
 # Relative Frobenius error of a 1024 x 1024 Gaussian matrix: mean over 16 matrices quantised by scalar_nvfp4 (not the reference),
@@ -105,9 +97,6 @@ def test_second_term_gives_a_second_digit():
     rest = x - reference.dequantize(reference.quantize(x, ACTIVATION))
     rest = rest - reference.dequantize(reference.quantize(rest, ACTIVATION))
     assert (rest.norm() / x.norm()).item() == pytest.approx(0.008672, abs=1.2e-4)
-
-
-# ---------------------------------------------------------------------------------------------- stochastic rounding
 
 
 def stochastic(x: torch.Tensor, seed: int) -> QuantizedMatrix:
@@ -158,9 +147,6 @@ def test_stochastic_rounding_compares_twenty_bits():
 def test_round_to_nearest_ignores_the_seed():
     x = sample("student_t", 5, 40)
     assert_same_matrix(reference.quantize(x, ACTIVATION, seed=torch.tensor(3)), reference.quantize(x, ACTIVATION))
-
-
-# ---------------------------------------------------------------------------------------------- what only a GPU takes
 
 
 def test_tables_made_in_inference_mode_serve_outside_of_it():

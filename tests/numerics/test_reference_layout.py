@@ -16,9 +16,6 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# ---------------------------------------------------------------------------------------------- nibbles
-
-
 def test_pack_and_unpack_every_byte():
     byte = torch.arange(256, dtype=torch.uint8).view(4, 64)
     codes = torch.stack([byte % 16, byte // 16], dim=-1).view(4, 128)  # even k in the low nibble
@@ -34,8 +31,6 @@ def test_sizes(k, kp):
     q = reference.quantize(torch.ones(7, k), WEIGHT)
     assert q.codes.numel() + q.scales.numel() == formats.packed_bytes(7, k)
 
-
-# ---------------------------------------------------------------------------------------------- swizzle
 
 SIZES = [(1, 1), (5, 3), (31, 4), (33, 5), (127, 4), (128, 4), (129, 4), (128, 5), (256, 8), (300, 7), (576, 36)]
 
@@ -54,9 +49,6 @@ def test_swizzled_positions(rows, cols):
     assert_same_bits(layout.unswizzle_scales(swizzled, rows, cols), scales, "unswizzled")
 
 
-# ---------------------------------------------------------------------------------------------- transpose
-
-
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
 @pytest.mark.parametrize("name", ["normal", "student_t", "ties", "inf_and_nan", "small_blocks", "negative_zeros"])
 def test_transpose_requantize(name, fmt):
@@ -72,9 +64,6 @@ def test_transpose_requantize(name, fmt):
     gscale = np.ldexp(np.float32(1), exponent)
     expected = QuantizedMatrix(torch.from_numpy(packed), torch.from_numpy(scales), torch.from_numpy(gscale), 62)
     assert_same_matrix(reference.transpose_requantize(q, fmt), expected)
-
-
-# ---------------------------------------------------------------------------------------------- random bits
 
 
 @pytest.mark.parametrize(
@@ -107,9 +96,6 @@ def test_philox_equals_scalar(seed):
     assert np.array_equal(many.numpy(), scalar.random_words(seed, 300_001).astype(np.int64))
     for count in (0, 1, 2, 3, 5, 1199):
         assert philox.philox(torch.tensor(seed), count).tolist() == one_by_one[:count]
-
-
-# ---------------------------------------------------------------------------------------------- dropout
 
 
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.1, 0.5, 0.9])

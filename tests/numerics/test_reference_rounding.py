@@ -48,9 +48,6 @@ def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.nextafter(x, torch.tensor(-torch.inf)), torch.nextafter(x, torch.tensor(torch.inf))
 
 
-# ---------------------------------------------------------------------------------------------- by hand
-
-
 def test_one_block_by_hand():
     """amax 12 alone in the matrix: g = 2**-7 is the smallest power of two with 12 <= 2688 g, so s = 12 / (6 / 128) = 256
     (E4M3 exponent 15, byte 0x78) and s * g = 2. x / 2 = 6 -5 5.1 .25 -.25 .26 .75 0 -0 1.25 -1.75 2.5 -3.5 ..., ties to even."""
@@ -80,9 +77,6 @@ def test_equal_errors_keep_the_first_candidate(block, byte, values):
     q = reference.quantize(torch.tensor([block]) / 512, WEIGHT, power(0))
     assert q.scales[0, 0] == byte
     assert (reference.dequantize(q) * 512).tolist() == [values]
-
-
-# ---------------------------------------------------------------------------------------------- exhaustive
 
 
 @by_exponent
@@ -164,9 +158,6 @@ def test_beyond_448_saturates(rule):
     assert reference.dequantize(q).tolist() == [[2688.0] * 4, [-2688.0, -2688.0, 0.0, 672.0]]
     top = torch.tensor([[3.4e38, 2.0**116]])
     assert reference.dequantize(reference.quantize(top, ACTIVATION)).tolist() == [[2688 * 2.0**116, 0.0]]
-
-
-# ---------------------------------------------------------------------------------------------- against scalar_nvfp4
 
 
 @by_format

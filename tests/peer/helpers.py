@@ -12,8 +12,6 @@ criterion of PEFT's own matrix of quantised backends (``test_quantization.check_
 squared error at most 1), which is reported apart.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -92,25 +90,12 @@ HELPERS = {
 }
 """Helper (after the dash: a variant) -> (settings of the adapter, arguments), as PEFT's own files call them."""
 
-TEXT_ONLY = (
-    "prepare_for_training",
-    "mixed_adapter_batches",
-    "generate_with_mixed_adapter_batches_and_beam_search",
-    "generate",
-    "generate_pos_args",
-    "generate_half_prec",
-    "training_layer_indexing",
-    "training_gradient_checkpointing-reentrant",
-    "training_gradient_checkpointing-not",
-    "passing_input_embeds_works",
-    "lora_conversion",
-    "save_pretrained_selected_adapters",
-    "save_pretrained_selected_adapters-pickle",
-    "merge_layers_multi",
-    "merge_layers_nan",
-    "weighted_combination_of_adapters",
-    "disable_adapter",
-)
+TEXT_ONLY = """
+prepare_for_training mixed_adapter_batches generate_with_mixed_adapter_batches_and_beam_search generate generate_pos_args
+generate_half_prec training_layer_indexing training_gradient_checkpointing-reentrant training_gradient_checkpointing-not
+passing_input_embeds_works lora_conversion save_pretrained_selected_adapters save_pretrained_selected_adapters-pickle
+merge_layers_multi merge_layers_nan weighted_combination_of_adapters disable_adapter
+""".split()
 """Not called for the MLP by PEFT either: tokens, decoder layers or a model with a config are needed."""
 
 MERGED = ("merge_layers", "merge_layers_multi", "merge_layers_nan", "safe_merge")
@@ -242,8 +227,6 @@ def test_helper(base, way, model, setting, helper, record_property):
 
 
 # ---------------------------------------------------------------------------------------------- matrix of quantised backends
-
-
 class Quantised:
     """One of our bases as a row of ``test_quantization``."""
 

@@ -1,7 +1,5 @@
 """Tables from the outcomes of the peer tests, and why some of them fail."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 
@@ -90,8 +88,6 @@ def verdict(content: dict) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- as text
-
-
 def line(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 

@@ -3,8 +3,6 @@
 Read from the environment: ``PEER_OUT`` (one JSON line per test), ``PEER_IMPORT`` (``1``: with peft_nvfp4 imported).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

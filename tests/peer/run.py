@@ -9,8 +9,6 @@ PEFT's sources come from its source distribution (``make peer-tests`` installs w
 importing the package changes an outcome, or a helper fails for no reason known to ``peer_tables.py``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -56,10 +56,7 @@ HUB = {
         dict(MOE, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=64),
     ),
     "trl-internal-testing/tiny-GptOssForCausalLM": ("GptOssForCausalLM", dict(MOE, num_local_experts=4)),
-    "trl-internal-testing/tiny-Qwen3MoeForCausalLM": (
-        "Qwen3MoeForCausalLM",
-        dict(MOE, moe_intermediate_size=96, num_experts=4),
-    ),
+    "trl-internal-testing/tiny-Qwen3MoeForCausalLM": ("Qwen3MoeForCausalLM", dict(MOE, moe_intermediate_size=96, num_experts=4)),
     "hf-internal-testing/Mixtral-tiny": ("MixtralForCausalLM", dict(MOE, num_local_experts=4)),
     "peft-internal-testing/tiny-random-BartForConditionalGeneration": ("BartForConditionalGeneration", BART),
     "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": ("T5ForConditionalGeneration", T5),

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from _tiny_models import save_tiny
+from _tiny_models import images_or_skip, save_tiny
 from safetensors.torch import load_file
 
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -75,14 +74,7 @@ def test_text(script, backend, options, tiny, tmp_path):
         assert [name for name in saved if "score" in name]
 
 
-@pytest.fixture
-def image():
-    """PIL.Image, where transformers has what it wants for images: 5.12 asks for torchvision, in a class that does without."""
-    try:
-        transformers.Idefics3ImageProcessorPil()
-    except ImportError as error:
-        pytest.skip(f"not run: {error}")
-    return pytest.importorskip("PIL.Image")
+image = pytest.fixture(images_or_skip)
 
 
 def test_images(tiny, tmp_path, image):

@@ -73,9 +73,6 @@ def test_every_operator_is_exchanged(operator):
     assert operator not in binary.new.split() and f"{operator}=" not in augmented.new.split()
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints/layouts.py
-
-
 def test_layouts_are_constants():
     with pytest.raises(FrozenInstanceError):
         MODELOPT.reciprocal = True
@@ -92,9 +89,6 @@ def test_reciprocals_of_all_significands():
         missed = (1.0 / found != g) & ((1.0 / neighbours[0] == g) | (1.0 / neighbours[1] == g))
         assert not missed.any()
         assert_same_bits(found, (1.0 / g.double()).float(), "rounded once")
-
-
-# ---------------------------------------------------------------------------------------------- checkpoints/load.py: files
 
 
 def index(folder, name):
@@ -136,9 +130,6 @@ def test_files_of_a_packed_model_are_safetensors(tmp_path):
     assert (found["b"].dtype, found["b"].shape, str(found["b"])) == ("F32", (), f"b in {tmp_path}/a.safetensors")
     with pytest.raises(FrozenInstanceError):
         found["a"].dtype = "F32"
-
-
-# ---------------------------------------------------------------------------------------------- merging.py
 
 
 def test_what_has_no_lora_adapter_is_not_merged():

@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-import transformers
 
 nbformat = pytest.importorskip("nbformat", reason="not run: nbformat is not installed")
 nbclient = pytest.importorskip("nbclient", reason="not run: nbclient is not installed")
 pytest.importorskip("ipykernel", reason="not run: ipykernel is not installed")
 
 import smollm2_reviews as data  # noqa: E402
+from _tiny_models import images_or_skip  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -42,15 +42,6 @@ def test_runs(path, tmp_path, monkeypatch):
     execute(path, tmp_path)
 
 
-def _needs_images() -> None:
-    """transformers 5.12 asks for torchvision, in a class that does without."""
-    pytest.importorskip("PIL", reason="not run: Pillow is not installed")
-    try:
-        transformers.Idefics3ImageProcessorPil()
-    except ImportError as error:
-        pytest.skip(f"not run: {error}")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_runs_on_the_real_model(name, tmp_path, monkeypatch):
@@ -58,7 +49,7 @@ def test_runs_on_the_real_model(name, tmp_path, monkeypatch):
     if not all(source.path.is_file() for source in data.SOURCES.values()):
         pytest.skip("not run: the model and the data were not fetched")
     if name == "06_vision_language":
-        _needs_images()
+        images_or_skip()
     for key, value in QUICK.items():
         monkeypatch.setenv(key, value)
     execute(ROOT / "notebooks" / f"{name}.ipynb", tmp_path)

@@ -12,15 +12,15 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from _dataflow_models import loss_and_gradients
 from _families import causal, gpt2, idefics3, image_for, opt, qwen2_5_vl, t5, text
+from _loss_models import distance
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.fusion.attach import OTHER_RUN, attached
 from peft_nvfp4.quantization.freeze import frozen_layers
-
-# ---------------------------------------------------------------------------------------------- what is expected
 
 NORMS = {"input_layernorm": 2, "post_attention_layernorm": 2}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -69,14 +69,7 @@ FAMILIES = {
         ),
     ),
     "qwen3-moe": (  # the second layer has a dense MLP
-        causal(
-            "Qwen3Moe",
-            head_dim=16,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=48,
-            mlp_only_layers=[1],
-        ),
+        causal("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]),
         layers(
             fused={"input_layernorm": 2, "post_attention_layernorm": 1, "mlp": 1, "experts": 1},
             sites={QKV: 2, GATE_UP: 1},
@@ -107,22 +100,22 @@ IMAGES = ("qwen2.5-vl", "idefics3", "smolvlm")
 
 
 @functools.cache
-def frozen(family):
+def frozen(family, accuracy):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # experts, Conv1D: "stay dense"
-        return freeze_model(FAMILIES[family][0]())
+        return freeze_model(FAMILIES[family][0](), accuracy=accuracy)
 
 
-def tuned(family, **settings):
+def tuned(family, accuracy="high", **settings):
     """The family's model with a random adapter. The same for every call."""
-    settings = {**dict(r=4, target_modules="all-linear", init_lora_weights=False), **settings}
+    settings = {**dict(r=4, target_modules="all-linear", init_lora_weights=False, accuracy=accuracy), **settings}
     if family == "gpt2":
         settings |= dict(target_modules=["c_attn"], fan_in_fan_out=True)
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_peft_model(copy.deepcopy(frozen(family)), NVFP4LoraConfig(**settings)).eval()
+        return get_peft_model(copy.deepcopy(frozen(family, accuracy)), NVFP4LoraConfig(**settings)).eval()
 
 
 def contents(report):
@@ -145,20 +138,6 @@ def forward(model, batch):
         return model(**batch).logits
 
 
-def loss_and_gradients(model, batch):
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def distance(got, want):
-    return ((got - want).norm() / want.norm()).item()
-
-
-# ---------------------------------------------------------------------------------------------- the tests
-
-
 @by_family
 def test_what_is_fused_is_what_the_structure_says(family):
     model, expected = tuned(family), FAMILIES[family][1]
@@ -171,23 +150,32 @@ def test_what_is_fused_is_what_the_structure_says(family):
     assert lines[0].startswith("fused: ") and {line.split(": ", 2)[2] for line in lines[1:]} == set(again.skipped.values())
 
 
-@by_family
-def test_fusing_keeps_the_function(family):
+SIX = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
+CASES = [(family, "high") for family in FAMILIES] + [(family, accuracy) for family in SIX for accuracy in ("paper", "balanced")]
+
+
+@pytest.mark.parametrize("family, accuracy", CASES)
+def test_fusing_keeps_the_function_and_detaching_puts_everything_back(family, accuracy):
     """Norms and activations differ from transformers' in the last bit of FP32, which no code shows (equal logits, as measured)
     unless one value in a million crosses a rounding threshold; it moves by a quarter at most, which is a percent of one token's
-    logits, and less of all 24 tokens': 5e-3. Gradients pass norms and MLPs through 4-bit values (10 % error in a part of them),
-    see test_dataflow.py."""
-    model = tuned(family)
+    logits, and less of all 24 tokens': 5e-3. Gradients pass norms and MLPs through 4-bit activations (10 % error in a part of
+    them), so their direction agrees to about 1 - 0.1**2 / 2 per layer; measured 0.985 to 0.997 with two layers."""
+    model = tuned(family, accuracy)
     keys, fused, (loss, gradients) = list(model.state_dict()), forward(model, text()), loss_and_gradients(model, text())
     assert activation_cache.live() == 0
     was_fused = attached(model)
     detach(model)
     assert not attached(model) and list(model.state_dict()) == keys
+    originals = dict(model.named_modules())
     plain, (plain_loss, plain_gradients) = forward(model, text()), loss_and_gradients(model, text())
-    assert distance(fused, plain) < 5e-3 and loss == pytest.approx(plain_loss, rel=1e-3)
+    assert distance(fused, plain) < 5e-3 and loss == pytest.approx(plain_loss, rel=1e-4 if family in SIX else 1e-3)
     assert F.cosine_similarity(gradients, plain_gradients, 0) > 0.97
     if FAMILIES[family][1]["fused"]:
         assert was_fused and not torch.equal(gradients, plain_gradients), "nothing was fused, so nothing was compared"
+    attach(model)
+    detach(model)
+    assert all(originals[name] is module for name, module in model.named_modules())
+    assert torch.equal(loss_and_gradients(model, text())[1], plain_gradients)
 
 
 @by_family

@@ -15,17 +15,16 @@ from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model, frozen_bytes
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-# ---------------------------------------------------------------------------------------------- what is frozen
-
 
 @by_backend
-def test_every_plain_linear_but_the_head(llama, backend):
-    model = llama()
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_plain_linear_but_the_head(llama, backend, tied):
+    model = llama(tie_word_embeddings=tied)
     keep = {n: p for n, p in model.named_parameters() if not any(n.startswith(a) for a in ALL)}
     freeze_model(model, backend)
     assert names(model) == ALL
     assert all(type(m) is BACKENDS[backend] and not m.weight.requires_grad for _, m in frozen_layers(model))
-    assert type(model.lm_head) is nn.Linear
+    assert type(model.lm_head) is nn.Linear and (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     now = dict(model.named_parameters())
     assert all(now[n] is p for n, p in keep.items()), "what is not frozen keeps its very parameters"
 
@@ -118,20 +117,11 @@ def test_subclasses_of_linear_keep_their_own_forward(backend):
     assert torch.equal(model(x), expected)
 
 
-def test_linear_layers_without_a_name_of_their_own():
-    """Numbered modules of nn.Sequential, nested containers."""
-    model = freeze_model(nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.ReLU(), nn.Linear(32, 8))))
-    assert names(model) == {"0", "1.1"}
-
-
 def test_a_bare_linear_is_refused():
     """It has no parent to be replaced in; anything but an error would leave it dense or break it."""
     layer = nn.Linear(32, 32)
     with Unchanged(layer), pytest.raises(ValueError):
         freeze_model(layer)
-
-
-# ---------------------------------------------------------------------------------------------- freezing twice
 
 
 @by_backend
@@ -198,9 +188,6 @@ def test_a_sibling_frozen_later_is_not_clipped(llama, factor):
     assert error(later) <= 1.5 * error(freeze_model(model()))
 
 
-# ---------------------------------------------------------------------------------------------- refusals change nothing
-
-
 @by_packed_backend
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "-inf"])
 @pytest.mark.parametrize("way", ["freeze_model", "get_peft_model"])
@@ -240,9 +227,6 @@ def test_unknown_words(llama, settings, message):
         freeze_model(model, **settings)
 
 
-# ---------------------------------------------------------------------------------------------- shared weights
-
-
 @by_backend
 def test_two_linears_share_one_weight(backend):
     """One packed weight, two layers, each with its own bias."""
@@ -259,3 +243,22 @@ def test_two_linears_share_one_weight(backend):
     assert frozen_bytes(model) == a.frozen_bytes() + c.frozen_bytes()
     x = torch.randn(4, 64)
     assert torch.allclose(a(x) - a.bias, b(x) - b.bias, atol=1e-5)  # |y| < 8: five roundings of 2**-24 |y|, and cancellation
+
+
+@pytest.mark.parametrize(
+    "freeze",
+    [
+        lambda model, names: freeze_model(model, skip_modules=names),
+        lambda model, names: get_peft_model(model, NVFP4LoraConfig(target_modules=["q_proj"], skip_modules=names)),
+    ],
+    ids=["freeze_model", "get_peft_model"],
+)
+def test_warnings_point_at_the_callers_line(llama, freeze):
+    """Not at a line of this package, of PEFT or of what wraps its functions."""
+    model = llama()
+    model.model.table = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000))])
+    with pytest.warns(UserWarning) as caught:
+        freeze(model, ["typo"])
+    places = {str(w.message).partition(": ")[0]: w.filename for w in caught}
+    assert places.pop("skip_modules matches no module") == __file__
+    assert [place for message, place in places.items() if "stay dense" in message] == [__file__]

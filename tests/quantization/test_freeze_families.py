@@ -10,42 +10,28 @@ import torch
 import transformers as hf
 from _families import IDS, causal, gpt2, opt, t5, text
 from _frozen_models import ALL, by_backend, names
+from _loss_models import distance
 from _mixtures import gpt_oss
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from peft_nvfp4 import NVFP4LoraConfig, dequantize_model, detach, freeze_model
+from peft_nvfp4 import NVFP4LoraConfig, dense_share, dequantize_model, detach, freeze_model
 from peft_nvfp4.autograd.frozen_linear import fake_quantize
 from peft_nvfp4.numerics.reference import power_of_two_scale
 from peft_nvfp4.quantization.freeze import frozen_layers
 from peft_nvfp4.quantization.groups import fused_siblings, input_terms
 
-# ---------------------------------------------------------------------------------------------- what stays dense is said
-
-GPT_OSS_DENSE = ("up_proj", "down_proj", "proj_bias", "router.weight")  # experts have biases, one row each
-
 
 @by_backend
-@pytest.mark.parametrize(
-    "make, dense, kind",
-    [
-        pytest.param(gpt_oss, GPT_OSS_DENSE, "GptOssExperts", id="gpt-oss"),
-        pytest.param(gpt2, ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "Conv1D", id="gpt2"),
-    ],
-)
-def test_the_share_that_stays_dense_is_said(backend, make, dense, kind):
+@pytest.mark.parametrize("make, kind", [(gpt_oss, "GptOssExperts"), (gpt2, "Conv1D")])
+def test_the_share_that_stays_dense_is_said(backend, make, kind):
     """Experts with biases and Conv1D are not packed. The warning gives their share of all matrix weights without
-    embeddings and heads."""
-    model = make()
-    sizes = {n: p.numel() for n, p in model.named_parameters()}
-    stays = sum(size for n, size in sizes.items() if n.endswith(dense))
+    embeddings and heads, as test_moe.py counts it."""
     with pytest.warns(UserWarning, match=kind) as caught:
-        freeze_model(model, backend)
-    frozen = sum(m.in_features * m.out_features for _, m in frozen_layers(model))
-    assert stays > 0
+        model = freeze_model(make(), backend)
     (message,) = [str(w.message) for w in caught if kind in str(w.message)]
-    assert int(re.search(r"(\d+)%", message)[1]) == round(100 * stays / (stays + frozen))
+    assert int(re.search(r"(\d+)%", message)[1]) == round(100 * sum(dense_share(model).values()))
 
 
 @by_backend
@@ -57,19 +43,17 @@ def test_no_warning_where_all_is_frozen(llama, backend, tied, skipped):
         freeze_model(llama(tie_word_embeddings=tied), backend, skip_modules=skipped)
 
 
-# ---------------------------------------------------------------------------------------------- sites
-
-
-def test_siblings_share_a_global_scale(llama):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_siblings_share_a_global_scale(llama, dtype):
     """q/k/v and gate/up have one, made from the largest weight of the group; o and down have their own."""
-    model = llama()
+    model = llama(dtype)
     with torch.no_grad():
         for layer in model.model.layers:
             for i, p in enumerate(
                 p for parent in (layer.self_attn, layer.mlp) for p in parent.children() if isinstance(p, nn.Linear)
             ):
                 p.weight.mul_(8.0**i)  # so that no two of them agree by themselves
-    amax = {n: m.weight.detach().abs().max() for n, m in model.named_modules() if n in ALL}
+    amax = {n: m.weight.detach().float().abs().max() for n, m in model.named_modules() if n in ALL}
     freeze_model(model)
     scale = {n: m.weight_gscale.view(torch.float32).item() for n, m in frozen_layers(model)}
     for i in range(2):
@@ -93,31 +77,17 @@ def test_a_skipped_sibling_has_no_say_in_the_global_scale(llama):
         assert torch.equal(getattr(model.model.layers[0].self_attn, p).weight_gscale.view(torch.float32), expected)
 
 
-NORM_FED = [
-    "model.layers.0.self_attn.q_proj",
-    "model.layers.0.mlp.gate_proj",
-    "model.layers.0.mlp.gate_up_proj",
-    "model.layers.0.self_attn.qkv_proj",
-    "model.decoder.layers.0.fc1",
-    "encoder.block.0.layer.0.SelfAttention.q",
-    "encoder.block.0.layer.1.DenseReluDense.wi_0",
-    "transformer.h.0.self_attention.query_key_value",
-    "transformer.h.0.mlp.dense_h_to_4h",
-    "bert.encoder.layer.0.attention.self.query",
-    "bert.encoder.layer.0.intermediate.dense",
-    "some.unknown_linear",
-]
-INTERIOR = [
-    "model.layers.0.self_attn.o_proj",
-    "model.layers.0.mlp.down_proj",
-    "model.decoder.layers.0.self_attn.out_proj",
-    "model.decoder.layers.0.fc2",
-    "encoder.block.0.layer.0.SelfAttention.o",
-    "transformer.h.0.mlp.dense_4h_to_h",
-    "transformer.h.0.self_attention.dense",
-    "bert.encoder.layer.0.attention.output.dense",
-    "bert.encoder.layer.0.output.dense",
-]
+NORM_FED = """
+model.layers.0.self_attn.q_proj model.layers.0.mlp.gate_proj model.layers.0.mlp.gate_up_proj model.layers.0.self_attn.qkv_proj
+model.decoder.layers.0.fc1 encoder.block.0.layer.0.SelfAttention.q encoder.block.0.layer.1.DenseReluDense.wi_0
+transformer.h.0.self_attention.query_key_value transformer.h.0.mlp.dense_h_to_4h bert.encoder.layer.0.attention.self.query
+bert.encoder.layer.0.intermediate.dense some.unknown_linear
+""".split()
+INTERIOR = """
+model.layers.0.self_attn.o_proj model.layers.0.mlp.down_proj model.decoder.layers.0.self_attn.out_proj
+model.decoder.layers.0.fc2 encoder.block.0.layer.0.SelfAttention.o transformer.h.0.mlp.dense_4h_to_h
+transformer.h.0.self_attention.dense bert.encoder.layer.0.attention.output.dense bert.encoder.layer.0.output.dense
+""".split()
 
 
 @pytest.mark.parametrize("accuracy, norm, interior", [("paper", 1, 1), ("balanced", 2, 1), ("high", 2, 2)])
@@ -132,8 +102,6 @@ def test_fused_siblings():
     assert fused_siblings("up_proj") == ("gate_proj", "up_proj")
     assert fused_siblings("a.o_proj") == ("a.o_proj",)
 
-
-# ---------------------------------------------------------------------------------------------- families
 
 ONE = dict(num_hidden_layers=1)
 ENCODER = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
@@ -187,10 +155,6 @@ def run(model: nn.Module, inputs: dict) -> tuple[torch.Tensor, dict[str, torch.T
     out = model.eval()(**inputs)
     out.loss.backward()
     return out.logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 @by_family

@@ -9,16 +9,14 @@ import weakref
 import pytest
 import torch
 import transformers as hf
-from _frozen_models import ALL, IDS, Unchanged, by_backend, by_packed_backend, config, names, packed
+from _frozen_models import ALL, IDS, Unchanged, by_backend, by_packed_backend, config, names
 from _peft_models import same_tensors
 from conftest import tiny_llama
 from peft import get_peft_model
 from torch import nn
 
-from peft_nvfp4 import BACKENDS, dequantize_model, freeze_model, frozen_bytes
+from peft_nvfp4 import BACKENDS, dequantize_model, freeze_model
 from peft_nvfp4.quantization.freeze import frozen_layers
-
-# ---------------------------------------------------------------------------------------------- bitsandbytes models
 
 
 @pytest.fixture(scope="module")
@@ -70,30 +68,19 @@ def test_qlora_on_an_adopted_model_is_qlora_on_a_dense_one(folder):
     assert len(grads[0]) == 28 and same_tensors(*grads)
 
 
-@pytest.mark.parametrize("backend", ["nvfp4", "bf16"])
-def test_other_backends_refuse_a_model_in_4_bits(folder, backend):
-    model = load_bnb(folder, **NF4)
-    with Unchanged(model), pytest.raises(ValueError, match=r"q_proj.*Linear4bit.*without quantization_config.*backend='nf4'"):
-        get_peft_model(model, config(backend=backend))
+FP4, EIGHT = dict(load_in_4bit=True, bnb_4bit_quant_type="fp4"), dict(load_in_8bit=True)
+REFUSED = [(NF4, b, r"q_proj.*Linear4bit.*without quantization_config.*backend='nf4'", "8bit") for b in ("nvfp4", "bf16")]
+REFUSED += [(FP4, "nf4", "(?i)(?=.*(?<!nv)fp4).*q_proj.*without quantization_config", "use backend='nf4'")]
+REFUSED += [(EIGHT, b, r"q_proj.*Linear8bitLt.*without quantization_config", "use backend") for b in ("nvfp4", "nf4", "bf16")]
 
 
-def test_fp4_is_not_nf4(folder):
+@pytest.mark.parametrize("settings, backend, message, absent", REFUSED)
+def test_what_cannot_be_adopted_is_refused(folder, settings, backend, message, absent):
     """The way out must not be the backend that was just asked for."""
-    model = load_bnb(folder, load_in_4bit=True, bnb_4bit_quant_type="fp4")
-    with Unchanged(model), pytest.raises(ValueError, match="(?i)q_proj.*without quantization_config") as error:
-        get_peft_model(model, config(backend="nf4"))
-    assert "fp4" in str(error.value).lower().replace("nvfp4", "") and "use backend='nf4'" not in str(error.value)
-
-
-@by_backend
-def test_a_model_in_8_bits_is_refused(folder, backend):
-    model = load_bnb(folder, load_in_8bit=True)
-    with Unchanged(model), pytest.raises(ValueError, match=r"q_proj.*Linear8bitLt.*without quantization_config") as error:
+    model = load_bnb(folder, **settings)
+    with Unchanged(model), pytest.raises(ValueError, match=message) as error:
         get_peft_model(model, config(backend=backend))
-    assert "use backend" not in str(error.value)
-
-
-# ---------------------------------------------------------------------------------------------- back again
+    assert absent not in str(error.value)
 
 
 @by_backend
@@ -119,34 +106,6 @@ def test_dequantize_model_leaves_adapters_alone(llama):
     dequantize_model(model)
     assert len(names(model)) == 2 and all(n.endswith("q_proj.base_layer") for n in names(model))
     assert type(model.base_model.model.model.layers[0].mlp.up_proj) is nn.Linear
-
-
-# ---------------------------------------------------------------------------------------------- bytes and memory
-
-
-def bytes_by_hand(backend: str, layouts: str, n: int, k: int) -> int:
-    if backend == "bf16":
-        return 2 * n * k
-    if backend == "nvfp4":  # half a byte a code, a byte a block of 16, four bytes for the global scale; K padded to 32
-        one = lambda rows, cols: rows * (-(-cols // 32) * 32) * 9 // 16 + 4
-        return one(n, k) + (one(k, n) if layouts == "cached" else 0)
-    blocks = n * k // 64  # half a byte a code, an absmax byte a block of 64, those in blocks of 256 with an FP32 each
-    return n * k // 2 + blocks + 4 * -(-blocks // 256) + 4 * 16 + 4 * 256 + 4  # and two code books and an offset
-
-
-@pytest.mark.parametrize("backend, layouts", [("nvfp4", "cached"), ("nvfp4", "transient"), ("nf4", "cached"), ("bf16", "cached")])
-def test_frozen_bytes(llama, backend, layouts):
-    """Against a count by hand: 9, 4.5, 4 and a bit, 16 bits a weight. gate/up are 176 wide, which NVFP4 pads to 192."""
-    model = llama(torch.bfloat16)
-    shapes = [(m.out_features, m.in_features) for n, m in model.named_modules() if n in ALL]
-    memory = "small" if layouts == "transient" else "fast"
-    model = get_peft_model(model, config(backend=backend, memory=memory))  # adapters do not count
-    by_hand = sum(bytes_by_hand(backend, layouts, *shape) for shape in shapes)
-    shared = 0
-    if backend == "nf4":  # code books may be shared by the layers
-        books = [t for n, t in packed(model).items() if n.endswith(("code", "nested_code"))]
-        shared = sum(t.numel() * 4 for t in books) - sum({t.data_ptr(): t.numel() * 4 for t in books}.values())
-    assert len(shapes) == 14 and frozen_bytes(model) == by_hand - shared
 
 
 @by_packed_backend

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from _low_level import adapted_model
 from conftest import tiny_llama
+from low_level import adapted_model
 
 from peft_nvfp4.training.callbacks import CUBLAS, deterministic
 

@@ -234,9 +234,6 @@ def test_trainer_names_a_base_that_differs(tmp_path):
     assert len(ranks) == 2 and all("ValueError" in text and "layers.0.self_attn.v_proj.base_layer" in text for text in ranks)
 
 
-# ---------------------------------------------------------------------------------------------- the examples
-
-
 def settings_of(yaml: Path) -> dict[str, str]:
     """The environment that ``accelerate launch --config_file yaml`` gives the script."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser

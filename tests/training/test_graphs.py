@@ -10,23 +10,21 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from _low_level import adapted_model
+from _dataflow_models import SIZES
 from _rehearsal import Rehearsal
+from conftest import tiny_llama
+from low_level import adapted_model
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status
 from peft_nvfp4.training import cuda_graphs
 
-SIZES = dict(
-    hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
-)
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 on_devices = pytest.mark.parametrize("device", ["cpu", cuda])
 
 
 def tuned(device="cpu", graphed=True, **settings):
-    torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, pad_token_id=0)).to(device)
+    model = tiny_llama(pad_token_id=0).to(device)
     settings = dict(r=4, target_modules="all-linear", init_lora_weights=False) | settings
     model = adapted_model(model, **settings).train()
     if graphed:

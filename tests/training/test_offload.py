@@ -1,29 +1,18 @@
 """Offload: the same bits as without, in every way of running a model, and clear refusals. On a CPU the copies are made at
 once; the tests marked gpu check the streams."""
 
-import copy
-import io
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from _assertions import COPIES, by_device
 from _offloaded import BACKENDS, at_rest, batch, late, packed, same, scrambled, steps, tuned
 from peft import LoraConfig
 
 from peft_nvfp4 import enable_cuda_graphs, frozen_bytes
 from peft_nvfp4.autograd import activation_cache
-from peft_nvfp4.training.offload.enable import (
-    _owner,
-    disable_offload,
-    enable_offload,
-    find_layers,
-    offload_status,
-    offloaded,
-)
+from peft_nvfp4.training.offload.enable import _owner, disable_offload, enable_offload, find_layers, offload_status, offloaded
 from peft_nvfp4.training.offload.layers import ATTRIBUTE
-
-# ---------------------------------------------------------------------------------------------- the same bits
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpointing", "reentrant"])
@@ -89,20 +78,18 @@ def test_buffers_are_what_layers_compute_with():
     assert not torch.equal(model(input_ids=ids).logits, before)
 
 
-# ---------------------------------------------------------------------------------------------- everything else
-
-
 def test_state_dict_reads_the_host():
     model, plain = tuned("nvfp4 cached", "cpu"), tuned("nvfp4 cached", None)
     steps(model, 1), steps(plain, 1)
     assert same(model.state_dict(), plain.state_dict())
 
 
+@by_device
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_merging_and_unmerging(backend):
-    model, plain = tuned(backend, "cpu"), tuned(backend, None)
+def test_merging_and_unmerging(backend, device):
+    model, plain = tuned(backend, "cpu", device=device), tuned(backend, None, device=device)
     before = packed(model)
-    ids = batch()
+    ids = batch(device)
     for m in (model, plain):
         m.merge_adapter()
     assert same(packed(model), packed(plain))
@@ -161,17 +148,11 @@ def test_a_second_adapter_and_plain_lora():
     assert steps(model)[0] == steps(plain)[0] and at_rest(model)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
 def test_copies_have_buffers_of_their_own(way):
     model = tuned("nvfp4 cached", "cpu")
     losses = steps(model, 1)[0]
-    if way == "deepcopy":
-        other = copy.deepcopy(model)
-    else:
-        stream = io.BytesIO()
-        torch.save(model, stream)
-        stream.seek(0)
-        other = torch.load(stream, weights_only=False)
+    other = COPIES[way](model)
     ids = batch()
     wanted = model(input_ids=ids).logits
     del losses, model
@@ -235,7 +216,7 @@ def test_an_interrupted_backward():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_on_what_layers_return_beside(backend):
-    """Hidden states and attention of every layer have gradients of their own: their hooks come in the order of the layers."""
+    """Hidden states and attention of every layer have gradients of their own."""
     found = []
     for model in (tuned(backend, None), scrambled(tuned(backend, "cpu"))):
         model.get_base_model().set_attn_implementation("eager")
@@ -245,22 +226,6 @@ def test_losses_on_what_layers_return_beside(backend):
         (loss + sum(a.float().square().sum() for a in output.attentions)).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert same(*found)
-
-
-def test_gradients_through_a_cache_are_refused():
-    """Keys of an earlier forward: its last layer computes in backward without any output that has a gradient."""
-    model, ids = tuned("nvfp4 cached", "cpu"), batch()
-    with torch.no_grad():
-        first = model(input_ids=ids[:, :8], use_cache=True)
-    model(input_ids=ids[:, 8:], past_key_values=first.past_key_values).logits.sum().backward()
-    first = model(input_ids=ids[:, :8], use_cache=True)
-    with pytest.raises(RuntimeError, match="cache of keys and values"):
-        model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
-    with torch.no_grad():
-        model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
-
-
-# ---------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_excludes_it_is_said():
@@ -281,7 +246,6 @@ def test_what_excludes_it_is_said():
 
 @pytest.mark.parametrize("part", ["equal", "tiny"])
 def test_the_benchmark_runs(part, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import bench_offload
 
     words = ["--parts", part, "--equal-shape", "tiny", "--device", "cpu", "--seq", "40", "--steps", "1", "--out", str(tmp_path)]

@@ -3,21 +3,15 @@
 import pytest
 import torch
 from _mixtures import mixtral
-from _offloaded import BACKENDS, at_rest, batch, packed, same, steps, tuned
-from _two_processes import both
+from _offloaded import BACKENDS, at_rest, batch, same, steps, tuned
+from _two_processes import both, refusal
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.autograd import activation_cache
-from peft_nvfp4.training.offload.enable import (
-    _owner,
-    enable_offload,
-    offload_status,
-)
+from peft_nvfp4.training.offload.enable import _owner, enable_offload, offload_status
 from peft_nvfp4.training.offload.frozen_methods import computing
-
-# ---------------------------------------------------------------------------------------------- several processes and devices
 
 
 def ddp_step(rank: int, offload: str | None):
@@ -56,20 +50,14 @@ def test_ddp_leaves_packed_experts_alone():
 def fsdp(rank: int):
     from torch.distributed.fsdp import fully_shard
 
-    messages = []
     model = tuned("nvfp4 cached", "cpu")
     other = tuned("nvfp4 cached", None)
     fully_shard(other.get_base_model().model.layers[0])
-    for step in (lambda: fully_shard(model.get_base_model().model.layers[0]), lambda: enable_offload(other)):
-        try:
-            step()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    return refusal(lambda: fully_shard(model.get_base_model().model.layers[0])), refusal(lambda: enable_offload(other))
 
 
 def test_fsdp_is_refused():
-    assert all(len(messages) == 2 and all("FSDP" in text for text in messages) for messages in both(fsdp))
+    assert all("FSDP" in text for messages in both(fsdp) for text in messages)
 
 
 def test_a_model_cut_between_layers():
@@ -130,9 +118,6 @@ def test_device_map_over_two_gpus(backend, tmp_path):
     assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
 
 
-# ---------------------------------------------------------------------------------------------- on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpointing", "reentrant"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,22 +135,17 @@ def test_training_on_a_gpu_is_bit_equal(backend, checkpointing):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_merging_on_a_gpu(backend):
-    model, plain = tuned(backend, "cpu", 3, "cuda"), tuned(backend, None, 3, "cuda")
-    ids = batch("cuda")
-    model(input_ids=ids)
-    for m in (model, plain):
-        m.merge_adapter()
-    assert same(packed(model), packed(plain))
-    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
-    model.unmerge_adapter(), plain.unmerge_adapter()
+    """Besides what test_offload compares there: where weights are, and adapters that come later."""
+    model = tuned(backend, "cpu", 3, "cuda")
+    model(input_ids=batch("cuda"))
+    model.merge_adapter()
+    model.unmerge_adapter()
     layer = model.get_base_model().model.layers[0].mlp.up_proj.base_layer
     with computing(layer):
         assert layer.weight.is_cuda and layer.dequantize().is_cuda
     assert not layer.weight.is_cuda and layer.dequantize().is_cuda
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     assert all(p.is_cuda for n, p in model.named_parameters() if ".second." in n)
-    dense, wanted = model.merge_and_unload(), plain.merge_and_unload()
-    assert torch.equal(dense(input_ids=ids).logits, wanted(input_ids=ids).logits)
 
 
 @pytest.mark.gpu

@@ -6,36 +6,22 @@ import json
 
 import pytest
 import torch
+import transformers as hf
+from _dataflow_models import SIZES
 from _pact_models import IDS, assert_same_state, dense, dense_files, load, logits, tiny_llava, with_adapter
 from conftest import tiny_llama
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    conversion_mapping,
-)
+from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, ops
 from peft_nvfp4.numerics.formats import WEIGHT
 from peft_nvfp4.quantization.freeze import frozen_layers
 
-SMALL = dict(
-    hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
-)
-
 
 @pytest.fixture
 def folder(tmp_path):
     return dense_files(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------- the settings
 
 
 @pytest.mark.parametrize(
@@ -45,6 +31,7 @@ def folder(tmp_path):
         (dict(quant_method="nvfp4"), ValueError, "'peft_nvfp4' here"),
         (dict(format_version=2), ValueError, "newer than this package.*upgrade"),
         (dict(format_version="1"), ValueError, "not a version"),
+        (dict(format_version=True), ValueError, "not a version"),
         (dict(load_in_4bit=True), TypeError, "load_in_4bit"),
     ],
 )
@@ -62,17 +49,20 @@ def test_settings_survive_json():
         PactConfig.from_dict({**config.to_dict(), "format_version": 9, "flavour": 1})
 
 
-# ---------------------------------------------------------------------------------------------- the same bits
+OTHERS = dict(memory="small", accuracy="paper")
 
 
-@pytest.mark.parametrize("settings", [{}, dict(memory="small", accuracy="paper")])
-@pytest.mark.parametrize("tied", [False, True])
-def test_bits_are_those_of_a_model_frozen_in_memory(tmp_path, settings, tied):
+@pytest.mark.parametrize(
+    "settings, tied, dtype",
+    [({}, False, torch.bfloat16), (OTHERS, True, torch.bfloat16), ({}, True, torch.float32), (OTHERS, False, torch.float16)],
+)
+def test_bits_are_those_of_a_model_frozen_in_memory(tmp_path, settings, tied, dtype):
     tiny_llama(torch.bfloat16, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="60kB")
-    streamed, options = load(tmp_path, **settings), PactConfig(**settings).options
+    streamed, options = load(tmp_path, dtype=dtype, **settings), PactConfig(**settings).options
     layouts = options.frozen.weight_layouts
-    frozen = freeze_model(dense(tmp_path), "nvfp4", accuracy=options.accuracy, weight_layouts=layouts)
+    frozen = freeze_model(dense(tmp_path, dtype=dtype), "nvfp4", accuracy=options.accuracy, weight_layouts=layouts)
     assert_same_state(streamed, frozen)
+    assert streamed.dtype == dtype and {layer.compute_dtype for _, layer in frozen_layers(streamed)} == {dtype}
     assert len(frozen_layers(streamed)) == 14 and type(streamed.lm_head) is torch.nn.Linear
     assert (streamed.lm_head.weight is streamed.model.embed_tokens.weight) == tied
     for (name, a), (_, b) in zip(frozen_layers(streamed), frozen_layers(frozen), strict=True):
@@ -80,24 +70,6 @@ def test_bits_are_those_of_a_model_frozen_in_memory(tmp_path, settings, tied):
     assert torch.equal(logits(streamed), logits(frozen))
     attention = streamed.model.layers[0].self_attn
     assert torch.equal(attention.q_proj.weight_gscale, attention.v_proj.weight_gscale)
-
-
-def test_siblings_share_the_largest_scale(tmp_path):
-    model = tiny_llama(torch.bfloat16)
-    model.model.layers[0].self_attn.k_proj.weight.data *= 64
-    model.save_pretrained(tmp_path)
-    attention = load(tmp_path).model.layers[0].self_attn
-    alone = ops.weight_gscale(model.model.layers[0].self_attn.q_proj.weight)
-    scales = [getattr(attention, f"{p}_proj").weight_gscale.view(torch.float32) for p in "qkvo"]
-    assert scales[0] == scales[1] == scales[2] == ops.weight_gscale(model.model.layers[0].self_attn.k_proj.weight)
-    assert scales[0] > alone and scales[3] < scales[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes(folder, dtype):
-    model = load(folder, dtype=dtype)
-    assert_same_state(model, freeze_model(dense(folder, dtype=dtype), "nvfp4"))
-    assert model.dtype == dtype and {layer.compute_dtype for _, layer in frozen_layers(model)} == {dtype}
 
 
 def test_skipped_modules_stay_dense(folder):
@@ -112,7 +84,7 @@ def test_skipped_modules_stay_dense(folder):
 
 def test_biases(tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**SMALL, dtype="bfloat16"))
+    model = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**SIZES, dtype="bfloat16"))
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(p)
@@ -121,7 +93,7 @@ def test_biases(tmp_path):
     assert_same_state(streamed, freeze_model(dense(tmp_path), "nvfp4"))
     assert streamed.model.layers[0].self_attn.q_proj.bias.abs().max() > 0.5
     streamed.save_pretrained(tmp_path / "packed")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert_same_state(streamed, again)
     for model in (streamed, again):
         assert not any(p.requires_grad for _, layer in frozen_layers(model) for p in layer.parameters())
@@ -140,7 +112,7 @@ def test_fused_projection_that_is_split_on_loading(tmp_path, monkeypatch):
     streamed = load(tmp_path / "dense")
     assert_same_state(streamed, freeze_model(model, "nvfp4"))
     streamed.save_pretrained(tmp_path / "packed")
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    again, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not any(info.values())
     assert_same_state(streamed, again)
 
@@ -148,9 +120,9 @@ def test_fused_projection_that_is_split_on_loading(tmp_path, monkeypatch):
 def test_missing_weight_is_initialised_as_by_transformers(folder):
     state = dense(folder).state_dict()
     del state["model.layers.1.mlp.up_proj.weight"]
-    model, info = LlamaForCausalLM.from_pretrained(
+    model, info = hf.LlamaForCausalLM.from_pretrained(
         None,
-        config=LlamaConfig.from_pretrained(folder),
+        config=hf.LlamaConfig.from_pretrained(folder),
         state_dict=state,
         quantization_config=PactConfig(),
         dtype=torch.bfloat16,
@@ -166,13 +138,13 @@ def test_missing_weight_is_initialised_as_by_transformers(folder):
 def test_device_maps(folder):
     reference = load(folder)
     for device_map in ("auto", "cpu", {"": "cpu"}, torch.device("cpu")):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = hf.AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=PactConfig(), dtype=torch.bfloat16, device_map=device_map
         )
         assert_same_state(model, reference)
     for device_map in ({"model": 0, "lm_head": "cpu"}, {"model": "cpu", "lm_head": "disk"}):
         with pytest.raises(ValueError, match="device_map puts parts of the model on (cpu|cpu and disk)"):
-            AutoModelForCausalLM.from_pretrained(folder, quantization_config=PactConfig(), device_map=device_map)
+            hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=PactConfig(), device_map=device_map)
 
 
 def test_sizes_for_device_maps(folder):
@@ -189,15 +161,12 @@ def test_sizes_for_device_maps(folder):
         assert 0.95 * actual <= estimate <= actual, "padding of 176 columns and global scales are not in the estimate"
 
 
-# ---------------------------------------------------------------------------------------------- classes
-
-
 def test_sequence_classification(folder, tmp_path):
-    model = load(folder, AutoModelForSequenceClassification)
+    model = load(folder, hf.AutoModelForSequenceClassification)
     assert len(frozen_layers(model)) == 14 and type(model.score) is torch.nn.Linear
     assert model.score.weight.isfinite().all()
     load(folder).save_pretrained(tmp_path / "packed")
-    again, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    again, info = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
     again.score = model.score
     again.config.pad_token_id = model.config.pad_token_id = 0
@@ -206,12 +175,12 @@ def test_sequence_classification(folder, tmp_path):
 
 def test_vision_language(tmp_path):
     tiny_llava(2).save_pretrained(tmp_path / "dense", max_shard_size="60kB")
-    streamed = load(tmp_path / "dense", AutoModelForImageTextToText)
-    frozen = freeze_model(dense(tmp_path / "dense", AutoModelForImageTextToText), "nvfp4")
+    streamed = load(tmp_path / "dense", hf.AutoModelForImageTextToText)
+    frozen = freeze_model(dense(tmp_path / "dense", hf.AutoModelForImageTextToText), "nvfp4")
     assert_same_state(streamed, frozen)
     assert any("vision_tower" in name for name, _ in frozen_layers(streamed))
     streamed.save_pretrained(tmp_path / "packed", max_shard_size="40kB")
-    again, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    again, info = hf.AutoModelForImageTextToText.from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not any(info.values())
     assert_same_state(streamed, again)
     assert torch.equal(logits(streamed), logits(again))
@@ -222,12 +191,9 @@ def test_vision_language(tmp_path):
 
 
 def test_model_without_linears_raises(tmp_path):
-    AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
+    hf.AutoModelForCausalLM.from_config(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no linear layer of GPT2LMHeadModel can be frozen"):
         load(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------- save, reload, dequantise
 
 
 @pytest.mark.parametrize("settings", [{}, dict(memory="small"), dict(skip_modules=["down_proj"])])
@@ -244,7 +210,7 @@ def test_reloads_bit_equal_without_quantising_again(folder, tmp_path, monkeypatc
 
     quantize = ops.quantize_weight
     monkeypatch.setattr(ops, "quantize_weight", no_search)
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    again, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not any(info.values())
     assert_same_state(model, again)
     assert again.dtype == torch.bfloat16 and again.hf_quantizer.quantization_config == model.hf_quantizer.quantization_config

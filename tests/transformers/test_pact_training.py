@@ -32,9 +32,6 @@ def folder(tmp_path):
     return dense_files(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------- adapters
-
-
 def test_stock_and_own_adapters_give_the_model_frozen_by_an_adapter(folder):
     """A plain LoraConfig on a PactConfig base, NVFP4LoraConfig on it, and NVFP4LoraConfig on the dense model: one model."""
     expected = with_adapter(dense(folder), NVFP4LoraConfig)
@@ -138,14 +135,9 @@ model.save_pretrained({str(tmp_path / "adapter")!r})
     assert run.returncode == 0, run.stderr[-3000:]
 
 
-# ---------------------------------------------------------------------------------------------- the script
-
-
 def run_script(name, monkeypatch, model, data, output, steps):
     monkeypatch.setattr(
-        sys,
-        "argv",
-        [name, "--model", str(model), "--data", str(data), "--output", str(output), "--max_steps", str(steps)],
+        sys, "argv", [name, "--model", str(model), "--data", str(data), "--output", str(output), "--max_steps", str(steps)]
     )
     return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 

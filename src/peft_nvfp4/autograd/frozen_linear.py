@@ -36,14 +36,14 @@ its input gradient, the adapters' share, and at the end the tools (straight-thro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..numerics.formats import WEIGHT_BACKWARD, QuantizedMatrix
+from ..numerics.formats import QuantizedMatrix
 from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from ..numerics.reference import add_mm, mm, without_scale_factor
 from ..ops import fused
@@ -78,6 +78,7 @@ class Linear(NamedTuple):
     gradients: str  # a word of GRADIENTS
     branches: tuple[Branch, ...]
     rounding_seed: Tensor | None = None  # of stochastic rounding, drawn by :func:`frozen_linear`
+    there: AbstractContextManager | None = None  # within it backward may read the weights (:mod:`.hosted`); None: always
 
 
 class Call(NamedTuple):
@@ -184,7 +185,8 @@ class FrozenLinearFunction(torch.autograd.Function):
         dtypes_a = [a if need.a else None for need, (a, _) in zip(branches, ctx.dtypes)]
         dtypes_b = [b if need.b else None for need, (_, b) in zip(branches, ctx.dtypes)]
         dx = None
-        with no_autocast(dys[0]):
+        # ``there`` after unpacking, for which checkpointing may have run other layers; one call is of one decoder layer
+        with no_autocast(dys[0]), saved.linears[0].there or nullcontext():
             xd = _dequantized_input(saved, dys[0].dtype) if any(dtypes_a) else None
             branch_dys = [dy for dy, linear in zip(dys, needs.linears) for _ in linear.branches]
             dbs = gradients_of_b(branch_dys, saved.hidden, saved.adapters, dtypes_b)
@@ -231,7 +233,7 @@ def _input_gradient(dys: Sequence[Tensor], linears: Sequence[Linear], g: Tensor 
             continue
         backward_weight = linear.backward_weight
         if backward_weight is None:
-            backward_weight = ops.transpose_requantize(linear.weight, WEIGHT_BACKWARD, linear.scale_factor)
+            backward_weight = ops.transpose_requantize(linear.weight, linear.scale_factor)
         quantized.append(BackwardLinear(dy, backward_weight, linear.rounding_seed))
     if not quantized:
         return dense if g is None else add_mm(dense, g, a)

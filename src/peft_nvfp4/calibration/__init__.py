@@ -1,5 +1,5 @@
 """Calibration: GPTQ weights, offsets and terms of the inputs from a few texts (or images), before training starts.
 
-Its modules, each knowing only those before it: ``data``, ``structure``, ``moments``, ``levels``, ``gptq``, ``store``, ``layer``,
+Its modules, each knowing only those before it: ``data``, ``structure``, ``moments``, ``gptq``, ``store``, ``layer``,
 ``passes``, ``run`` (the entry points). This package imports nothing by itself.
 """

@@ -38,36 +38,26 @@ def batches(
         samples: sequences at most; of ready-made batches, so many batches.
         seq_len: tokens of a sequence; fewer if the data holds less than one.
         batch_size: sequences run at a time.
-
-    Raises:
-        ValueError: no data, texts without a tokenizer, or something that is none of the above.
     """
     if isinstance(data, Tensor) or hasattr(data, "__array_interface__"):
-        data = _ids(data)
-        if not data.numel():
-            raise ValueError("no calibration data")
-        if data.ndim == 2:
-            return _stack(list(data[:samples, :seq_len]), batch_size)
-        data = [data]
+        ids = _ids(data)
+        if ids.ndim == 2 and ids.numel():
+            return _stack(list(ids[:samples, :seq_len]), batch_size)
+        data = [ids] if ids.numel() else []
     rows = _rows(data, samples)
     if not rows:
         raise ValueError("no calibration data")
     if isinstance(rows[0], Mapping) and _is_batch(rows[0]):
         return [dict(row) for row in rows[:samples]]
-    rows = [_content(row) for row in rows]
-    first = None
-    if isinstance(rows[0], Tensor):
-        if any(not isinstance(row, Tensor) for row in rows):
-            raise ValueError("calibration data is all token ids or all text, not some of each")
-    else:
+    rows, first = [_content(row) for row in rows], None
+    if not isinstance(rows[0], Tensor):
         if tokenizer is None:
             raise ValueError("calibration texts need their tokenizer: calibrate(model, texts, tokenizer=...)")
         random.Random(seed).shuffle(rows)
         rows, first = _tokenized(rows, getattr(tokenizer, "tokenizer", tokenizer), samples * seq_len)
+    elif any(not isinstance(row, Tensor) for row in rows):
+        raise ValueError("calibration data is all token ids or all text, not some of each")
     return _stack(_pack(rows, samples, seq_len, first), batch_size)
-
-
-# ---------------------------------------------------------------------------------------------- rows
 
 
 def _rows(data: Any, samples: int) -> list:
@@ -112,7 +102,7 @@ def _content(row: Any) -> Any:
         if key != "input_ids":
             return row[key]
         ids, mask = _ids(row["input_ids"]).flatten(), row.get("attention_mask")
-        return ids if mask is None else ids[torch.as_tensor(mask).flatten().bool()]
+        return ids if mask is None else ids[_ids(mask).flatten().bool()]
     if isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
         return row
     if not isinstance(row, Sequence | Tensor) and not hasattr(row, "__array_interface__"):
@@ -123,15 +113,12 @@ def _content(row: Any) -> Any:
 def _ids(values: Any) -> Tensor:
     """Token ids as a tensor."""
     try:
-        ids = torch.as_tensor(values)
+        ids = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError) as error:
         raise ValueError(f"token ids are integers, in rows of one length ({error})") from error
     if ids.is_floating_point() and ids.numel():
         raise ValueError(f"token ids are integers, got {ids.dtype}")
     return ids
-
-
-# ---------------------------------------------------------------------------------------------- sequences
 
 
 def _tokenized(texts: list, tokenizer: Any, wanted: int) -> tuple[list[Tensor], int | None]:
@@ -151,7 +138,7 @@ def _tokenized(texts: list, tokenizer: Any, wanted: int) -> tuple[list[Tensor], 
             ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         ids = ids[1:] if first is not None and ids[:1] == [first] else ids
         ids += [] if eos is None or ids[-1:] == [eos] else [eos]
-        rows.append(torch.tensor(ids, dtype=torch.long))
+        rows.append(torch.tensor(ids, dtype=torch.long, device="cpu"))
         total += len(ids)
         if total >= wanted:
             break
@@ -162,7 +149,7 @@ def _tokenized(texts: list, tokenizer: Any, wanted: int) -> tuple[list[Tensor], 
 
 def _pack(rows: list[Tensor], samples: int, seq_len: int, first: int | None = None) -> list[Tensor]:
     """Sequences of ``seq_len`` tokens, cut from the rows joined; what is left over is dropped, unless there is nothing else."""
-    head = torch.tensor([] if first is None else [first], dtype=torch.long)
+    head = torch.tensor([] if first is None else [first], dtype=torch.long, device="cpu")
     body = max(seq_len - len(head), 1)
     tokens = torch.cat([row.long() for row in rows])[: samples * body]
     if not tokens.numel():

@@ -12,12 +12,12 @@ within a block one by one, the effect of a whole block on all later columns as o
 * The global scale and all block scales are fixed before the first column (*static groups*), so columns can be taken in any order
   while the memory layout stays what it is. ``act_order`` takes the columns with the largest inputs first: their errors have the
   most columns left to be made up by.
-* A block scale is searched for with the error of column k weighted by H[k, k].
+* A block scale is searched for with the error of column k weighted by H[k, k], its *importance*. Columns that no calibration
+  token used (H[k, k] = 0) influence no scale, unless the whole block has none, and are rounded to nearest.
 * Codes come out of the loop. Deriving them again from the values would choose other scales.
 * The *asymmetric* target: the layer sees x~, should answer W x. The best dense weight for that is
   W E[x x~^T] H^-1; it is rounded in place of W. It repairs systematic errors of the activations' rounding, and belongs to W4A4:
   with inputs that are not rounded, it is a worse weight.
-* Columns that no calibration token used (H[k, k] = 0) influence no scale and are rounded to nearest.
 
 The inverse is never formed: with H = R R^T, R upper triangular, U = R^-1.
 
@@ -32,19 +32,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
 from ..numerics import reference
-from ..numerics.formats import BLOCK, SCALE_RULES, QuantizedMatrix
+from ..numerics.formats import BLOCK, E2M1_THRESHOLDS, SCALE_RULES, NVFP4Format, QuantizedMatrix, padded_k
 from ..numerics.matmul import exact_matmul
-from .levels import NVFP4Levels
 from .moments import Moments
 
 DAMPING = (0.01, 0.1, 1.0)
 """Added to H's diagonal, as shares of its mean: the first with which it can be factorised."""
 COLUMNS = 128
 """Columns of a block."""
+CHUNK = 1 << 22
+"""Elements whose scales are searched at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +55,64 @@ class GPTQOptions:
 
     Attributes:
         rule: choice of the block scales: ``"max6"``, ``"four_over_six"`` or ``"mse"``.
-        weighted: the searching rules weigh a column's error by H's diagonal.
         act_order: columns by falling diag(H), not from left to right.
         asymmetric: solve for the target that makes up for the rounding of the activations (needs the cross moment).
     """
 
     rule: str = "mse"
-    weighted: bool = True
     act_order: bool = True
     asymmetric: bool = False
 
     def __post_init__(self) -> None:
         if self.rule not in SCALE_RULES:
             raise ValueError(f"unknown block-scale rule {self.rule!r}; choose one of {', '.join(SCALE_RULES)}")
+
+
+class NVFP4Levels:
+    """NVFP4 with one global scale ``gscale`` (1,) float32, a power of two. Rounds exactly as
+    :func:`peft_nvfp4.numerics.reference.quantize` does: ``|w|`` is compared with ``s * g * {.25, .75, ...}``, ties go to the even
+    code, the sign is kept."""
+
+    def __init__(self, rule: str, gscale: Tensor):
+        self.format, self.gscale = NVFP4Format(rule=rule), gscale
+        device = gscale.device
+        self._steps = torch.tensor([t for t, _ in E2M1_THRESHOLDS], device=device)[:, None]
+        self._inclusive = torch.tensor([up for _, up in E2M1_THRESHOLDS], device=device)[:, None]
+        self._grid = reference._grid(device)
+
+    def scales(self, w: Tensor, importance: Tensor) -> Tensor:
+        """Block scales (N, Kp/16), E4M3 bytes, of a weight (N, K) whose columns have an importance (K,)."""
+        kp = padded_k(w.shape[1])
+        weights = F.pad(importance, (0, kp - w.shape[1])).view(-1, BLOCK)
+        alive = weights > 0  # the columns that count for the scale of their block
+        alive |= ~alive.any(-1, keepdim=True)
+        scales = []
+        for part in w.split(max(1, CHUNK // kp)):
+            mag = F.pad(part.abs(), (0, kp - w.shape[1])).view(-1, kp // BLOCK, BLOCK)
+            amax = torch.where(alive, mag, 0.0).amax(-1)
+            scales.append(reference.choose_scales(mag, amax, self.gscale[:, None], self.format, weights))
+        return torch.cat(scales)
+
+    def factors(self, scales: Tensor) -> Tensor:
+        """s * g of block scales, what a level is multiplied by."""
+        return reference.e4m3_decode(scales) * self.gscale
+
+    def thresholds(self, factor: Tensor) -> Tensor:
+        """(..., 7, N) for factors (..., N): a magnitude reaches level i where it is at least threshold i. Products are exact; a
+        tie that stays below belongs to the next FP32 number."""
+        exact = factor[..., None, :] * self._steps
+        return torch.where(self._inclusive, exact, torch.nextafter(exact, exact.new_full((), float("inf"))))
+
+    def round(self, w: Tensor, thresholds: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes (N,) and values (N,) of a column w (N,), thresholds (7, N), factor (N,)."""
+        index = (w.abs() >= thresholds).sum(0)
+        values = torch.copysign(self._grid[index] * factor, w)
+        codes = (index | (torch.signbit(w).long() << 3)) * (factor > 0)  # a block of scale 0 has codes 0
+        return codes.to(torch.uint8), values
+
+    def pack(self, codes: Tensor, scales: Tensor) -> QuantizedMatrix:
+        k = codes.shape[1]
+        return QuantizedMatrix(reference.pack(F.pad(codes, (0, padded_k(k) - k))), scales, self.gscale.clone(), k)
 
 
 class Factor(NamedTuple):
@@ -142,22 +189,13 @@ def asymmetric_target(w: Tensor, moments: Moments, factor: Factor) -> Tensor:
 def gptq(
     weights: Sequence[Tensor], moments: Moments, options: GPTQOptions | None = None, name: str = "weight"
 ) -> list[QuantizedMatrix] | None:
-    """Quantise the weights of the linears that read one input, under one global scale.
-
-    Args:
-        weights: each (N_i, K), any floating dtype, on the device where the work is to be done.
-        moments: of their input, see :class:`~peft_nvfp4.calibration.moments.Moments`.
-        name: of the site, for warnings.
-
-    Returns:
-        The quantised weights. None, after a warning, where H cannot be factorised.
+    """Quantise the weights (N_i, K), any floating dtype, of the linears that read one input, under one global scale, where they
+    are. None, after a warning that has their name, where H cannot be factorised.
 
     Raises:
         ValueError: shapes do not fit; an asymmetric target without cross moments; NaN or Inf in a weight.
     """
-    options = options or GPTQOptions()
-    device = weights[0].device
-    k = moments.h.shape[0]
+    options, k = options or GPTQOptions(), moments.h.shape[0]
     if any(w.ndim != 2 or w.shape[1] != k for w in weights):
         raise ValueError(f"{name}: weights must be (N, {k}), got {[tuple(w.shape) for w in weights]}")
     if options.asymmetric and moments.c is None:
@@ -167,7 +205,7 @@ def gptq(
     if not torch.isfinite(target).all():
         raise ValueError(f"{name}: weight holds NaN or Inf; a quantised layer cannot represent them")
     with exact_matmul(), torch.no_grad():
-        factor = factorize(moments.h.to(device), options.act_order)
+        factor = factorize(moments.h.to(target.device), options.act_order)
         if factor is None:
             why = "no input reached it, or its Hessian is not finite or not positive"
             warnings.warn(f"{name}: GPTQ is not possible ({why}); it is rounded to nearest", stacklevel=2)
@@ -177,12 +215,9 @@ def gptq(
         if options.asymmetric:
             target = asymmetric_target(target, moments, factor)
         levels = NVFP4Levels(options.rule, ops.weight_gscale(target))
-        importance = factor.importance if options.weighted else None
-        if importance is None and bool((factor.importance == 0).any()):
-            importance = (factor.importance > 0).float()  # columns without input still count for nothing
-        scales = [levels.scales(part, importance) for part in target.split(sizes)]
+        scales = [levels.scales(part, factor.importance) for part in target.split(sizes)]
         codes = solve(target, factor, levels, levels.factors(torch.cat(scales)))
-    return [levels.pack(c, s, k) for c, s in zip(codes.split(sizes), scales)]
+    return [levels.pack(c, s) for c, s in zip(codes.split(sizes), scales)]
 
 
 def gptq_backward(

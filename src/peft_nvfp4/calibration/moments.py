@@ -11,8 +11,8 @@ there, so no sum grows with the number of tokens. On a GPU, BF16 inputs (D(Q(x))
 cores with FP32 results. Same batches in the same order give the same bits on one device.
 
 For the backward layout W_b (K, N) in dx = D(Q(dy)) D(W_b)^T it is E[dy~ dy~^T], dy~ = D(Q(dy)), from a few backward passes on
-calibration data (:class:`BackwardPass`). Layers are taken from the last to the first, so that a layer's gradient has gone through
-layers whose W_b is solved for already; one layer at a time is on the GPU, its inputs waited since the forward pass.
+calibration data. Layers are taken from the last to the first, so that a layer's gradient has gone through layers whose W_b is
+solved for already; one layer at a time is on the GPU, its inputs waited since the forward pass.
 """
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ IGNORED = -100
 
 
 class Moments:
-    """Running H, and where asked for C, of a linear with ``k`` inputs.
-
-    Attributes:
-        h: (K, K) float32.
-        c: (K, K) float32, or None.
-        count: tokens seen.
-    """
+    """Running H (``h``), and where asked for C (``c``), of a linear with ``k`` inputs, float32; ``count`` tokens were seen."""
 
     def __init__(self, k: int, device: torch.device | str = "cpu", cross: bool = False):
         self.h = torch.zeros(k, k, device=device)
@@ -49,16 +43,8 @@ class Moments:
         self.count = 0
 
     def add(self, values: Tensor, x: Tensor | None = None, mask: Tensor | None = None) -> None:
-        """Average in a batch.
-
-        Args:
-            values: (..., K), D(x~) of the tokens.
-            x: like ``values``, needed for the cross moment.
-            mask: (...) bool, tokens to count (padding is False); all by default.
-
-        Raises:
-            ValueError: a shape does not fit, or x is missing where a cross moment is collected.
-        """
+        """Average in a batch: D(x~) of the tokens (..., K), for the cross moment also x, and a mask (...) bool of the tokens to
+        count (all by default)."""
         k = self.h.shape[0]
         if values.shape[-1] != k or (x is not None and x.shape != values.shape):
             raise ValueError(f"expected inputs (..., {k}), got {tuple(values.shape)} and {None if x is None else tuple(x.shape)}")
@@ -90,17 +76,13 @@ def _average(total: Tensor, a: Tensor, b: Tensor, old: float, new: float) -> Non
         total.addmm_(a.float().T, b.float(), beta=old, alpha=new)
 
 
-# ---------------------------------------------------------------------------------------------- of gradients
-
-
-def labels_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The batch's own labels, or its tokens but for padding and placeholders of images."""
+def _labels(model: nn.Module, batch: Batch) -> Tensor:
+    """Those of the batch, or its tokens but for padding and placeholders of images."""
     if "labels" in batch:
         return batch["labels"]
-    labels = batch["input_ids"].clone()
+    labels, config = batch["input_ids"].clone(), getattr(model, "config", None)
     if isinstance(batch.get("attention_mask"), Tensor):
         labels[batch["attention_mask"] == 0] = IGNORED
-    config = getattr(model, "config", None)
     for key in ("image_token_id", "image_token_index"):
         if isinstance(getattr(config, key, None), int):
             labels[labels == getattr(config, key)] = IGNORED
@@ -113,7 +95,7 @@ def last_gradient(model: nn.Module, stack: Stack, batch: Batch, hidden: Tensor, 
     Scaled by a power of two to a sum over tokens: moments of a mean's gradient would be tiny.
     """
     leaf = hidden.detach().to(device).requires_grad_()
-    labels = labels_of(model, batch)
+    labels = _labels(model, batch)
 
     def skip(index: int) -> Callable:
         def forward(*args, **kwargs):
@@ -134,44 +116,32 @@ def last_gradient(model: nn.Module, stack: Stack, batch: Batch, hidden: Tensor, 
     return grad * 2.0 ** int((labels != IGNORED).sum()).bit_length()
 
 
-class BackwardPass:
-    """Backward through one layer at a time.
-
-    Args:
-        inputs: of every layer, the hidden states of every batch.
-        grads: of the last layer's output, one for each batch.
-    """
-
-    def __init__(self, stack: Stack, inputs: list[list[Tensor]], grads: list[Tensor], device: torch.device):
-        self.stack, self.inputs, self.grads, self.device = stack, inputs, grads, device
-
-    def collect(self, index: int, linears: dict[str, NVFP4FrozenLinear]) -> dict[str, Moments]:
-        """Moments of D(Q(dy)) of the named linears of a layer."""
-        moments = {name: Moments(linear.out_features, self.device) for name, linear in linears.items()}
-
-        def watch(name: str) -> Callable:
-            def note(dy: Tensor) -> None:
-                q = ops.quantize(dy.reshape(-1, dy.shape[-1]), GRADIENT)
-                moments[name].add(ops.dequantize(q, dy.dtype))
-
-            return lambda module, args, output: output.register_hook(note) and None
-
-        handles = [linear.register_forward_hook(watch(name)) for name, linear in linears.items()]
-        try:
-            for batch in range(len(self.grads)):
-                self._backward(index, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return moments
-
-    def propagate(self, index: int) -> None:
-        """Take the gradients through the layer."""
-        for batch in range(len(self.grads)):
-            self.grads[batch] = self._backward(index, batch).cpu()
-
-    def _backward(self, index: int, batch: int) -> Tensor:
-        hidden = self.inputs[index][batch].to(self.device).requires_grad_()
+def layer_gradients(stack: Stack, index: int, inputs: list[Tensor], grads: list[Tensor], device: torch.device) -> list[Tensor]:
+    """For every batch the gradient in a layer's input, which is given, from that in its output; on the CPU."""
+    results = []
+    for batch, (hidden, grad) in enumerate(zip(inputs, grads)):
+        leaf = hidden.detach().to(device).requires_grad_()
         with torch.enable_grad():
-            output = self.stack.run(index, batch, hidden)
-            return torch.autograd.grad(output, hidden, self.grads[batch].to(self.device, output.dtype))[0]
+            output = stack.run(index, batch, leaf)
+            results.append(torch.autograd.grad(output, leaf, grad.to(device, output.dtype))[0].cpu())
+    return results
+
+
+def gradient_moments(linears: dict[str, NVFP4FrozenLinear], backward: Callable[[], object]) -> dict[str, Moments]:
+    """Moments of D(Q(dy)) of the linears while ``backward()`` goes through them."""
+    moments = {name: Moments(linear.out_features, linear.weight.device) for name, linear in linears.items()}
+
+    def watch(name: str) -> Callable:
+        def note(dy: Tensor) -> None:
+            q = ops.quantize(dy.reshape(-1, dy.shape[-1]), GRADIENT)
+            moments[name].add(ops.dequantize(q, dy.dtype))
+
+        return lambda module, args, output: output.register_hook(note) and None
+
+    handles = [linear.register_forward_hook(watch(name)) for name, linear in linears.items()]
+    try:
+        backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return moments

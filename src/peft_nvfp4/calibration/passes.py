@@ -10,57 +10,45 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..nn.frozen_linear import FrozenOptions
 from ..quantization.groups import input_terms
 from .data import Batch, token_mask
-from .layer import SiteInput, choose_terms, freeze_site, run_dense, site_errors, solve_backward, survey_layer
-from .moments import BackwardPass, Moments, last_gradient, rows
+from .layer import LinearGroup, choose_terms, freeze_group, group_errors, run_dense, solve_backward, survey_layer
+from .moments import Moments, gradient_moments, last_gradient, layer_gradients, rows
 from .store import Store, install, load_layer, stored_tensors
-from .structure import capture, on_device, sites
+from .structure import capture, linear_groups, on_device
 
 
 class Run:
-    """Calibration of one list of layers.
-
-    Attributes:
-        rows: dotted name of a layer -> what the report says of it.
-        survey: the measured sites, where terms are chosen under a budget.
-    """
+    """Calibration of one list of layers, with :class:`~.run.CalibrationOptions`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        planned: list[str],
-        data: list[Batch],
-        options: Any,  # CalibrationOptions
-        device: torch.device,
-        store: Store,
+        self, model: nn.Module, name: str, planned: list[str], data: list[Batch], options: Any, device: torch.device, store: Store
     ):
-        self.model, self.data = model, data
-        self.name, self.planned, self.options, self.device, self.store = name, planned, options, device, store
-        self.rows: dict[str, dict] = {}
-        self.survey: list[dict] = []
+        self.model, self.name, self.planned, self.data = model, name, planned, data
+        self.options, self.device, self.store = options, device, store
+        self.rows: dict[str, dict] = {}  # dotted name of a layer -> what the report says of it
+        self.survey: list[dict] = []  # the measured groups, where terms are chosen under a budget
         self.stack = capture(model, name, data, device)
-        self.hidden, self.stack.hidden = self.stack.hidden, []
+        self.hidden = self.stack.hidden  # of every batch, the input of the layer that is next
         self.inputs: list[list[Tensor]] = []  # of every layer, for the backward passes
         self.masks = [token_mask(batch) for batch in data]
-        if options.method == "gptq":
-            self._check_tokens(model)
         self.terms = {n: input_terms(n, options.accuracy) for n in planned}
+        if options.method == "gptq":
+            self._check_tokens()
 
-    def _check_tokens(self, model: nn.Module) -> None:
+    def _check_tokens(self) -> None:
         """With few tokens, GPTQ makes up for errors along directions that are chance. On a correlated Gaussian layer one token
         per input leaves the W4A16 error at 4.5 %, four at 3.7, 64 at 3.5 (rounding to nearest: 9.4); with white inputs it may end
         above rounding to nearest."""
         tokens = sum(h.numel() // h.shape[-1] if m is None else int(m.sum()) for h, m in zip(self.hidden, self.masks))
-        widest = max(model.get_submodule(n).in_features for n in self.planned)
+        widest = max(self.model.get_submodule(n).in_features for n in self.planned)
         if tokens < widest:
             warnings.warn(
                 f"{tokens} tokens of calibration for linears with up to {widest} inputs: with fewer tokens than inputs GPTQ fits "
@@ -82,9 +70,9 @@ class Run:
             for layer, flag in zip(self.stack.layers, training):
                 layer.train(flag)
 
-    def _bar(self, what: str, progress: bool, backwards: bool = False) -> tqdm:
-        order = range(len(self.stack.layers))
-        return tqdm(list(order[::-1] if backwards else order), desc=f"{what} {self.name}", unit="layer", disable=not progress)
+    def _bar(self, what: str, progress: bool, step: int = 1) -> tqdm:
+        order = range(len(self.stack.layers))[::step]
+        return tqdm(order, desc=f"{what} {self.name}", unit="layer", disable=not progress)
 
     # -- terms
 
@@ -96,7 +84,7 @@ class Run:
             surveys, hidden = [], [h.to(self.device) for h in self.hidden[:2]]
             for index in self._bar("Surveying", progress):
                 with on_device(self.stack.layers[index], self.device), torch.no_grad():
-                    surveys += survey_layer(self.stack, index, self._sites(index, hidden), hidden, f"{self.name}.{index}")
+                    surveys += survey_layer(self.stack, index, self._groups(index, hidden), hidden, f"{self.name}.{index}")
                     hidden = [self.stack.run(index, i, h) for i, h in enumerate(hidden)]
             stored = {"terms": choose_terms(surveys, self.options.budget), "sites": [asdict(s) for s in surveys]}
             self.store.manifest[key] = stored
@@ -134,85 +122,84 @@ class Run:
         prefix = f"{self.name}.{index}."
         return [n.removeprefix(prefix) for n in self.planned if n.startswith(prefix)]
 
-    def _sites(self, index: int, hidden: list[Tensor]) -> list[SiteInput]:
-        """The sites of a layer as the first batch shows them, and further ones while there are linears that none has reached
+    def _group(self, index: int, names: list[str]) -> LinearGroup:
+        terms = max(self.terms[f"{self.name}.{index}.{n}"] for n in names)
+        return LinearGroup(names, [self.stack.layers[index].get_submodule(n) for n in names], terms)
+
+    def _groups(self, index: int, hidden: list[Tensor]) -> list[LinearGroup]:
+        """The groups of a layer as the first batch shows them, and further ones while there are linears that none has reached
         (experts of a router, a branch for images)."""
-        layer, left = self.stack.layers[index], self._names(index)
-        reached = []
+        left, groups = self._names(index), []
         for batch, states in enumerate(hidden):
             if not left:
                 break
-            for names in sites(self.stack, index, states.to(self.device), left, batch):
-                terms = max(self.terms[f"{self.name}.{index}.{n}"] for n in names)
-                reached.append(SiteInput(names, [layer.get_submodule(n) for n in names], terms))
+            for names in linear_groups(self.stack, index, states.to(self.device), left, batch):
+                groups.append(self._group(index, names))
                 left = [n for n in left if n not in names]
-        return reached
+        return groups
 
     def _solve(self, layer: nn.Module, index: int, name: str) -> tuple[dict, dict[str, Tensor]]:
         """(the row of the report, the tensors to be kept)."""
-        group = self._sites(index, self.hidden)
-        reached = {n for site in group for n in site.names}
+        options, groups = self.options, self._groups(index, self.hidden)
+        reached = {n for group in groups for n in group.names}
         missed = [n for n in self._names(index) if n not in reached]
-        group += [SiteInput([n], [layer.get_submodule(n)], self.terms[f"{name}.{n}"]) for n in missed]
+        groups += [self._group(index, [n]) for n in missed]
         row: dict[str, Any] = {"linears": {}, "sites": [], "not_reached": missed}
         tensors: dict[str, Tensor] = {}
-        if self.options.offset and any(site.terms == 1 for site in group):
-            self._offsets(layer, index, group)
-        if group:
-            self._collect(layer, index, group)
-        solver = self.options.gptq if self.options.method == "gptq" else None
-        for site in group:
-            options = FrozenOptions(self.options.weight_layouts, terms=site.terms)
-            frozen = freeze_site(layer, site, options, solver, name)
-            row["linears"] |= {n: {"terms": site.terms} for n in frozen}
-            if self.options.report_tokens:
-                row["linears"] |= site_errors(site, frozen)
-            row["sites"].append(site.names)
-            site.moments = site.sample = None
+        if options.offset and any(group.terms == 1 for group in groups):
+            self._offsets(index, groups)
+        if groups:
+            self._collect(index, groups)
+        for group in groups:
+            frozen = freeze_group(layer, group, options.weight_layouts, options.gptq if options.method == "gptq" else None, name)
+            errors = group_errors(group, frozen) if options.report_tokens else {}
+            row["sites"].append(group.names)
+            group.moments = group.sample = None
             for n, linear in frozen.items():
+                row["linears"][n] = {"terms": group.terms, **errors.get(n, {})}
                 tensors |= stored_tensors(f"{name}.{n}", linear)
         return row, tensors
 
-    def _visit(self, layer: nn.Module, index: int, group: list[SiteInput], visit: Callable) -> None:
-        """Run the dense layer on every batch: ``visit(i, site, x, values, mask, held_out)`` sees batch i at each of its sites,
+    def _visit(self, index: int, groups: list[LinearGroup], visit: Callable) -> None:
+        """Run the dense layer on every batch: ``visit(i, group, x, values, mask, held_out)`` sees batch i at each of its groups,
         with the masks that fit x."""
         for i, hidden in enumerate(self.hidden):
             hidden = hidden.to(self.device)
             masks = self._split(i, hidden)
 
-            def look(site: SiteInput, x: Tensor, values: Tensor) -> None:
-                visit(i, site, x, values, *(_fitting(mask, x) for mask in masks))
+            def look(group: LinearGroup, x: Tensor, values: Tensor) -> None:
+                visit(i, group, x, values, *(_fitting(mask, x) for mask in masks))
 
-            run_dense(layer, group, lambda: self.stack.run(index, i, hidden), look)
+            run_dense(groups, lambda: self.stack.run(index, i, hidden), look)
 
-    def _collect(self, layer: nn.Module, index: int, group: list[SiteInput]) -> None:
-        """Moments and samples of the layer's sites."""
+    def _collect(self, index: int, groups: list[LinearGroup]) -> None:
+        """Moments and samples of the layer's groups."""
+        options = self.options
 
-        def visit(i: int, site: SiteInput, x: Tensor, values: Tensor, mask: Tensor | None, held_out: Tensor | None) -> None:
-            if self.options.method == "gptq":
-                site.moments = site.moments or Moments(site.k, self.device, cross=self.options.gptq.asymmetric)
-                site.moments.add(values, x, mask)
-            if i + 1 == len(self.hidden) and self.options.report_tokens:
+        def visit(i: int, group: LinearGroup, x: Tensor, values: Tensor, mask: Tensor | None, held_out: Tensor | None) -> None:
+            if options.method == "gptq":
+                group.moments = group.moments or Moments(x.shape[-1], self.device, cross=options.gptq.asymmetric)
+                group.moments.add(values, x, mask)
+            if i + 1 == len(self.hidden) and options.report_tokens:
                 sample = rows(x, held_out)
-                site.sample = sample[:: max(1, -(-sample.shape[0] // self.options.report_tokens))].clone()
+                group.sample = sample[:: max(1, -(-sample.shape[0] // options.report_tokens))].clone()
 
-        self._visit(layer, index, group, visit)
+        self._visit(index, groups, visit)
 
-    def _offsets(self, layer: nn.Module, index: int, group: list[SiteInput]) -> None:
-        """Mean inputs of the sites with one term."""
-        sums: dict[int, Tensor] = {}
-        counts: dict[int, int] = {}
+    def _offsets(self, index: int, groups: list[LinearGroup]) -> None:
+        """Mean inputs of the groups with one term."""
+        totals: dict[int, tuple[Tensor, int]] = {}  # of a group: sum over tokens, and their number
 
-        def visit(i: int, site: SiteInput, x: Tensor, values: Tensor, mask: Tensor | None, held_out: Tensor | None) -> None:
-            if site.terms == 1:
+        def visit(i: int, group: LinearGroup, x: Tensor, values: Tensor, mask: Tensor | None, held_out: Tensor | None) -> None:
+            if group.terms == 1:
                 counted = rows(x, mask)
-                sums[id(site)] = sums.get(id(site), 0) + counted.double().sum(0)
-                counts[id(site)] = counts.get(id(site), 0) + counted.shape[0]
+                total, count = totals.get(id(group), (0, 0))
+                totals[id(group)] = total + counted.double().sum(0), count + counted.shape[0]
 
-        self._visit(layer, index, group, visit)
-        for site in group:
-            if counts.get(id(site)):
-                site.offset = (sums[id(site)] / counts[id(site)]).float()
+        self._visit(index, groups, visit)
+        for group in groups:
+            total, count = totals.get(id(group), (0, 0))
+            group.offset = (total / count).float() if count else None
 
     def _split(self, i: int, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(tokens that count, tokens held out for the errors): the last sequence, if there is more than one, is held out."""
@@ -229,25 +216,25 @@ class Run:
 
     def _backward(self, progress: bool) -> None:
         """W_b of every layer, from the last to the first."""
+        batches = zip(self.data[: self.options.backward_batches], self.hidden)
         with torch.no_grad():
-            batches = list(zip(self.data, self.hidden))[: self.options.backward_batches]
             grads = [last_gradient(self.model, self.stack, batch, h, self.device).cpu() for batch, h in batches]
-        steps = BackwardPass(self.stack, self.inputs, grads, self.device)
         solver = replace(self.options.gptq, asymmetric=False)
-        for index in self._bar("Backward layouts of", progress, backwards=True):
+        for index in self._bar("Backward layouts of", progress, step=-1):
             name = f"{self.name}.{index}"
+            backward = partial(layer_gradients, self.stack, index, self.inputs[index], grads, self.device)
             with on_device(self.stack.layers[index], self.device) as layer:
                 row = self.rows[name]
                 entry = self.store.manifest["backward"].get(name)
                 if entry is None:
-                    reached = [n for group in row["sites"] for n in group if n not in row["not_reached"]]
+                    reached = [n for names in row["sites"] for n in names if n not in row["not_reached"]]
                     linears = {n: layer.get_submodule(n) for n in reached}
-                    errors, tensors = solve_backward(linears, steps.collect(index, linears), solver, name)
+                    errors, tensors = solve_backward(linears, gradient_moments(linears, backward), solver, name)
                     entry = {"linears": errors}
                     self.store.save(name, tensors, entry, "backward")
                 for n, errors in entry["linears"].items():
                     row["linears"][n] = {**row["linears"][n], **errors}
-                steps.propagate(index)
+                grads = backward()
 
 
 def _fitting(mask: Tensor | None, x: Tensor) -> Tensor | None:

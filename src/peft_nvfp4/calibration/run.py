@@ -4,10 +4,10 @@
 >>> model = get_peft_model(model, NVFP4LoraConfig(...))        # keeps the frozen linears as they are
 
 Layer by layer: the inputs of a layer come from layers that are quantised already, W4A4, through the package's own linears. One
-layer is on the GPU at a time; activations wait on the CPU. With an ``output_dir`` every finished layer is kept there,
-and the same call goes on where it was interrupted: finished layers are loaded and only run to produce the next one's input, so
-the result has the same bits (on one device) as an uninterrupted run. The :class:`Report` (errors per layer against rounding to
-nearest, time, memory) is kept there too, as JSON.
+layer is on the GPU at a time; activations wait on the CPU, and so do the dense linears that were replaced: an error puts them
+back. With an ``output_dir`` every finished layer is kept there, and the same call goes on where it was interrupted: finished
+layers are loaded and only run to produce the next one's input, so the result has the same bits (on one device) as an
+uninterrupted run. The :class:`Report` (errors per layer against rounding to nearest, time, memory) is kept there too, as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..nn.frozen_linear import FrozenOptions
-from ..quantization.freeze import _mark_quantised, frozen_layers, plan
+from ..quantization.freeze import _mark_quantised, dense_after_error, frozen_layers, plan
 from ..quantization.groups import check_accuracy
 from .data import Batch, batches, count_tokens
 from .gptq import GPTQOptions
@@ -31,9 +31,6 @@ from .passes import Run
 from .store import Store, digest, install, load_layer, model_digest, read_manifest
 from .structure import find_stack
 
-METHODS = ("gptq", "nearest")
-BACKWARDS = ("requantize", "gptq")
-KEYS = ("w4a4", "w4a16", "weight")
 TITLES = {"w4a4": "output, W4A4", "w4a16": "output, W4A16", "weight": "weight"}
 
 
@@ -47,7 +44,7 @@ class CalibrationOptions:
         accuracy: preset of the inputs' terms, see :class:`~peft_nvfp4.NVFP4LoraConfig`.
         budget: choose the terms by measured errors instead, adding at most this share to the multiplications of the forward
             products (two terms at all norm outputs add 0.66 in a Llama; backward has one term in any case).
-        offset: subtract the mean input, at sites of one term (``accuracy="high"`` has none).
+        offset: subtract the mean of inputs of one term (``accuracy="high"`` has none).
         backward: source of the backward layout W_b: ``"requantize"`` D(W_f), or ``"gptq"``, D(W_f) solved against the moments of
             the gradient from a few backward passes.
         backward_batches: how many.
@@ -71,7 +68,7 @@ class CalibrationOptions:
     report_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        for name, known in (("method", METHODS), ("backward", BACKWARDS)):
+        for name, known in (("method", ("gptq", "nearest")), ("backward", ("requantize", "gptq"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         check_accuracy(self.accuracy)
@@ -93,43 +90,33 @@ class CalibrationOptions:
 
 @dataclass
 class Report:
-    """Attributes:
-    settings: of the calibration.
-    device: where it ran.
-    tokens: of calibration, without padding: fewer than asked for, where the data held fewer.
-    layers: dotted name -> {"linears": {name: errors in per cent}, "seconds", "peak_gib", "sites", "not_reached"}.
-    survey: list of layers -> the measured sites, where terms were chosen under a budget.
-    dense: planned linears outside of the calibrated layers, left as they were.
-    """
+    """What a calibration has done. Of a layer: {"linears": {name: errors in per cent}, "seconds", "peak_gib", "not_reached",
+    "sites" (names of the linears that read one input, group by group)}."""
 
     settings: dict[str, Any]
-    device: str = "cpu"
-    tokens: int = 0
-    layers: dict[str, dict] = field(default_factory=dict)
-    survey: dict[str, list[dict]] = field(default_factory=dict)
-    dense: list[str] = field(default_factory=list)
+    device: str
+    tokens: int  # of calibration, without padding: fewer than asked for, where the data held fewer
+    layers: dict[str, dict] = field(default_factory=dict)  # by dotted name
+    survey: dict[str, list[dict]] = field(default_factory=dict)  # the measured groups, where terms were chosen under a budget
+    dense: list[str] = field(default_factory=list)  # planned linears outside of the calibrated layers, left as they were
 
     def means(self) -> dict[str, float]:
         """Every error, averaged over all linears."""
         rows = [r for layer in self.layers.values() for r in layer["linears"].values()]
-        keys = [key for key in (*KEYS, *(f"{k}_nearest" for k in KEYS), "a4") if any(key in r for r in rows)]
-        return {key: sum(r[key] for r in rows if key in r) / sum(key in r for r in rows) for key in keys}
+        values = {key: [r[key] for r in rows if key in r] for key in (*TITLES, *(f"{k}_nearest" for k in TITLES), "a4")}
+        return {key: sum(errors) / len(errors) for key, errors in values.items() if errors}
 
     def __str__(self) -> str:
         means, seconds = self.means(), sum(row.get("seconds", 0) for row in self.layers.values())
         lines = [f"{len(self.layers)} layers in {seconds:.0f} s on {self.device}, {self.tokens:,} tokens of calibration"]
-        lines += [
-            f"{TITLES[key]} error: {means[key]:.2f} % (to nearest {means[f'{key}_nearest']:.2f} %)"
-            for key in KEYS
-            if key in means
-        ]
+        for key, title in TITLES.items() if self.layers and self.settings["report_tokens"] else ():
+            lines.append(f"{title} error: {means[key]:.2f} % (to nearest {means[f'{key}_nearest']:.2f} %)")
         if self.dense:
             lines.append(f"left dense: {len(self.dense)} linears outside of these layers ({self.dense[0]}, ...)")
         return "\n".join(lines)
 
-    def save(self, folder: Path) -> None:
-        """``report.json``."""
-        (folder / "report.json").write_text(json.dumps({**asdict(self), "means": self.means()}, indent=1) + "\n")
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "means": self.means()}
 
 
 def calibrate(
@@ -160,7 +147,7 @@ def calibrate(
 
     Raises:
         ValueError: an option or the data does not fit; the model cannot be calibrated layer by layer; ``output_dir`` holds a
-            calibration of something else.
+            calibration of something else, or a damaged one. The model is dense again after any error.
     """
     if isinstance(tokenizer, CalibrationOptions):
         raise TypeError("options go by name: calibrate(model, data, options=...)")
@@ -172,25 +159,25 @@ def calibrate(
     if not planned and frozen_layers(model):
         raise ValueError("the linears of this model are frozen already; calibrate a dense copy of it")
     names = [find_stack(model, planned, name) for name in layers or (None,)]
-    data = batches(
-        data, tokenizer, samples=options.samples, seq_len=options.seq_len, batch_size=options.batch_size, seed=options.seed
-    )
+    sizes = {key: getattr(options, key) for key in ("samples", "seq_len", "batch_size", "seed")}
+    data = batches(data, tokenizer, **sizes)
     _check_ids(model, data)
     settings = {**asdict(options), "layers": names, "skip_modules": list(skip_modules)}
     marks = {"settings": digest(settings), "data": digest(data), "model": model_digest(model)} if output_dir is not None else {}
     store = Store(output_dir, marks, settings)
-    report = Report(settings, str(device), tokens=count_tokens(data))
-    for name in names:
-        inside = [n for n in planned if n.startswith(f"{name}.")]
-        run = Run(model, name, inside, data, options, device, store)
-        run.run(progress)
-        report.layers.update(run.rows)
-        if run.survey:
-            report.survey[name] = run.survey
-    report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
+    report = Report(settings, str(device), count_tokens(data))
+    with dense_after_error(model, planned):
+        for name in names:
+            inside = [n for n in planned if n.startswith(f"{name}.")]
+            run = Run(model, name, inside, data, options, device, store)
+            run.run(progress)
+            report.layers.update(run.rows)
+            if run.survey:
+                report.survey[name] = run.survey
+        report.dense = [n for n in planned if not any(n.startswith(f"{name}.") for name in names)]
+        if store.folder is not None:
+            (store.folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     _mark_quantised(model)
-    if store.folder is not None:
-        report.save(store.folder)
     return report
 
 
@@ -201,7 +188,7 @@ def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
     ids = [t for t in ids if isinstance(t, torch.Tensor) and t.numel()]
     if not ids or not isinstance(embedding, nn.Embedding):
         return
-    largest = max(int(t.max()) for t in ids)
+    largest, longest = max(int(t.max()) for t in ids), max(t.shape[-1] for t in ids)
     if largest >= embedding.num_embeddings:
         raise ValueError(
             f"token id {largest} in the calibration data, and the model has {embedding.num_embeddings} embeddings: "
@@ -210,7 +197,6 @@ def _check_ids(model: nn.Module, data: Sequence[Batch]) -> None:
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(config, "max_position_embeddings", None)
-    longest = max(t.shape[-1] for t in ids)
     if isinstance(limit, int) and longest > limit:
         raise ValueError(f"sequences of {longest} tokens for a model of {limit} positions: CalibrationOptions(seq_len={limit})")
 
@@ -232,7 +218,8 @@ def apply_calibration(
         Dotted names of the linears.
 
     Raises:
-        ValueError: the folder holds no calibration, an unfinished one, or one of another model. Nothing has been changed then.
+        ValueError: the folder holds no calibration, an unfinished or damaged one, or one of another model. Nothing has been
+            changed then.
     """
     manifest = read_manifest(folder)
     settings = manifest["settings"]
@@ -248,13 +235,14 @@ def apply_calibration(
         raise ValueError(f"the calibration in {folder} was made for other weights than this model's")
     for name in expected:
         load_layer(folder, manifest, name)  # all are whole, before the first linear is replaced
-    done = []
-    for name in expected:
-        entry, tensors, layer = manifest["layers"][name], load_layer(folder, manifest, name), model.get_submodule(name)
-        dense = {n: layer.get_submodule(n) for group in entry["sites"] for n in group}
-        install(layer, name, entry, tensors, weight_layouts or settings["weight_layouts"])
-        for n, linear in dense.items() if on_frozen is not None else ():
-            on_frozen(f"{name}.{n}", linear, layer.get_submodule(n))
-        done += [f"{name}.{n}" for n in dense]
+    done = [f"{name}.{n}" for name in expected for names in manifest["layers"][name]["sites"] for n in names]
+    with dense_after_error(model, done if on_frozen is not None else ()):
+        for name in expected:
+            entry, layer = manifest["layers"][name], model.get_submodule(name)
+            dense = {n: layer.get_submodule(n) for names in entry["sites"] for n in names}
+            install(layer, name, entry, load_layer(folder, manifest, name), weight_layouts or settings["weight_layouts"])
+            for n, linear in dense.items() if on_frozen is not None else ():
+                on_frozen(f"{name}.{n}", linear, layer.get_submodule(n))
+                linear.to("cpu")
     _mark_quantised(model)
     return done

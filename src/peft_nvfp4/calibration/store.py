@@ -4,12 +4,13 @@
     layers_00000.safetensors     <linear>.weight, .weight_scales, .weight_gscale [, .input_offset]
     backward_00000.safetensors   <linear>.backward_weight, .backward_scales, .backward_gscale, where those are calibrated too
 
-Files are numbered in the order of the manifest's layers. Every file is written under another name and renamed, the manifest last:
+Of a layer, ``sites`` are the names of the linears that read one input, group by group. Files are numbered in the order of the
+manifest's layers. Every file is written under another name and renamed, the manifest last:
 whatever kills the process, what the manifest lists is whole. The fingerprint covers settings, data and the model's weights; a
 folder made from something else is refused, not mixed.
 
-A folder is looked at before anything of a model is replaced. The manifest holds the SHA-256 of every file and of itself: what is
-damaged is an error that names the file, and leaves the model as it was.
+The manifest holds the SHA-256 of every file and of itself. All files are read before anything of a model is replaced: what is
+damaged is an error that names the file.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from ..nn.frozen_linear import FrozenOptions, frozen
 from ..nn.nvfp4 import NVFP4FrozenLinear
@@ -34,17 +34,15 @@ from ..quantization.freeze import _carry_attributes
 MANIFEST = "manifest.json"
 VERSION = 2
 STORED = ("weight", "weight_scales", "weight_gscale", "input_offset")
+BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
 PARTS = ("layers", "backward")
 SAMPLED = 4096
 """Elements of every parameter that enter the fingerprint."""
 
 
 class Store:
-    """The folder of one calibration; without a folder nothing is kept.
-
-    Raises:
-        ValueError: the folder holds a calibration of something else.
-    """
+    """The folder of one calibration; without a folder nothing is kept. Raises ValueError if it holds a calibration of something
+    else, or a damaged one."""
 
     def __init__(self, folder: str | Path | None, fingerprint: Mapping[str, str], settings: Mapping[str, Any]):
         self.folder = None if folder is None else Path(folder)
@@ -59,6 +57,8 @@ class Store:
                 raise ValueError(
                     f"{self.folder} holds a calibration with other {' and '.join(differs)}; give another output_dir, or delete it"
                 )
+            for layer in stored["layers"]:
+                load_layer(self.folder, stored, layer)
             self.manifest = stored
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -68,7 +68,7 @@ class Store:
             return
         path = self.folder / _file(part, len(self.manifest[part]))
         unfinished = path.with_suffix(".part")
-        # copies: linears of a site share their offset, which a file cannot
+        # copies: linears of a group share their offset, which a file cannot
         save_file({name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}, unfinished)
         os.replace(unfinished, path)
         self.manifest[part][layer] = {**entry, "sha256": _sha256(path.read_bytes())}
@@ -91,6 +91,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         version = manifest["format_version"]
+        if type(version) is not int or version < 1:
+            raise ValueError(f"format_version={version!r}")
         newer = version > VERSION
         damaged = not newer and manifest.pop("sha256") != _sha256(json.dumps(manifest).encode())
     except FileNotFoundError:
@@ -109,11 +111,7 @@ def _file(part: str, number: int) -> str:
 
 
 def load_layer(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
-    """All tensors of a layer, of both parts.
-
-    Raises:
-        ValueError: a file, which is named, is missing or not what was written.
-    """
+    """All tensors of a layer, of both parts."""
     tensors = {}
     for entries, part in ((manifest[part], part) for part in PARTS if layer in manifest[part]):
         path = Path(folder) / _file(part, list(entries).index(layer))
@@ -124,60 +122,45 @@ def load_layer(folder: str | Path, manifest: Mapping[str, Any], layer: str) -> d
     return tensors
 
 
-# ---------------------------------------------------------------------------------------------- frozen linears
-
-
-def stored_tensors(name: str, layer: NVFP4FrozenLinear) -> dict[str, Tensor]:
+def stored_tensors(name: str, linear: NVFP4FrozenLinear) -> dict[str, Tensor]:
     """What a layer's file keeps of one linear."""
-    tensors = {key: getattr(layer, key) for key in STORED}
-    return {f"{name}.{key}": t.detach() for key, t in tensors.items() if t is not None}
+    return {f"{name}.{key}": t.detach() for key in STORED if (t := getattr(linear, key)) is not None}
 
 
 def install(layer: nn.Module, name: str, entry: Mapping, tensors: Mapping[str, Tensor], layouts: str) -> None:
     """Replace the linears of a layer by the ones a finished layer's file describes."""
-    for group in entry["sites"]:
+    for names in entry["sites"]:
         built = {}
-        for n in group:
-            prefix = f"{name}.{n}."
-            stored = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+        for n in names:
+            linear, prefix = layer.get_submodule(n), f"{name}.{n}."
+            device = linear.weight.device
+            stored = {key.removeprefix(prefix): t.to(device) for key, t in tensors.items() if key.startswith(prefix)}
             options = FrozenOptions(layouts, terms=entry["linears"][n]["terms"])
-            built[n] = _build(layer.get_submodule(n), stored, options)
-        replace_site(layer, built)
+            built[n] = _build(linear, stored, options)
+        replace_linears(layer, built)
 
 
 def _build(linear: nn.Linear, tensors: Mapping[str, Tensor], options: FrozenOptions) -> NVFP4FrozenLinear:
     """The frozen layer with the stored bits, in place of ``linear``."""
-    device = linear.weight.device
-    tensors = {key: t.to(device) for key, t in tensors.items()}
-    n, k = linear.out_features, linear.in_features
+    k = linear.in_features
     q = QuantizedMatrix(tensors["weight"], tensors["weight_scales"], tensors["weight_gscale"].view(torch.float32), k)
-    layer = NVFP4FrozenLinear(k, n, linear.bias, linear.weight.dtype, options, q)
-    if "backward_weight" in tensors and layer.backward_weight is not None:
-        layer.backward_weight = frozen(tensors["backward_weight"])
-        layer.backward_scales, layer.backward_gscale = frozen(tensors["backward_scales"]), frozen(tensors["backward_gscale"])
+    layer = NVFP4FrozenLinear(k, linear.out_features, linear.bias, linear.weight.dtype, options, q)
+    if layer.backward_weight is not None:
+        for key in tensors.keys() & BACKWARD:
+            setattr(layer, key, frozen(tensors[key]))
     if "input_offset" in tensors:
         layer.set_offset(tensors["input_offset"].view(torch.float32))
     return layer
 
 
-def replace_site(layer: nn.Module, linears: Mapping[str, NVFP4FrozenLinear]) -> None:
-    """Put the calibrated linears of a site in the place of those of these names."""
+def replace_linears(layer: nn.Module, linears: Mapping[str, NVFP4FrozenLinear]) -> None:
+    """Put the calibrated linears that read one input in the place of those of these names."""
     for name, new in linears.items():
         old = layer.get_submodule(name)
         new.shares_input, new.calibrated = len(linears) > 1, True
         _carry_attributes(old, new)
         layer.set_submodule(name, new.train(old.training))
-    share_offset(list(linears.values()))
-
-
-def share_offset(linears: Sequence[NVFP4FrozenLinear]) -> None:
-    """Linears of a site recognise a shared input by the identity of its offset, where it has one."""
-    if linears[0].input_offset is not None:
-        for linear in linears[1:]:
-            linear.input_offset = linears[0].input_offset
-
-
-# ---------------------------------------------------------------------------------------------- fingerprint
+        new.input_offset = next(iter(linears.values())).input_offset  # by its identity they know that their input is shared
 
 
 def _sha256(content: bytes) -> str:
@@ -185,19 +168,19 @@ def _sha256(content: bytes) -> str:
 
 
 def digest(tree: Any) -> str:
-    """SHA-256 of a tree of tensors, numbers and strings."""
-    leaves, structure = tree_flatten(tree)
-    h = hashlib.sha256(str(structure).encode())
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            h.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            h.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            h.update(f"{type(leaf).__name__}{leaf};".encode())
-    return h.hexdigest()
+    """SHA-256 of nested dictionaries and sequences of tensors, numbers and strings. Hashed is JSON, with a tensor's dtype, shape
+    and bytes in its place: the same in every version of PyTorch."""
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return f"{type(leaf).__name__} {leaf}"
+        content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(leaf.dtype), *leaf.shape, _sha256(content)]
+
+    return _sha256(json.dumps(tree, default=plain, sort_keys=True).encode())
 
 
 def model_digest(model: nn.Module) -> str:
     """Names, shapes, and a sample of the values of every parameter."""
-    flat = {name: (p.shape, p.detach().reshape(-1)) for name, p in model.named_parameters()}
-    return digest({n: (tuple(shape), values[:: max(1, values.numel() // SAMPLED)]) for n, (shape, values) in flat.items()})
+    sample = lambda p: p.detach().reshape(-1)[:: max(1, p.numel() // SAMPLED)]
+    return digest({name: [*p.shape, sample(p)] for name, p in model.named_parameters()})

@@ -5,15 +5,15 @@ linears of a layer read one input. No table of architectures.
 * Calls: the model runs with every layer of the stack replaced by one that notes its arguments and returns its input. That costs
   next to nothing and gives each layer its own arguments (masks and rotary embeddings differ between sliding and full attention).
   From then on a layer can be run alone, on the output of the one before it.
-* Sites: linears of a layer that are handed the same tensor.
+* Groups: linears of a layer that are handed the same tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,35 +27,24 @@ class _Stop(Exception):
     """The last layer has been reached."""
 
 
-class Call(NamedTuple):
-    """The arguments of one layer, but for the hidden states."""
-
-    args: tuple
-    kwargs: dict[str, Any]
+Call = tuple[tuple, dict[str, Any]]
+"""The arguments of one layer, but for the hidden states."""
 
 
 @dataclass
 class Stack:
-    """A run of layers and what each is called with.
+    """A run of layers and what each is called with."""
 
-    Attributes:
-        name: dotted name of the ModuleList.
-        layers: its members.
-        hidden: for every batch, the input of the first layer.
-        calls: for every batch, for every layer, its other arguments.
-        tuples: layers return a tuple whose first item is the hidden states; None until one has run.
-    """
-
-    name: str
+    name: str  # dotted name of the ModuleList
     layers: nn.ModuleList
-    hidden: list[Tensor]
-    calls: list[list[Call]]
-    tuples: bool | None = None
+    hidden: list[Tensor]  # for every batch, the input of the first layer
+    calls: list[list[Call]]  # for every batch, for every layer, the other arguments
+    tuples: bool | None = None  # layers return a tuple whose first item is the hidden states; None until one has run
 
     def run(self, index: int, batch: int, hidden: Tensor) -> Tensor:
         """Output of layer ``index`` for a batch."""
-        call = to_device(self.calls[batch][index], hidden.device)
-        output = self.layers[index](hidden, *call.args, **call.kwargs)
+        args, kwargs = to_device(self.calls[batch][index], hidden.device)
+        output = self.layers[index](hidden, *args, **kwargs)
         return output[0] if self.tuples else output
 
 
@@ -64,11 +53,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 
 def find_stack(model: nn.Module, planned: Sequence[str], name: str | None = None) -> str:
-    """Dotted name of the ModuleList of decoder layers: the one given, or the one with most weights of the planned linears.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Dotted name of the ModuleList of decoder layers: the one given, or the one with most weights of the planned linears."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     if name is not None:
         matches = [n for n in lists if n == name or n.endswith(f".{name}")]
@@ -84,12 +69,16 @@ def find_stack(model: nn.Module, planned: Sequence[str], name: str | None = None
 
 @contextmanager
 def on_device(layer: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-    """Within the context the layer is on ``device``; and where it was, afterwards."""
+    """Within the context the layer is on ``device``; and where it was, afterwards. Linears that were replaced meanwhile wait on
+    the CPU, for an error to put them back."""
     home = next(layer.parameters()).device
+    linears = {module for module in layer.modules() if isinstance(module, nn.Linear)}
     try:
         yield layer.to(device)
     finally:
         layer.to(home)
+        for linear in linears.difference(layer.modules()):
+            linear.to("cpu")
 
 
 @contextmanager
@@ -117,11 +106,7 @@ def call_model(model: nn.Module, batch: Batch, device: torch.device) -> Any:
 
 
 def capture(model: nn.Module, name: str, data: Sequence[Batch], device: torch.device) -> Stack:
-    """What the layers of the stack are called with for every batch, kept on the CPU.
-
-    Raises:
-        ValueError: the model does something between its layers, or calls them in another way than one after the other.
-    """
+    """What the layers of the stack are called with for every batch, kept on the CPU."""
     layers = model.get_submodule(name)
     stack = Stack(name, layers, [], [])
     with torch.no_grad(), modes_kept(model), outside_on(model, layers, device):
@@ -129,10 +114,8 @@ def capture(model: nn.Module, name: str, data: Sequence[Batch], device: torch.de
         for batch in data:
             record: list[tuple[Tensor, Call]] = []
             with standing_in({layer: _recorder(stack, i, record, device) for i, layer in enumerate(layers)}):
-                try:
+                with suppress(_Stop):
                     call_model(model, batch, device)
-                except _Stop:
-                    pass
             if len(record) != len(layers):
                 raise ValueError(f"a forward pass reached {len(record)} of the {len(layers)} layers of {name}")
             memo: dict[int, Tensor] = {}  # what layers share stays shared
@@ -155,7 +138,7 @@ def _recorder(stack: Stack, index: int, record: list[tuple[Tensor, Call]], devic
                 f"this model does something to the hidden states before layer {index} of {stack.name}, or calls its layers in "
                 "another order; layers cannot be calibrated one after the other"
             )
-        record.append((hidden, Call(tuple(args), kwargs)))
+        record.append((hidden, (tuple(args), kwargs)))
         if stack.tuples is None:
             with on_device(layer, device):
                 stack.tuples = isinstance(inner(hidden.clone(), *args, **kwargs), tuple)
@@ -166,7 +149,7 @@ def _recorder(stack: Stack, index: int, record: list[tuple[Tensor, Call]], devic
     return forward
 
 
-def sites(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch: int = 0) -> list[list[str]]:
+def linear_groups(stack: Stack, index: int, hidden: Tensor, names: Sequence[str], batch: int = 0) -> list[list[str]]:
     """Groups of the named linears of a layer that are handed one tensor, in the order of use, when it runs on a batch; linears
     that the run does not reach are left out."""
     layer = stack.layers[index]

@@ -1,11 +1,9 @@
 """Write a model with frozen NVFP4 linears as other tools read it: plain transformers, vLLM and their like.
 
-What is written is the weights' own bytes. What a reader computes with them is its own business: by default the settings say
-W4A16, so it multiplies D(W) by unquantised inputs; in transformers that are, bit for bit, the logits of
-``model.dequantize()``. Two terms are how this package quantises an input, and an offset is subtracted from it before and put
-back after: both are ways to come close to the unquantised input, which a W4A16 reader has, so nothing need be folded into the
-weights. Where every linear came with a calibrated input scale from another tool (:mod:`.load`), the scales are written again
-and the settings say W4A4, as they did.
+What is written is the weights' own bytes. By default the settings say W4A16, so a reader multiplies D(W) by unquantised inputs;
+in transformers that are, bit for bit, the logits of ``model.dequantize()``. (A second term and an offset bring the quantised
+input close to the unquantised one, which such a reader has: nothing need be folded into the weights.) Where every linear came
+with a calibrated input scale from another tool (:mod:`.load`), the scales are written again and the settings say W4A4.
 
 The model's own ``save_pretrained`` writes the files: shards, renamed and tied weights, remote code, generation settings.
 """
@@ -15,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,19 +36,12 @@ from .settings import write_hf_quant_config, write_settings
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What :func:`export_checkpoint` wrote.
+    """What :func:`export_checkpoint` wrote."""
 
-    Attributes:
-        packed: number of linears in NVFP4.
-        dense: names of the linears that are not, as the settings list them.
-        scheme: ``"W4A16"``, or ``"W4A4"`` where calibrated scales of all inputs are known.
-        inexact: names of linears whose global scale has no reciprocal in FP32 and is off by one unit in its last place.
-    """
-
-    packed: int
-    dense: tuple[str, ...]
-    scheme: str
-    inexact: tuple[str, ...]
+    packed: int  # number of linears in NVFP4
+    dense: tuple[str, ...]  # names of the linears that are not, as the settings list them
+    scheme: str  # "W4A16", or "W4A4" where calibrated scales of all inputs are known
+    inexact: tuple[str, ...]  # linears whose global scale has no reciprocal in FP32 and is off by one unit in its last place
 
 
 def export_checkpoint(
@@ -61,12 +52,8 @@ def export_checkpoint(
     Args:
         model: a transformers model whose linears are frozen in NVFP4, without adapters (``model.unload()`` takes them off; an
             adapter is saved by itself, and served beside its base).
-        save_directory: where to; nothing is written if something cannot be represented.
+        save_directory: nothing is written if something cannot be represented.
         layout: ``"compressed-tensors"`` or ``"modelopt"``.
-        max_shard_size: of ``save_pretrained``.
-
-    Returns:
-        What was packed and what was not.
 
     Raises:
         ValueError: an unknown layout; a model that is frozen in another format, not frozen, or carries an adapter.
@@ -126,7 +113,6 @@ class ExpertNames:
     """Experts of one layer, under the names of single linears that their files have.
 
     Attributes:
-        name: of the module.
         leaves: projection -> names of the linears that it is made of, by rows.
         routers: names of the modules beside it that hold a matrix and are no linears here: elsewhere they may be.
     """
@@ -135,16 +121,15 @@ class ExpertNames:
         self.name, self.experts, self.leaves = name, experts, {}
         converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
         for projection, (_, k) in experts.projections.items():
-            made = [c for c in converters if c.reverse_transform().rename_source_key(f"{name}.{projection}")[1]]
-            if not made or k % BLOCK:
-                why = (
-                    f"it has {k} inputs, no multiple of {BLOCK}" if made else "the files of such a model hold all experts in one"
-                )
+            makers = [c for c in converters if c.reverse_transform().rename_source_key(f"{name}.{projection}")[1]]
+            if not makers or k % BLOCK:
+                narrow = f"it has {k} inputs, no multiple of {BLOCK}"
+                why = narrow if makers else "the files of such a model hold all experts in one"
                 raise ValueError(
                     f"{name}.{projection} cannot be written in another tool's layout: {why}. save_pretrained writes a model "
                     "loaded with PactConfig in this package's own"
                 )
-            sources = [source.removesuffix(".weight").rstrip("\\") for source in made[0].source_patterns]
+            sources = [source.removesuffix(".weight").rstrip("\\") for source in makers[0].source_patterns]
             self.leaves[projection] = [re.split(r"\W", source)[-1] for source in sources]
         parent = name.rpartition(".")[0]
         beside = model.get_submodule(parent).named_children()
@@ -168,15 +153,11 @@ class ExpertNames:
 
 
 def _state_dict(
-    model: nn.Module,
-    layers: dict[str, NVFP4FrozenLinear],
-    packed: dict[str, NVFP4FrozenLinear],
-    layout: Layout,
-    input_scales: dict[str, float],
+    model: nn.Module, layers: dict[str, NVFP4FrozenLinear], packed: Container[str], layout: Layout, input_scales: dict[str, float]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """(the model's state dict in another layout, names of the linears whose global scale changed)."""
-    own = {f"{name}.{leaf}" for name, layer in layers.items() for leaf in layer.packed_tensors()}
-    state = {key: tensor for key, tensor in model.state_dict().items() if key not in own}
+    replaced = {f"{name}.{leaf}" for name, layer in layers.items() for leaf in layer.packed_tensors()}
+    state = {key: tensor for key, tensor in model.state_dict().items() if key not in replaced}
     inexact, seen = [], set()
     for name, layer in layers.items():
         if name not in packed:

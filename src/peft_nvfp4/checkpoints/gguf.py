@@ -3,9 +3,8 @@
 >>> model, _ = peft_nvfp4.merge(model, to="bf16")
 >>> export_gguf(model, tokenizer, "model.gguf")
 
-transformers reads GGUF and does not write it. The ``gguf`` package (of llama.cpp) knows names of tensors and metadata and writes
-the file; what remains are the facts of an architecture and of a tokenizer, which llama.cpp's own converter has for hundreds of
-models. Written here are only those whose file can be checked by reading it back with transformers
+The ``gguf`` package (of llama.cpp) knows names of tensors and metadata and writes the file; what remains are the facts of an
+architecture and of a tokenizer. Written here are only those whose file can be checked by reading it back with transformers
 (tests/checkpoints/test_gguf.py): Llama, Mistral, Qwen 2 and Qwen 3 with the default rotary embedding, and byte-level BPE
 tokenizers that split text in a known way. Everything else is refused: ``convert_hf_to_gguf.py`` of llama.cpp converts the folder
 that ``save_pretrained`` writes.
@@ -42,11 +41,9 @@ def export_gguf(model: nn.Module, tokenizer: Any, path: str | Path, dtype: str =
     Args:
         model: a transformers model with dense weights, without adapters: what :func:`peft_nvfp4.merge` returns for "bf16".
         tokenizer: its fast tokenizer.
-        path: of the file.
         dtype: of the matrices: ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"`` (8 bits, in blocks of 32).
 
     Raises:
-        ImportError: the ``gguf`` package is missing.
         ValueError: a model or tokenizer that is not among those of the module's docstring; a weight that FP16 cannot hold.
 
     After an error, and while the file is written (as ``<name>.part``), there is no file of that name that was not there before.
@@ -72,10 +69,9 @@ def export_gguf(model: nn.Module, tokenizer: Any, path: str | Path, dtype: str =
         writer.write_tensors_to_file()
         writer.close()
         part.replace(path)
-    except BaseException:  # a full disk, say
+    finally:  # after an error, such as a full disk, too
         writer.close()
         part.unlink(missing_ok=True)
-        raise
     return path
 
 
@@ -95,9 +91,6 @@ def _add_tensors(writer: Any, model: nn.Module, config: Any, dtype: str) -> None
         values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
         plain = kept == gguf.GGMLQuantizationType.F32
         writer.add_tensor(target, values if plain else gguf.quants.quantize(values, kept), raw_dtype=None if plain else kept)
-
-
-# ---------------------------------------------------------------------------------------------- the model
 
 
 def _check_model(model: nn.Module) -> tuple[Any, str]:
@@ -161,9 +154,6 @@ def neighbours(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).transpose(1, 2).reshape(shape)
 
 
-# ---------------------------------------------------------------------------------------------- the tokenizer
-
-
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     """Tokens, their types, merges and the word for how text is split, of a byte-level BPE tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -180,9 +170,9 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     added = {each["id"]: each for each in content.get("added_tokens") or ()}
     tokens, types = [], []
     for index in range(max(size, len(tokenizer))):
-        if index in added:
-            tokens.append(added[index]["content"])
-            types.append(3 if added[index]["special"] else 4)  # control, user defined
+        if token := added.get(index):
+            tokens.append(token["content"])
+            types.append(3 if token["special"] else 4)  # control, user defined
         else:
             tokens.append(by_id.get(index, f"[PAD{index}]"))
             types.append(1 if index in by_id else 5)  # normal, unused

@@ -21,21 +21,14 @@ from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a linear's tensors, each after the linear's own name and a dot.
+    """Names of a linear's tensors, each after the linear's own name and a dot."""
 
-    Attributes:
-        name: as in :func:`~peft_nvfp4.export_checkpoint`.
-        codes, scales, gscale: those of the weight.
-        input_scale: global scale of a calibrated input, optional. Inputs are quantised per token here, so it is only kept.
-        reciprocal: the two global scales are stored as reciprocals.
-    """
-
-    name: str
+    name: str  # as in export_checkpoint
     codes: str
     scales: str
     gscale: str
-    input_scale: str
-    reciprocal: bool
+    input_scale: str  # global scale of a calibrated input, optional: inputs are quantised per token here, so it is only kept
+    reciprocal: bool  # the two global scales are stored as reciprocals
 
     @property
     def required(self) -> tuple[str, str, str]:

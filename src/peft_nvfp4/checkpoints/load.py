@@ -1,11 +1,10 @@
 """From the files of a published checkpoint to frozen layers, while transformers loads the rest of the model.
 
-Before loading, from the headers of the files: which linears are packed, whether every tensor is there in its type and shape,
-and whether there is one that cannot be represented. A packed linear's place in the model is then taken by a
-:class:`PackedLinear`, whose parameters have the names, types and shapes that the files have, so that transformers fills them
-as it fills any other, on whatever device they go to. After loading they become frozen layers, one at a time, without a copy of
-their bytes; those that this package does not freeze (an output head, ``skip_modules``) become dense ones. Whatever is wrong
-raises a ValueError that names tensor and file.
+Before loading, the headers of the files say which linears are packed, whether every tensor is there in its type and shape, and
+whether there is one that cannot be represented. A packed linear's place in the model is then taken by a :class:`PackedLinear`,
+whose parameters have the names, types and shapes that the files have, so that transformers fills them as it fills any other.
+After loading they become frozen layers, one at a time, without a copy of their bytes; those that this package does not freeze
+(an output head, ``skip_modules``) become dense ones. Whatever is wrong raises a ValueError that names tensor and file.
 
 Rejected: transformers' own weight converters. They convert tensors by patterns of names, which have changed their meaning between
 releases, and a float tensor that matches one may be cast before it is converted.
@@ -51,7 +50,7 @@ class Stored:
 
 
 def check_files(files: Iterable[str], packed: bool) -> None:
-    """Raises ValueError for a packed model in a pickle."""
+    """A packed model is in no pickle."""
     if pickles := [file for file in files if packed and not file.endswith(".safetensors")]:
         raise ValueError(
             f"{pickles[0]} is not a safetensors file; a packed model is read from those only (a pickle can run code). Ask its "
@@ -83,10 +82,10 @@ def stored_in(files: Iterable[str]) -> Iterable[Stored]:
             try:
                 with safe_open(file, framework="pt") as f:
                     slices = {key: f.get_slice(key) for key in f.keys()}  # noqa: SIM118 (not a mapping)
-                    found = [Stored(key, file, s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()]
+                    tensors = [Stored(key, file, s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()]
             except SafetensorError as error:
                 raise ValueError(f"{file} is truncated or damaged: {error}. Download it again") from error
-            yield from found
+            yield from tensors
 
 
 # ---------------------------------------------------------------------------------------------- before loading
@@ -120,26 +119,25 @@ def packed_linears(
         stored: name in the model -> tensor in the files; a part of a weight (:data:`.layouts.PARTS`) under its own last name.
         planned: names of the linears that this package would freeze; those that are dense in the files stay dense.
     """
-    layout, found = published.layout, {}
+    layout, linears = published.layout, {}
     for name, part in stored.items():
         stem, _, leaf = name.rpartition(".")
-        packed = leaf in PARTS or leaf == layout.codes and part.dtype == "U8"
         if leaf == "weight" and part.dtype in _FP8:
             raise ValueError(f"{part} is an FP8 weight, and peft_nvfp4 reads NVFP4 and dense ones. {INSTEAD}")
-        if packed:
-            found.setdefault(stem, {})[leaf] = part
-    for stem, parts in found.items():
+        if leaf in PARTS or leaf == layout.codes and part.dtype == "U8":
+            linears.setdefault(stem, {})[leaf] = part
+    for stem, parts in linears.items():
         if "weight" not in parts and f"{stem}.weight" in stored:
             parts["weight"] = stored[f"{stem}.weight"]
         _check_linear(model, stem, layout, parts)
-    if absent := [n for n in planned if n not in found and f"{n}.weight" not in stored]:
+    if absent := [n for n in planned if n not in linears and f"{n}.weight" not in stored]:
         files = ", ".join(sorted({part.file for part in stored.values()}))
         raise ValueError(f"{absent[0]} (and {len(absent) - 1} more) is missing in {files}; download the files again")
-    if not found:
+    if not linears:
         raise ValueError(
             f"{published.origin} says {layout.name}, and no linear in the files is packed: the settings are another model's"
         )
-    return found
+    return linears
 
 
 def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, Stored]) -> None:
@@ -190,13 +188,9 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
 def check_loaded(
     parameters: Mapping[str, nn.Parameter], origin: Callable[[str], str], shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """Every parameter (a bias among them: nothing would initialise it) was loaded, and scales are what scales can be.
-
-    Args:
-        parameters: by name in the model; the last name says what it holds, in this package's layout or a published one.
-        origin: name -> name and file, for messages.
-        shapes: those that are not known from the headers of files already.
-    """
+    """Every parameter (a bias among them: nothing would initialise it) was loaded, and scales are what scales can be. The last
+    part of a name says what it holds, in this package's layout or a published one. ``origin``: name -> name and file, for
+    messages; ``shapes``: those that are not known from the headers of files already."""
     flags: dict[str, Tensor] = {}
     for name, p in parameters.items():
         if p.is_meta or not getattr(p, "_is_hf_initialized", False):
@@ -219,18 +213,21 @@ def check_loaded(
 
 def first_set(flags: Mapping[str, Tensor]) -> str | None:
     """Name of the first flag that is set, None if none is. Waits once for each device, not once for each flag."""
-    by_device: dict[torch.device, list[str]] = {}
-    for name, flag in flags.items():
-        by_device.setdefault(flag.device, []).append(name)
-    read = [zip(names, torch.stack([flags[name] for name in names]).tolist()) for names in by_device.values()]
-    return next((name for pairs in read for name, flag in pairs if flag), None)
+    for device in {flag.device: None for flag in flags.values()}:
+        names = [name for name, flag in flags.items() if flag.device == device]
+        for name, flag in zip(names, torch.stack([flags[name] for name in names]).tolist()):
+            if flag:
+                return name
+    return None
 
 
 def frozen_layer(packed: PackedLinear, options: FrozenOptions) -> NVFP4FrozenLinear:
     """The frozen layer with a packed linear's bytes."""
     w = packed.layout.read(packed.tensors(), packed.in_features)
     layer = NVFP4FrozenLinear(packed.in_features, packed.out_features, packed.bias, packed.dtype, options, w)
-    layer.published_input_scale = _input_scale(packed)
+    stored = packed.tensors().get(packed.layout.input_scale)
+    scale = 0.0 if stored is None else packed.layout.read_gscale(stored).item()  # to multiply with; for an export alone
+    layer.published_input_scale = scale if 0.0 < scale < float("inf") else None
     return layer.train(packed.training)
 
 
@@ -242,10 +239,3 @@ def dense_linear(packed: PackedLinear) -> nn.Linear:
     linear.weight = nn.Parameter(dequantize(w, torch.float32).to(packed.dtype))
     linear.bias = packed.bias
     return linear.train(packed.training)
-
-
-def _input_scale(packed: PackedLinear) -> float | None:
-    """Global scale of the calibrated input, to multiply with; kept for an export, since nothing computes with it here."""
-    stored = packed.tensors().get(packed.layout.input_scale)
-    scale = 0.0 if stored is None else packed.layout.read_gscale(stored).item()
-    return scale if 0.0 < scale < float("inf") else None

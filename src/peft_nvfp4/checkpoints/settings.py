@@ -42,18 +42,10 @@ _ARGS = (
 
 @dataclass(frozen=True)
 class Published:
-    """What the settings of a checkpoint say. (Which modules they list as dense is not asked: the files say what is packed.)
+    """What the settings of a checkpoint say. (Which modules they list as dense is not asked: the files say what is packed.)"""
 
-    Attributes:
-        layout: names and scale convention of its tensors.
-        origin: where the settings were read, for messages.
-    """
-
-    layout: Layout
-    origin: str
-
-
-# ---------------------------------------------------------------------------------------------- reading
+    layout: Layout  # names and scale convention of its tensors
+    origin: str  # where the settings were read, for messages
 
 
 def published_method(settings: Any) -> str | None:
@@ -64,28 +56,18 @@ def published_method(settings: Any) -> str | None:
 
 
 def read_settings(settings: Mapping[str, Any], origin: str) -> Published:
-    """What a ``quantization_config``, or the content of a ``hf_quant_config.json``, says.
-
-    Args:
-        origin: the file, for messages.
-
-    Raises:
-        ValueError: something in it cannot be represented, or is not known; the message names it and the way out.
-    """
+    """What a ``quantization_config``, or the content of a ``hf_quant_config.json``, says. Something in it that cannot be
+    represented, or is not known, raises ValueError; ``origin`` is the file, for messages."""
     if "quantization" in settings and "quant_method" not in settings:  # hf_quant_config.json
-        inner = settings["quantization"]
-        settings = (
-            {**inner, "quant_method": "modelopt", "producer": settings.get("producer")} if isinstance(inner, Mapping) else {}
-        )
+        inner, producer = settings["quantization"], settings.get("producer")
+        settings = {**inner, "quant_method": "modelopt", "producer": producer} if isinstance(inner, Mapping) else {}
     method = published_method(settings)
     if method is None:
-        raise ValueError(
-            f"{origin} is in no layout that is known here: {', '.join(METHODS)}, got {settings.get('quant_method')!r}"
-        )
+        known, given = ", ".join(METHODS), settings.get("quant_method")
+        raise ValueError(f"{origin} is in no layout that is known here: {known}, got {given!r}")
     layout = METHODS[method]
-    check = _check_compressed_tensors if layout is COMPRESSED_TENSORS else _check_modelopt
     _check_known(settings, _TOP[layout.name], "quantization_config", origin)
-    check(settings, origin)
+    (_check_compressed_tensors if layout is COMPRESSED_TENSORS else _check_modelopt)(settings, origin)
     return Published(layout, origin)
 
 
@@ -100,7 +82,7 @@ def _check_compressed_tensors(settings: Mapping[str, Any], origin: str) -> None:
             what = "rotates inputs or weights while it computes" if key == "transform_config" else "stores sparse weights"
             raise ValueError(f"{origin}: {key} says that the model {what}, which a frozen NVFP4 layer cannot. {INSTEAD}")
     groups = _groups(settings, origin)
-    formats = {str(found) for found in (settings.get("format"), *(g.get("format") for g in groups.values())) if found is not None}
+    formats = {str(word) for word in (settings.get("format"), *(g.get("format") for g in groups.values())) if word is not None}
     if formats - {"mixed-precision"} != {FORMAT}:
         names = ", ".join(sorted(formats - {FORMAT, "mixed-precision"})) or "none"
         raise ValueError(f"{origin}: the format is {names}; {_OURS} ({FORMAT}). {INSTEAD}")
@@ -117,10 +99,8 @@ def _check_modelopt(settings: Mapping[str, Any], origin: str) -> None:
         other = {name: layer.get("quant_algo") for name, layer in layers.items() if layer.get("quant_algo") not in ALGORITHMS}
         if other or not layers:
             name, word = next(iter(other.items()), ("?", None))
-            raise ValueError(
-                f"{origin}: quant_algo is MIXED_PRECISION, and {name} (and {max(len(other) - 1, 0)} more) is in {word}; {_OURS}. "
-                f"{INSTEAD}"
-            )
+            names = f"{name} (and {max(len(other) - 1, 0)} more)"
+            raise ValueError(f"{origin}: quant_algo is MIXED_PRECISION, and {names} is in {word}; {_OURS}. {INSTEAD}")
     elif algorithm not in ALGORITHMS:
         reason = _NO_ALGORITHM.get(str(algorithm), _OURS)
         raise ValueError(f"{origin}: quant_algo {algorithm!r} cannot be represented: {reason}. {INSTEAD}")
@@ -158,24 +138,16 @@ def _check_group(name: str, group: Mapping[str, Any], origin: str) -> None:
 
 
 def _check_known(settings: Mapping[str, Any], known: str, where: str, origin: str) -> None:
-    unknown = sorted(key for key in settings.keys() - set(known.split()) if settings[key] is not None)
-    if unknown:
+    if unknown := sorted(key for key in settings.keys() - set(known.split()) if settings[key] is not None):
         raise ValueError(
             f"{origin}: {where} has settings that are not known here: {', '.join(unknown)}. They may change what the "
             "stored bytes mean. Upgrade peft_nvfp4, or take them out if you know that they do not"
         )
 
 
-# ---------------------------------------------------------------------------------------------- writing
-
-
 def write_settings(layout: Layout, ignore: Iterable[str], inputs: bool, version: str) -> dict[str, Any]:
-    """``quantization_config`` for a ``config.json``.
-
-    Args:
-        ignore: names of the linears that are not quantised.
-        inputs: whether the global scale of every linear's input is in the files, so that engines may compute W4A4; else W4A16.
-    """
+    """``quantization_config`` for a ``config.json``; ``ignore``: linears that are not quantised; ``inputs``: whether the global
+    scale of every linear's input is in the files, so that engines may compute W4A4, not W4A16."""
     args = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
     if layout is MODELOPT:
         group = {"targets": ["Linear"], "weights": args, **({"input_activations": args} if inputs else {})}

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
@@ -54,10 +53,7 @@ class Outcome(NamedTuple):
 def command(function: Callable[..., Outcome] | None = None, *, busy: str = "") -> Callable:
     """A command out of a function that returns an :class:`Outcome`: with the option ``--json`` (``-``: the JSON is all that goes
     to the standard output), libraries that are quiet, and errors of one paragraph on the error stream with the exit code 1.
-
-    Args:
-        busy: shown while the function runs.
-    """
+    ``busy`` is shown while the function runs."""
     if function is None:
         return functools.partial(command, busy=busy)
 
@@ -72,9 +68,9 @@ def command(function: Callable[..., Outcome] | None = None, *, busy: str = "") -
                 for item in shown:
                     show(out, item)
             write_json(content, json_file)
-        except Exception as error:  # said in one paragraph, whatever it is; --debug shows where it happened
-            if isinstance(error, typer.Exit | typer.Abort):
-                raise
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:  # any error is reported in one paragraph; --debug shows where it happened
             report(error)
             raise typer.Exit(1) from None
         if code:
@@ -104,6 +100,9 @@ def base_option(name: str) -> Any:
     return typer.Option(help=help_of(name))
 
 
+Calibration = Annotated[str | None, base_option("calibration")]
+
+
 def pairs(text: str | None) -> dict[str, str] | None:
     """``a=b,c=d``."""
     if text is None:
@@ -112,9 +111,6 @@ def pairs(text: str | None) -> dict[str, str] | None:
     if not all(name and sign and value for name, sign, value in parts):
         raise ValueError(f"write columns as prompt=question,completion=answer, got {text!r}")
     return {name.strip(): value.strip() for name, _, value in parts}
-
-
-# ---------------------------------------------------------------------------------------------- output
 
 
 def console(stderr: bool = False) -> Console:
@@ -129,13 +125,34 @@ def show(out: Console, item: Any) -> None:
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> Table:
-    """A table whose first columns are ``words``; the others are numbers, to the right."""
-    found = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    """A table whose first columns are ``words``; the others are numbers, to the right. Texts are shown as they are, whatever rich
+    would read in their brackets and colons."""
+    result = Table(title=Text(title, "table.title"), title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for number, name in enumerate(header):
-        found.add_column(name, justify="left" if number < words else "right", no_wrap=number > 0, overflow="fold")
+        result.add_column(Text(name), justify="left" if number < words else "right", no_wrap=number > 0, overflow="fold")
     for row in rows:
-        found.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
-    return found
+        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return result
+
+
+def stacked_bars(bars: Mapping[str, Mapping[str, float]], path: Path, unit: str, title: str, limit: float | None = None) -> None:
+    """Draw a bar for each label, a part of it for each name, and a line across at the limit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6.0, 2.6 + 1.3 * len(bars)), 4.6), layout="constrained")
+    axes, heights = figure.subplots(), [0.0] * len(bars)
+    for name in dict.fromkeys(name for parts in bars.values() for name in parts):
+        sizes = [parts.get(name, 0.0) for parts in bars.values()]
+        drawn = axes.bar(list(bars), sizes, bottom=heights, label=name, width=0.65)
+        heights = [height + size for height, size in zip(heights, sizes)]
+    axes.bar_label(drawn, [f"{height:.2f}" for height in heights], padding=2, fontsize=9)
+    if limit is not None:
+        axes.axhline(limit, color="black", linestyle="--", linewidth=1, label="fits below")
+    axes.set_ylabel(unit)
+    axes.set_title(title, fontsize=10)
+    axes.margins(y=0.12)
+    figure.legend(loc="outside right center", fontsize=8, reverse=True)
+    figure.savefig(path, dpi=140)
 
 
 def write_json(content: Any, path: str | None) -> None:

@@ -20,18 +20,14 @@ from ..quantization.options import Options
 from ..transformers.config import PactConfig
 from ..transformers.prepare import num_parameters
 from ._run import models
-from .common import Base, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs
+from .common import Base, Calibration, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a dense model.")]
 Adapter = Annotated[str, typer.Argument(help="Folder of the adapter.")]
 
 
 def _fresh(folder: str) -> Path:
-    """The folder to write to.
-
-    Raises:
-        ValueError: it holds something already.
-    """
+    """The folder to write to. Raises ValueError if it holds something already."""
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there already and not empty: choose another output folder")
@@ -90,15 +86,13 @@ def calibrate(
     """GPTQ weights, terms and offsets from a few texts, for train --calibration."""
     from ._run import texts  # needs the extra
 
-    sizes = {"samples": samples, "seq_len": seq, "batch_size": batch, "seed": seed}
-    options = calibration.CalibrationOptions(
-        method=method, accuracy=accuracy, budget=budget, offset=offset, backward=backward, **sizes
-    )
+    how = {"method": method, "accuracy": accuracy, "budget": budget, "offset": offset, "backward": backward}
+    options = calibration.CalibrationOptions(**how, samples=samples, seq_len=seq, batch_size=batch, seed=seed)
     data = texts.read(dataset, columns=pairs(columns), limit=limit).plain()
     dense, tokenizer = models.load(model, layers=layers, device=torch.device("cpu"))
     report = calibration.calibrate(dense, data, tokenizer, options, output_dir=output, device=models.default_device())
     hint = f"Train with it: peft-nvfp4 train MODEL DATA --calibration {output}"
-    return Outcome({**asdict(report), "means": report.means()}, [str(report), hint])
+    return Outcome(report.as_dict(), [str(report), hint])
 
 
 @command(busy="Merging")
@@ -110,6 +104,7 @@ def merge(
     layout: Annotated[str, typer.Option(help="Of a model in nvfp4: compressed-tensors or modelopt.")] = "compressed-tensors",
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a dense model as model.gguf, too (llama.cpp).")] = False,
     probe: Annotated[str | None, typer.Option(help="Data on which to compare the logits: a file.")] = None,
+    calibration: Calibration = None,
     dtype: Dtype = "auto",
     layers: Layers = None,
 ) -> Outcome:
@@ -117,7 +112,7 @@ def merge(
     if gguf and to == "nvfp4":
         raise ValueError("GGUF has no NVFP4 of this kind: merge to bf16, fp16 or fp32 for --gguf")
     path, batches = _fresh(output), None
-    adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers)
+    adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers, calibration)
     if probe is not None:
         from ._run import evaluation, texts  # need the extra
 
@@ -158,11 +153,12 @@ def inspect(
     adapter: Adapter,
     model: Base = None,
     probe: Annotated[bool, typer.Option(help="Run a few tokens with and without it.")] = True,
+    calibration: Calibration = None,
     dtype: Dtype = "auto",
     layers: Layers = None,
 ) -> Outcome:
     """Does an adapter fit a base model, and is that the one it was trained on? Exit code 1 if it does not fit."""
-    config, base, _ = models.load_base(adapter, model, dtype, layers)
+    config, base, _ = models.load_base(adapter, model, dtype, layers, calibration)
     if not frozen_modules(base):
         freeze_base(config, base)
     report = inspect_adapter(base.to(models.default_device()), adapter, probe=probe)

@@ -1,5 +1,6 @@
 """``peft-nvfp4 estimate``."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,8 +9,7 @@ from rich.bar import Bar
 from rich.table import Table
 
 from ..memory import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, room
-from ..memory import draw as drawing
-from .common import Batch, Outcome, Rank, base_option, command, table, with_options
+from .common import Batch, Outcome, Rank, base_option, command, stacked_bars, table, with_options
 
 GIB, MIB = 2**30, 2**20
 
@@ -56,53 +56,60 @@ def estimate_command(
     if options["targets"] != "all-linear":
         options["targets"] = tuple(name.strip() for name in options["targets"].split(","))
     settings = Settings(**options)
-    found = estimate(model_shape(model), settings)
-    report, lines = found.as_dict(), _words(found)
+    step = estimate(model_shape(model), settings)
+    report, lines = step.as_dict(), _words(step)
     if available is not None:
-        answers, more = _whether_it_fits(found, available)
+        answers, more = _whether_it_fits(step, available)
         report, lines = report | answers, lines + more
     if png is not None:
-        several = drawing.over_lengths(found)
-        limit = None if available is None else room(settings, available)
-        drawing.png(several, [f"{e.settings.sequence} tokens" for e in several], png, _title(found), limit)
+        bars = {f"{e.settings.sequence} tokens": {name: n / GIB for name, n in e.groups().items()} for e in _over_lengths(step)}
+        limit = None if available is None else room(settings, available) / GIB
+        stacked_bars(bars, png, "GPU memory at the peak of a step (GiB)", _title(step), limit)
         lines.append(f"Drawn: {png}")
-    return Outcome(report, [_table(found), *lines])
+    return Outcome(report, [_table(step), *lines])
 
 
-def _title(found: Estimate) -> str:
-    s = found.settings
+def _over_lengths(step: Estimate) -> list[Estimate]:
+    """The same at sequences of half to four times the length: the paper's Figure 1."""
+    s, lengths = step.settings, sorted({max(1, step.settings.sequence // 2), *(n * step.settings.sequence for n in (1, 2, 4))})
+    positions = lambda n: None if s.positions is None else min(s.positions, n)
+    return [estimate(step.shape, replace(s, sequence=n, positions=positions(n))) for n in lengths]
+
+
+def _title(step: Estimate) -> str:
+    s = step.settings
     several = f"; each of {s.cards} GPUs ({s.strategy})" if s.cards > 1 else ""
-    return f"{found.shape.name or 'model'}: {s.backend}, {s.batch} x {s.sequence} tokens, r={s.rank}{several}"
+    return f"{step.shape.name or 'model'}: {s.backend}, {s.batch} x {s.sequence} tokens, r={s.rank}{several}"
 
 
-def _table(found: Estimate) -> Table:
-    parts = found.categories()
+def _table(step: Estimate) -> Table:
+    parts = step.categories()
     bar = lambda n: Bar(max(parts.values()), 0, n, width=24)
-    rows = [(name, bar(n), f"{n / GIB:.3f}", f"{100 * n / found.peak:.1f} %") for name, n in parts.items()]
-    return table(_title(found), ("at the peak", "", "GiB", "share"), [*rows, ("all", "", f"{found.peak / GIB:.3f}", "")], words=2)
+    rows = [(name, bar(n), f"{n / GIB:.3f}", f"{100 * n / step.peak:.1f} %") for name, n in parts.items()]
+    return table(_title(step), ("at the peak", "", "GiB", "share"), [*rows, ("all", "", f"{step.peak / GIB:.3f}", "")], words=2)
 
 
-def _words(found: Estimate) -> list[str]:
-    kept = f"{found.saved_per_token_and_layer:,} bytes per token and layer"
-    if besides := found.saved_besides_per_layer:
+def _words(step: Estimate) -> list[str]:
+    kept = f"{step.saved_per_token_and_layer:,} bytes per token and layer"
+    if besides := step.saved_besides_per_layer:
         kept += f", and {besides / MIB:,.1f} MiB a layer besides"
-    lines = [f"The peak is at: {found.at}. Kept for backward: {kept}."]
-    if found.settings.cards > 1:
-        s = found.settings
+    lines = [f"The peak is at: {step.at}. Kept for backward: {kept}."]
+    if step.settings.cards > 1:
+        s = step.settings
         rows = "1 row" if s.batch == 1 else f"{s.batch} rows"
         lines.append(f"Each of {s.cards} GPUs takes {rows}: {s.batch * s.cards} at a time.")
-    if found.offloaded:
-        lines.append(f"{found.offloaded / GIB:.2f} GiB of frozen weights are in the host's memory, and of two layers on the GPU.")
-    if found.host:
-        lines.append(f"The paged optimizer may keep {found.host / GIB:.2f} GiB in the host's memory.")
-    return lines + [f"Note: {note}." for note in found.notes]
+    if step.offloaded:
+        lines.append(f"{step.offloaded / GIB:.2f} GiB of frozen weights are in the host's memory, and of two layers on the GPU.")
+    if step.host:
+        lines.append(f"The paged optimizer may keep {step.host / GIB:.2f} GiB in the host's memory.")
+    return lines + [f"Note: {note}." for note in step.notes]
 
 
-def _whether_it_fits(found: Estimate, available: int) -> tuple[dict[str, Any], list[str]]:
+def _whether_it_fits(step: Estimate, available: int) -> tuple[dict[str, Any], list[str]]:
     """(for JSON, in words): whether the step fits into so much memory of a GPU, the largest batch, and what would make it fit."""
-    shape, s = found.shape, found.settings
+    shape, s = step.shape, step.settings
     limit, largest = room(s, available), largest_batch(shape, s, available)
-    fits = found.peak <= limit
+    fits = step.peak <= limit
     report = {"memory_bytes": available, "usable_bytes": limit, "fits": fits, "largest_batch": largest}
     line = (
         f"{available / GIB:.2f} GiB of GPU memory hold {limit / GIB:.2f} GiB of tensors (CUDA and the allocator take the rest): "

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ._run import models
-from .common import Base, Batch, Columns, Dtype, Layers, Limit, Outcome, command, pairs, table
+from .common import Base, Batch, Calibration, Columns, Dtype, Layers, Limit, Outcome, command, pairs, table
 
 
 @command
@@ -24,6 +24,7 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 64,
     generate: Annotated[bool, typer.Option(help="Let the model answer (prompt, chat).")] = True,
     base: Annotated[bool, typer.Option("--base", help="Score the base without the adapter as well.")] = False,
+    calibration: Calibration = None,
     dtype: Dtype = "auto",
     layers: Layers = None,
 ) -> Outcome:
@@ -36,14 +37,14 @@ def evaluate(
     if base and adapter is None:
         raise ValueError("--base scores the base beside the adapter: give an --adapter")
     rows = texts.read(dataset, format, pairs(columns), template, split, limit)
-    loaded, tokenizer = models.load_with_adapter(model, adapter, dtype, layers)
+    loaded, tokenizer = models.load_with_adapter(model, adapter, dtype, layers, calibration)
     sizes = {"batch": batch, "max_length": max_length, "max_new_tokens": max_new_tokens, "generate": generate}
-    found = {}
+    results = {}
     if base:
         with loaded.disable_adapter():
-            found["base"] = evaluation.evaluate(loaded, tokenizer, rows, **sizes)
-    found["model" if adapter is None else "adapter"] = first = evaluation.evaluate(loaded, tokenizer, rows, **sizes)
+            results["base"] = evaluation.evaluate(loaded, tokenizer, rows, **sizes)
+    results["model" if adapter is None else "adapter"] = first = evaluation.evaluate(loaded, tokenizer, rows, **sizes)
     left_out = f"; {first.left_out} left out, whose prompt alone is too long" if first.left_out else ""
     title = f"{first.rows} rows ({first.format}){left_out}"
-    lines = [(key.replace("_", " "), *(f"{score.scores[key]:.4f}" for score in found.values())) for key in first.scores]
-    return Outcome({key: asdict(score) for key, score in found.items()}, [table(title, ("", *found), lines)])
+    lines = [(key.replace("_", " "), *(f"{score.scores[key]:.4f}" for score in results.values())) for key in first.scores]
+    return Outcome({key: asdict(score) for key, score in results.items()}, [table(title, ("", *results), lines)])

@@ -16,7 +16,7 @@ from ..memory import BUILTIN
 from ..quantization.options import Options
 from ..training.cuda_graphs import enable_cuda_graphs
 from ._run import models, profiling
-from .common import Batch, Dtype, Layers, Outcome, Rank, base_option, command, table
+from .common import Batch, Dtype, Layers, Outcome, Rank, base_option, command, stacked_bars, table
 
 
 @command(busy="Profiling")
@@ -52,18 +52,15 @@ def profile(
     step()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    found = profiling.breakdown(step, device, trace=trace)
     where = torch.cuda.get_device_name(device) if cuda else "CPU"
-    result = {
-        **{"model": model, "batch": batch, "seq": seq, "layers": layers, "device": where, "cuda_graphs": cuda_graphs},
-        **{**settings, "peak_bytes": torch.cuda.max_memory_allocated(device) if cuda else None, **found},
-    }
+    result = {"model": model, "batch": batch, "seq": seq, "layers": layers, "device": where, "cuda_graphs": cuda_graphs}
+    result |= {**settings, **profiling.breakdown(step, device, trace=trace)}
+    result["peak_bytes"] = torch.cuda.max_memory_allocated(device) if cuda else None
     title = f"{model}, {backend}, {batch} x {seq} tokens, {where}" + ("" if cuda else " (operators on the CPU)")
-    shown = _tables(result, title)
     if png is not None:
-        _draw(found["times_ms"], png, title)
-    shown += [f"{what}: {path}" for path, what in ((trace, "Chrome trace"), (png, "Drawn")) if path is not None]
-    return Outcome(result, shown)
+        stacked_bars({backend: result["times_ms"]}, png, "ms of a step", title)
+    files = [f"{what}: {path}" for path, what in ((trace, "Chrome trace"), (png, "Drawn")) if path is not None]
+    return Outcome(result, [*_tables(result, title), *files])
 
 
 def _random_model(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> nn.Module:
@@ -77,9 +74,7 @@ def _random_model(name: str, dtype: torch.dtype, device: torch.device, layers: i
     else:
         config = models.config_of(name)
     if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        models.shorten(config, layers)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -88,7 +83,7 @@ def _training_step(model: nn.Module, batch: int, seq: int, supervised: int, devi
     """A function that does one step over random tokens: forward, backward, AdamW. ``supervised``: labels of the last so many."""
     config = getattr(model.config, "text_config", None) or model.config
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (batch, seq), generator=generator).to(device)
+    ids = torch.randint(config.vocab_size, (batch, seq), generator=generator, device="cpu").to(device)
     labels = ids.clone()
     labels[:, : max(seq - supervised, 0)] = -100
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -112,17 +107,3 @@ def _tables(result: dict[str, Any], title: str) -> list:
         table(title, ("", "ms of a step", "share"), [*rows, ("all", f"{total:.2f}", launches)]),
         table("what takes longest", ("", "category", "ms", "times"), kernels, words=2),
     ]
-
-
-def _draw(times: dict[str, float], path: Path, title: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.8), layout="constrained")
-    axes, times = figure.subplots(), {name: ms for name, ms in times.items() if ms > 0}
-    axes.bar_label(axes.barh(list(times), list(times.values()), color="#4C72B0"), fmt="{:.1f}", padding=3, fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_xlabel("ms of a step")
-    axes.set_title(title, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)

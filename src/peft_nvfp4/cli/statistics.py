@@ -6,13 +6,12 @@ from typing import Annotated
 import typer
 from peft import PeftModel, get_peft_model
 
-from ..diagnostics.plots import PERCENT, TITLES, short
-from ..diagnostics.statistics import Statistics, TensorStatistics, tensor_statistics
+from ..diagnostics.statistics import PERCENT, TITLES, Statistics, TensorStatistics, short, tensor_statistics
 from ..fusion.loss_attach import attach_loss
 from ..lora.config import NVFP4LoraConfig
 from ..quantization.options import Options
 from ._run import models
-from .common import Base, Batch, Columns, Dtype, Layers, Outcome, base_option, command, pairs, table
+from .common import Base, Batch, Calibration, Columns, Dtype, Layers, Outcome, base_option, command, pairs, table
 
 MEANS = ("tensor", "error %", "underflow %", "saturation %")
 WORST = ("layer", "tensor", "error", "underfl.", "satur.", "amax", "scales")
@@ -25,7 +24,7 @@ def statistics(
     adapter: Annotated[str | None, typer.Option(help="A trained adapter: its base and settings.")] = None,
     backend: Annotated[str, base_option("backend")] = Options.backend,
     accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
-    calibration: Annotated[str | None, base_option("calibration")] = None,
+    calibration: Calibration = None,
     limit: Annotated[int, typer.Option(help="Rows of the data.")] = 8,
     batch: Batch = 2,
     max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
@@ -53,7 +52,7 @@ def statistics(
         config = NVFP4LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **frozen)
         base, tokenizer = models.load(model, dtype, layers, config.options)
     else:
-        config, base, tokenizer = models.load_base(adapter, model, dtype, layers)
+        config, base, tokenizer = models.load_base(adapter, model, dtype, layers, calibration)
     encoded = list(evaluation.encode(data, tokenizer, max_length).values())
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
     if adapter is None:
@@ -63,28 +62,25 @@ def statistics(
     attach_loss(adapted.to(models.default_device()).train())
     collate = evaluation.collator(tokenizer)
     batches = (collate(encoded[i : i + batch]) for i in range(0, len(encoded), batch))
-    found = tensor_statistics(adapted, batches, weights=dense, rows=tokens)
-    shown = _tables(found, worst, by)
+    measured = tensor_statistics(adapted, batches, weights=dense, rows=tokens)
+    shown = _tables(measured, worst, by)
     if png is not None:
-        found.png(png, by)
+        measured.png(png, by)
         shown.append(f"Drawn: {png}")
-    return Outcome(found.as_dict(), shown)
+    return Outcome(measured.as_dict(), shown)
 
 
-def _tables(found: Statistics, worst: int, by: str) -> list:
+def _tables(measured: Statistics, worst: int, by: str) -> list:
     """Means over the layers, the layers that are worst, and a note."""
-    means = [
-        (title, *(percent(found.mean(site, number)) for number in PERCENT))
-        for site, title in TITLES.items()
-        if found.of(site, "amax")
-    ]
-    rows = [cells(*row) for row in found.worst(worst, by=by)]
-    shown = [
-        table(f"{len(found.layers)} frozen linears, on average", MEANS, means),
+    sites = [site for site in TITLES if measured.of(site, "amax")]
+    means = [(TITLES[site], *(percent(measured.mean(site, number)) for number in PERCENT)) for site in sites]
+    rows = [cells(*row) for row in measured.worst(worst, by=by)]
+    unused = any(not s.used for sites in measured.layers.values() for s in sites.values())
+    return [
+        table(f"{len(measured.layers)} frozen linears, on average", MEANS, means),
         table(f"the largest {by} (in per cent)", WORST, rows, words=2),
+        *["* not quantised by this model: what one NVFP4 term would do"] * unused,
     ]
-    unused = any(not s.used for sites in found.layers.values() for s in sites.values())
-    return shown + ["* not quantised by this model: what one NVFP4 term would do"] * unused
 
 
 def percent(value: float | None) -> str:

@@ -46,12 +46,11 @@ def measure(
 ) -> dict[str, str]:
     """Measures every tile of a library on every problem and stores the fastest ones for a GPU model; ``{problem key: tile name}``
     of all that is stored now."""
-    times: dict[str, dict[str, float]] = {}
+    times, file = {}, tiles.cache_file(gpu, library.info["source"])
     for problem in problems:
-        times[problem.key] = {tile.name: round(measure_us(problem, tile), 2) for tile in library.tiles}
-        best = min(times[problem.key], key=times[problem.key].get)
-        typer.echo(f"{problem.key}: {best} {times[problem.key][best]:.1f} us")
-    file = tiles.cache_file(gpu, library.info["source"])
+        times[problem.key] = us = {tile.name: round(measure_us(problem, tile), 2) for tile in library.tiles}
+        best = min(us, key=us.get)
+        typer.echo(f"{problem.key}: {best} {us[best]:.1f} us")
     winners = tiles.store(file, times)
     typer.echo(f"stored in {file}")
     return winners

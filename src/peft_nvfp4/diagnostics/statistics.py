@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 import statistics
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,28 +38,27 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding, TrainerCallback
 
-from .plots import heat_map
 from .statistics_hooks import NUMBERS, SITES, Measurement, TensorStatistics
+
+PERCENT = NUMBERS[:3]
+TITLES = {"weight": "weight", "input": "input activation", "gradient": "incoming gradient"}
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a model.
-
-    Attributes:
-        layers: dotted name of a linear -> ``"weight"``, ``"input"``, ``"gradient"`` -> numbers; those that were measured.
-    """
+    """Of the frozen linears of a model: dotted name -> ``"weight"``, ``"input"``, ``"gradient"`` -> numbers; those that were
+    measured."""
 
     layers: dict[str, dict[str, TensorStatistics]]
 
     def of(self, site: str, number: str = "error") -> dict[str, float]:
         """Name -> one number of one kind of tensor, where it is known."""
-        found = {name: getattr(sites[site], number) for name, sites in self.layers.items() if site in sites}
-        return {name: value for name, value in found.items() if value is not None}
+        numbers = {name: getattr(sites[site], number) for name, sites in self.layers.items() if site in sites}
+        return {name: value for name, value in numbers.items() if value is not None}
 
     def mean(self, site: str, number: str = "error") -> float | None:
         """Over all layers, every layer counting the same."""
-        return statistics.fmean(found.values()) if (found := self.of(site, number)) else None
+        return statistics.fmean(numbers.values()) if (numbers := self.of(site, number)) else None
 
     def worst(self, count: int = 10, by: str = "error", site: str | None = None) -> list[tuple[str, str, TensorStatistics]]:
         """(layer, kind of tensor, numbers) of the largest ``by``; NaN is the largest of all."""
@@ -68,23 +68,58 @@ class Statistics:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        means = {site: {n: self.mean(site, n) for n in NUMBERS[:3]} for site in SITES if self.of(site, "amax")}
+        means = {site: {n: self.mean(site, n) for n in PERCENT} for site in SITES if self.of(site, "amax")}
         return {"means": means, **asdict(self)}
-
-    def png(self, path: str | Path | BinaryIO, number: str = "error") -> None:
-        """Heat maps, layer by site (needs matplotlib)."""
-        heat_map(self, path, number)
 
     def __str__(self) -> str:
         lines = [f"{len(self.layers)} frozen linears"]
         for site in (s for s in SITES if self.of(s, "amax")):
-            words = [f"{n} {100 * m:.2f} %" for n in NUMBERS[:3] if (m := self.mean(site, n)) is not None]
+            words = [f"{n} {100 * m:.2f} %" for n in PERCENT if (m := self.mean(site, n)) is not None]
             worst = [f"; worst: {name}" for name, _, _ in self.worst(1, site=site)]
             lines.append(f"{site}: {', '.join(words) or 'unknown'}{''.join(worst)}")
         return "\n".join(lines)
 
+    def png(self, path: str | Path | BinaryIO, number: str = "error") -> None:
+        """Heat maps (needs matplotlib): a panel for each kind of tensor, layers down, linears across.
 
-# ---------------------------------------------------------------------------------------------- on request
+        Raises:
+            ValueError: nothing to draw.
+        """
+        from matplotlib.figure import Figure
+
+        if number not in PERCENT:
+            raise ValueError(f"a heat map shows one of {', '.join(PERCENT)}, got {number!r}")
+        panels = [(site, *self.grid(site, number)) for site in SITES if self.of(site, number)]
+        if not panels:
+            raise ValueError(f"nothing was measured that has {number}")
+        height = max(3.0, 1.8 + 0.26 * max(len(rows) for _, rows, _, _ in panels))
+        figure = Figure(figsize=(1.2 + 3.6 * len(panels), height), layout="constrained")
+        for axes, (site, rows, columns, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+            image = axes.imshow([[100 * v for v in row] for row in values], aspect="auto", interpolation="nearest")
+            figure.colorbar(image, ax=axes, format="%.3g").ax.tick_params(labelsize=8)
+            axes.set_xticks(range(len(columns)), [c.removesuffix("_proj") for c in columns], rotation=45, ha="right", fontsize=8)
+            step = -(-len(rows) // 40)
+            axes.set_yticks(range(0, len(rows), step), [short(row) for row in rows[::step]], fontsize=8)
+            axes.set_title(f"{TITLES[site]}: {number}, %", fontsize=10)
+        figure.savefig(path, dpi=130)
+
+    def grid(self, site: str, number: str) -> tuple[list[str], list[str], list[list[float]]]:
+        """(rows, columns, values, NaN where there is no such linear) of one heat map. In the order of the model."""
+        values = {place(name): value for name, value in self.of(site, number).items()}
+        rows, columns = list(dict.fromkeys(r for r, _ in values)), list(dict.fromkeys(c for _, c in values))
+        return rows, columns, [[values.get((r, c), float("nan")) for c in columns] for r in rows]
+
+
+def short(name: str) -> str:
+    """A layer's name without what all of them begin with."""
+    return re.sub(r"^(model\.)*(language_model\.|text_model\.)?(layers\.)?", "", name)
+
+
+def place(name: str) -> tuple[str, str]:
+    """(row, column) of a linear in the heat map: its layer (all before it, where none has a number), and its last name."""
+    numbered = re.match(r".*?\.\d+(?=\.)", name)
+    above, _, last = name.rpartition(".")
+    return numbered[0] if numbered else above, last
 
 
 def tensor_statistics(
@@ -110,8 +145,7 @@ def tensor_statistics(
     Raises:
         ValueError: the model has no frozen linears, or returns no loss.
     """
-    if isinstance(weights, nn.Module):
-        weights = weights.state_dict()
+    weights = weights.state_dict() if isinstance(weights, nn.Module) else weights
     watching = Measurement(model, rows, sites)
     trained = [p for p in model.parameters() if p.requires_grad]
     device = next(model.parameters()).device
@@ -141,24 +175,16 @@ def _step(model: nn.Module, batch: Mapping[str, Tensor] | Tensor, device: torch.
         loss.backward()
 
 
-# ---------------------------------------------------------------------------------------------- while training
-
-
 class NVFP4StatisticsCallback(TrainerCallback):
-    """Measures inputs and gradients every so many steps, and logs them with ``Trainer.log``: to TensorBoard and whatever else the
-    trainer reports to, and into ``log_history``.
-
-    Logged are means over all layers and the worst layer's error, as ``nvfp4/input_error``, ``nvfp4/input_error_worst``,
-    ``nvfp4/gradient_underflow`` and so on, and the gradients' ``amax``. (Frozen weights do not change.)
+    """Measures inputs and gradients every so many steps and logs, with ``Trainer.log``, means over all layers and the worst
+    layer's error, as ``nvfp4/input_error``, ``nvfp4/input_error_worst``, ``nvfp4/gradient_underflow`` and so on, and the
+    gradients' ``amax``. (Frozen weights do not change.)
 
     Args:
         trainer: that the callback belongs to.
         every: steps from one measured step to the next, the first included.
         rows: tokens of a tensor that are looked at.
         sites: of ``"input"`` and ``"gradient"`` those to look at.
-
-    Attributes:
-        latest: of the last measured step, layer by layer.
     """
 
     def __init__(self, trainer: Any, every: int = 100, rows: int | None = 1024, sites: Sequence[str] = ("input", "gradient")):
@@ -166,7 +192,7 @@ class NVFP4StatisticsCallback(TrainerCallback):
             raise ValueError(f"every must be a positive number of steps, got {every}")
         self._trainer = weakref.ref(trainer)  # which owns this callback
         self.every, self.rows, self.sites = every, rows, tuple(sites)
-        self.latest: Statistics | None = None
+        self.latest: Statistics | None = None  # of the last measured step
         self._running: Measurement | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
@@ -178,17 +204,14 @@ class NVFP4StatisticsCallback(TrainerCallback):
         if (watched := self._running) is None:
             return
         self.on_train_end()
-        self.latest = Statistics(watched.result(stored=False))
+        self.latest = latest = Statistics(watched.result(stored=False))
+        numbers = {f"{site}_{number}": latest.mean(site, number) for site in self.sites for number in PERCENT}
+        numbers |= {f"{site}_error_worst": row.error for site in self.sites for _, _, row in latest.worst(1, site=site)}
+        numbers["gradient_amax"] = max(latest.of("gradient", "amax").values(), default=None)
         if (trainer := self._trainer()) is not None:
-            trainer.log(self._numbers(self.latest))
+            trainer.log({f"nvfp4/{name}": value for name, value in numbers.items() if value is not None})
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._running is not None:
             self._running.__exit__()
         self._running = None
-
-    def _numbers(self, found: Statistics) -> dict[str, float]:
-        logged = {f"{site}_{number}": found.mean(site, number) for site in self.sites for number in NUMBERS[:3]}
-        logged |= {f"{site}_error_worst": row.error for site in self.sites for _, _, row in found.worst(1, site=site)}
-        logged["gradient_amax"] = max(found.of("gradient", "amax").values(), default=None)
-        return {f"nvfp4/{name}": value for name, value in logged.items() if value is not None}

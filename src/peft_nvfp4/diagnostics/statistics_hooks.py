@@ -1,7 +1,7 @@
 """The hooks of :mod:`peft_nvfp4.diagnostics.statistics`, which see the tensors of frozen linears, and the sums over these.
 
 The hooks hold on to nothing that autograd would not hold anyway, except: gate and up of one gated MLP until its last linear is
-called. What a fused norm or a gated MLP quantises never exists unquantised: it is made again from the norm's input, and from gate
+called. What a fused norm or a gated MLP quantises never exists unquantised: it is recomputed from the norm's input, and from gate
 and up, with the bits of the fused kernels (:mod:`peft_nvfp4.numerics.fused_reference`).
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +41,8 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Of one tensor; the module's docstring says what the numbers are. None: not known (an error without the original weight) or
-    not defined (scales of NF4).
-
-    Attributes:
-        values: how many were looked at.
-        used: the layer computes with the quantised tensor.
-    """
+    """Of one tensor, see :mod:`peft_nvfp4.diagnostics.statistics`. None: not known (an error without the original weight) or not
+    defined (scales of NF4)."""
 
     error: float | None
     underflow: float | None
@@ -56,25 +50,19 @@ class TensorStatistics:
     amax: float
     scale_min: float | None
     scale_max: float | None
-    values: int
-    used: bool = True
+    values: int  # that were looked at
+    used: bool = True  # the layer computes with the quantised tensor
 
 
-# ---------------------------------------------------------------------------------------------- sums over one tensor
-
-
+@dataclass
 class Sums:
-    """Running totals of one tensor, on its device: reading them waits for the GPU, adding to them does not.
+    """Running totals of one tensor, on its device: reading them waits for the GPU, adding to them does not."""
 
-    Args:
-        used: the layer computes with the quantised tensor.
-        known: what was quantised is at hand; otherwise only ranges are reported.
-    """
-
-    def __init__(self, used: bool = True, known: bool = True):
-        self.used, self.known, self.values = used, known, 0
-        self.totals: Tensor | None = None  # squared error, squared norm, not zero, underflown, saturated
-        self.extremes: Tensor | None = None  # amax, -smallest scale, largest scale
+    used: bool = True  # the layer computes with the quantised tensor
+    known: bool = True  # what was quantised is at hand; otherwise only ranges are reported
+    values: int = 0
+    totals: Tensor | None = None  # squared error, squared norm, not zero, underflown, saturated
+    extremes: Tensor | None = None  # amax, -smallest scale, largest scale
 
     @torch.no_grad()
     def add(
@@ -121,19 +109,9 @@ def _measured(x: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None
     return torch.stack([*sums, *(count.double() for count in counts)]), torch.stack([x.abs().amax(), low, high])
 
 
-# ---------------------------------------------------------------------------------------------- hooks
-
-
 class Measurement:
-    """A context in which the frozen linears of a model are watched.
-
-    Args:
-        rows: at most so many rows (tokens) of a tensor, evenly spaced; all of them if None.
-        sites: of ``"input"`` and ``"gradient"`` those to look at.
-
-    Raises:
-        ValueError: the model has no frozen linears, or a site is none.
-    """
+    """A context in which the frozen linears of a model are watched: at most so many ``rows`` (tokens) of a tensor, evenly spaced;
+    all of them if None."""
 
     def __init__(self, model: nn.Module, rows: int | None = None, sites: Sequence[str] = ("input", "gradient")):
         if unknown := [site for site in sites if site not in SITES]:
@@ -159,33 +137,30 @@ class Measurement:
                 module.forward = forward.original  # the recordings stay as they are
                 self._stack.callback(setattr, module, "forward", forward)
             elif type(module) is NVFP4RMSNorm and "input" in self.sites:
-                self._hook(module.register_forward_hook(self._norm))
+                self._stack.callback(module.register_forward_hook(self._norm).remove)
             elif isinstance(module, FusedGatedMLP) and not isinstance(module, CompressedGatedMLP):
                 prefix = f"{name}." if name else ""
                 self._first |= {prefix + first: module for first in module.parts.first}
                 self._last[prefix + module.parts.down] = module
         for name, module in self.linears.items():
-            self._hook(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
-            self._hook(module.register_forward_hook(partial(self._after, name)))
+            self._stack.callback(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True).remove)
+            self._stack.callback(module.register_forward_hook(partial(self._after, name)).remove)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._halves.clear()
 
-    def _hook(self, handle: Any) -> None:
-        self._stack.callback(handle.remove)
-
     def result(self, weights: Mapping[str, Tensor] | None = None, stored: bool = True) -> dict[str, dict[str, TensorStatistics]]:
         """What was seen; with stored weights, what became of ``weights`` (dotted name -> dense weight) where those are given."""
         layers: dict[str, dict[str, TensorStatistics]] = {}
         for name, module in self.linears.items():
-            found = {site: self.sums[name, site] for site in SITES[1:] if (name, site) in self.sums}
+            sums = {site: self.sums.get((name, site)) for site in SITES}
             if stored:
                 with computing(base := base_of(module)):
-                    found = {"weight": weight_sums(base, (weights or {}).get(f"{name}.weight")), **found}
-            if found := {site: sums.result() for site, sums in found.items() if sums is not None}:
-                layers[name] = found
+                    sums["weight"] = weight_sums(base, (weights or {}).get(f"{name}.weight"))
+            if measured := {site: total.result() for site, total in sums.items() if total is not None}:
+                layers[name] = measured
         return layers
 
     # -- what the hooks do
@@ -195,11 +170,9 @@ class Measurement:
         """A fused norm returned D(Q(y)): compare with y, once for all linears that will read it."""
         if _in_backward() or not self._fused(y, norm._outside[1]):
             return
-        x = self._some(args[0])
-        true, _ = fused_reference.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
-        sums = Sums()
-        _add_input(sums, true, norm._outside[1])
-        self._produced[y] = sums
+        unquantised, _ = fused_reference.rmsnorm(self._some(args[0]), norm.weight, norm.eps, norm.plus_one)
+        self._produced[y] = sums = Sums()
+        _add_input(sums, unquantised, norm._outside[1])
 
     @staticmethod
     def _fused(x: Tensor, reader: NVFP4FrozenLinear) -> bool:
@@ -219,7 +192,7 @@ class Measurement:
             sums.accumulate(produced.totals, produced.extremes, produced.values)
         elif halves and isinstance(layer, NVFP4FrozenLinear) and self._fused(x, layer):
             pair, parts = halves if len(halves) == 2 else halves[0].chunk(2, dim=-1), self._last[name].parts
-            product = fused_reference.gated_product(pair[parts.gate], pair[1 - parts.gate], parts.act)
+            product = fused_reference.gated_product(pair[parts.gate], pair[1 - parts.gate], parts.act, pair[parts.gate].dtype)
             _add_input(sums, product, layer)  # what the fused kernel quantised
         else:
             _add_input(sums, self._some(autocast_input(x)), layer)
@@ -245,15 +218,14 @@ def _in_backward() -> bool:
 
 
 def _add_input(sums: Sums, x: Tensor, layer: FrozenLinear) -> None:
-    ours = isinstance(layer, NVFP4FrozenLinear)
-    terms, offset = (layer.options.terms, layer._offset) if ours else (1, None)
+    terms, offset = (layer.options.terms, layer._offset) if isinstance(layer, NVFP4FrozenLinear) else (1, None)
     sums.add(x, quantize_input(x, offset, terms), offset)
 
 
 @torch.no_grad()
 def _add_gradient(sums: Sums, dy: Tensor, layer: FrozenLinear) -> None:
     stochastic = sums.used and layer.options.gradients == "nvfp4_sr"
-    seed = torch.zeros((), dtype=torch.int64) if stochastic else None  # of its own: the training's numbers are not touched
+    seed = torch.zeros((), dtype=torch.int64, device="cpu") if stochastic else None  # not one of the training's
     sums.add(dy, [ops.quantize(dy.contiguous(), GRADIENT_STOCHASTIC if stochastic else GRADIENT, seed=seed)])
 
 
@@ -268,7 +240,7 @@ def weight_sums(layer: FrozenLinear, original: Tensor | None) -> Sums | None:
     if layer.weight.is_floating_point():  # what NVFP4 would make of it
         sums, w = Sums(used=False), layer.weight.detach() if original is None else original
         sums.add(w, [ops.quantize_weight(w, WEIGHT)])
-        return sums
-    sums, d = Sums(known=original is not None), layer.dequantize(torch.float32)
-    sums.add(d if original is None else original, [layer.forward_layout] if isinstance(layer, NVFP4FrozenLinear) else (), d=d)
+    else:
+        sums, d = Sums(known=original is not None), layer.dequantize(torch.float32)
+        sums.add(d if original is None else original, [layer.forward_layout] if isinstance(layer, NVFP4FrozenLinear) else (), d=d)
     return sums

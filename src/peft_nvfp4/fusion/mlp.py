@@ -163,7 +163,7 @@ def _parts(module: nn.Module, linears: dict[str, nn.Module], device: torch.devic
     calls: list[tuple[str, Tensor, Tensor]] = []  # name of a linear, what it was called with, what it returned
 
     def random(*shape: int) -> Tensor:
-        return 2 * torch.randn(*shape, generator=generator).to(device)
+        return 2 * torch.randn(*shape, generator=generator, device="cpu").to(device)
 
     def stand_in(name: str) -> Callable:
         def forward(x: Tensor, *args, **kwargs) -> Tensor:

@@ -87,8 +87,8 @@ def epsilon(module: nn.Module) -> float | None:
 def plus_one(module: nn.Module) -> bool | None:
     """Whether the weight counts as 1 + weight (Gemma); None if the module computes something else, tried on random numbers."""
     weight = module.weight
-    x = torch.randn(1, 4, weight.shape[0], generator=torch.Generator().manual_seed(0))
-    x *= torch.tensor([1e-3, 0.1, 1.0, 30.0])[:, None]  # the first row's mean square is of the size of an epsilon
+    x = torch.randn(1, 4, weight.shape[0], generator=torch.Generator().manual_seed(0), device="cpu")
+    x *= torch.tensor([1e-3, 0.1, 1.0, 30.0], device="cpu")[:, None]  # the first row's mean square is of the size of an epsilon
     x = x.to(weight.device, weight.dtype)
     with torch.no_grad():
         expected = module.forward(x).float()  # without hooks

@@ -2,8 +2,7 @@
 
 :func:`load` gives every operator that has a kernel an implementation for CUDA tensors. That is a table entry: Triton is
 imported and the GPU asked at the first call with a CUDA tensor, so importing the package is as fast, and as safe, without either.
-The two products of a training step have several implementations (:mod:`implementations`): the best one that works is found out on
-the device, at the first call. All compute the same bits (of a matrix product, up to the order of its sum).
+All implementations compute the same bits (of a matrix product, up to the order of its sum).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, fields
 from functools import cache
 from types import ModuleType
 
@@ -26,7 +26,6 @@ CAPABILITY = (8, 0)
 """Oldest GPU the kernels are written for (BF16 and FP16 pair arithmetic)."""
 WIDEST_ROW = 32768
 """Kernels that hold a row in one program leave wider rows to the reference."""
-
 
 KERNELS = {
     "quantize": "quantize",
@@ -43,10 +42,10 @@ KERNELS = {
     "rotary_embedding": "rope",
 }
 """Operator -> the module of ``peft_nvfp4.kernels.triton`` that has a function of its name."""
-WHOLE_ROW = ("quantize_terms", "rmsnorm_quantize", "rmsnorm_backward", "silu_mul_quantize", "silu_mul_backward")
-"""Operators whose first argument is a matrix, a row of which must fit in one program."""
+WHOLE_ROW = ("quantize_terms", "rmsnorm_quantize", "rmsnorm_backward", "silu_mul_quantize", "silu_mul_backward", "gated_values")
+"""Operators whose first argument is a matrix, or the codes of one, a row of which must fit in one program."""
 PRODUCTS = ("fprop", "dgrad")
-"""The products of a training step, which have several implementations."""
+"""The products of a training step, which have several implementations (:mod:`implementations`)."""
 
 _loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
 _forced = ""  # a name of implementations.NAMES
@@ -82,9 +81,10 @@ def triton_kernel(name: str) -> Callable:
 
     def run(*args):
         first = first_tensor(args)
-        if name in WHOLE_ROW and not 0 < first.shape[1] <= WIDEST_ROW:
+        width = first.shape[1] * (2 if first.dtype == torch.uint8 else 1)  # two codes a byte
+        if name in WHOLE_ROW and not 0 < width <= WIDEST_ROW:
             return operator.reference(*args)
-        return _on_its_device(first.device, operator.from_flat, (function, args))
+        return _on_its_device(first.device, function, args)
 
     return run
 
@@ -102,11 +102,7 @@ def _kernel_on_cuda(name: str) -> Callable:
 
 def choice(device: torch.device) -> implementations.Choice:
     """What computes the two products on a CUDA device. The first call for a device tries the implementations, which synchronises
-    with it.
-
-    Raises:
-        RuntimeError: the implementation that ``PEFT_NVFP4_KERNELS`` names does not work here.
-    """
+    with it, and raises RuntimeError if the one that ``PEFT_NVFP4_KERNELS`` names does not work."""
     chosen = _choices.get(device)
     if chosen is None:
         if torch.cuda.is_current_stream_capturing():
@@ -139,11 +135,8 @@ def few_rows_module(x: torch.Tensor) -> ModuleType | None:
 
 
 def load() -> None:
-    """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing.
-
-    Raises:
-        ValueError: ``PEFT_NVFP4_KERNELS`` has an unknown value.
-    """
+    """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing. An unknown
+    value of ``PEFT_NVFP4_KERNELS`` raises ValueError."""
     global _loaded, _forced
     if _loaded is not None:
         return
@@ -163,3 +156,51 @@ def load() -> None:
     _loaded = ""
     for name in KERNELS:
         OPERATORS[name].register("cuda", _kernel_on_cuda(name))
+
+
+@dataclass(frozen=True)
+class OperatorStatus:
+    """One line of :func:`status`."""
+
+    operator: str
+    implementation: str  # "triton", one of implementations.NAMES, or "none" where the one that was asked for does not work
+    device: str
+    note: str  # why not a kernel, or its limits
+
+
+@dataclass(frozen=True)
+class Status:
+    """What runs where. Prints as a table."""
+
+    operators: tuple[OperatorStatus, ...]
+    skipped: dict[str, str] = field(default_factory=dict)  # implementation of the two products that does not run -> why
+
+    def __str__(self) -> str:
+        rows = [tuple(f.name for f in fields(OperatorStatus)), *map(astuple, self.operators)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join(lines + [f"{implementation} is not used: {reason}" for implementation, reason in self.skipped.items()])
+
+
+def status() -> Status:
+    """Implementation of every operator on this machine. With a GPU: asks the driver, imports Triton and tries the implementations
+    of the two products."""
+    skipped: dict[str, str] = {}
+    if torch.cuda.is_available():
+        device, reason = torch.cuda.get_device_name(), _loaded or _obstacle()
+        try:
+            chosen = choice(torch.device("cuda", torch.cuda.current_device()))
+            name, note, skipped = chosen.implementation, chosen.note, chosen.skipped
+        except RuntimeError as error:
+            name, note = "none", str(error)
+    else:
+        device, name, reason = "cpu", "reference", "no CUDA device"
+        note = reason
+        if _forced in implementations.NAMES[:3]:
+            note += f", so {VARIABLE}={_forced} has no effect"
+    lines = []
+    for operator in KERNELS:
+        limit = f"rows up to {WIDEST_ROW}, wider ones: reference" if operator in WHOLE_ROW else ""
+        lines.append(OperatorStatus(operator, "reference" if reason else "triton", device, reason or limit))
+    lines += [OperatorStatus(operator, name, device, note) for operator in PRODUCTS]
+    return Status(tuple(lines), skipped)

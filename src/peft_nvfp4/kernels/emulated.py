@@ -1,7 +1,7 @@
 """fprop and dgrad on a GPU without FP4 tensor cores: exact emulation by BF16 GEMMs of dequantised operands.
 
 BF16 holds every dequantised value exactly, and its tensor cores accumulate in FP32: the function is that of the FP4 instruction.
-What is summed is laid side by side along K and becomes one GEMM (:mod:`.triton.operands`), the adapters' low-rank products and
+What is summed is laid side by side along K and becomes one GEMM (:mod:`.triton.dequantize`), the adapters' low-rank products and
 the constants included. Operands of large inputs are made for :data:`ROWS` rows at a time, which bounds the extra memory.
 
 A weight of another tool's checkpoint may have a global scale that is no power of two. Its significand f is then the GEMM's alpha,
@@ -22,7 +22,9 @@ from ..numerics.matmul import full_precision_sums
 from ..numerics.products import BackwardLinear, Dgrad, Fprop
 from ..numerics.reference import without_scale_factor
 from ..ops import linear
-from .triton import matmul, operands
+from .fp4.native import join
+from .triton import matmul
+from .triton.dequantize import write_operand, write_rounded
 from .triton.launch import MAX_BLOCKS
 
 ROWS = 2048
@@ -31,7 +33,6 @@ multiprocessors without a tile."""
 OPERAND_BYTES = 48 << 20
 SMALL_ROWS = matmul.ROWS
 """Up to here a product is bound by the weight's bytes, and decoding it in the loop (matmul) is faster."""
-WIDEST = MAX_BLOCKS * BLOCK
 
 
 def _chunks(rows: int, columns: int) -> Iterator[slice]:
@@ -44,20 +45,12 @@ def _aligned(columns: int) -> int:
     return -(-columns // 8) * 8
 
 
-def _columns(constant: Tensor) -> Tensor:
-    """A constant (N,) as BF16 columns (N, c) that sum to it: 1, or for FP32 3."""
-    return constant[:, None] if constant.dtype == torch.bfloat16 else _in_three(constant[:, None])
-
-
 def _in_three(x: Tensor) -> Tensor:
     """x (N, c) as BF16 (N, 3 c) whose thirds sum to it: 24 significant bits."""
     first = x.to(torch.bfloat16)
     rest = x.float() - first.float()
     second = rest.to(torch.bfloat16)
     return torch.cat([first, second, (rest - second.float()).to(torch.bfloat16)], dim=1)
-
-
-# ---------------------------------------------------------------------------------------------- fprop
 
 
 def fprop(p: Fprop) -> list[Tensor]:
@@ -73,25 +66,22 @@ def fprop(p: Fprop) -> list[Tensor]:
     from_operand = len(p.terms) == 1 and plain and p.a is not None and all(adapter.hidden is None for adapter in adapters)
     if from_operand and all(item.scale_factor == 1.0 for item in p.linears):
         h = p.a.new_empty(m, p.a.shape[0])
-        extras = [_join([adapter.up for adapter in item.adapters]) for item in p.linears]
+        extras = [join([adapter.up for adapter in item.adapters]) for item in p.linears]
         return [*_side_by_side(p, extras, h, p.a), h]
     p, h = reference.with_hidden(p, linear.dequantize_input.run)
     extras, columns = [], []
     for item in p.linears:
-        added = [] if item.constant is None else [_columns(item.constant)]
-        extra = _join([adapter.up for adapter in item.adapters] + added)
+        constant = None if item.constant is None else item.constant[:, None]
+        added = [] if constant is None else [constant if constant.dtype == torch.bfloat16 else _in_three(constant)]
+        extra = join([adapter.up for adapter in item.adapters] + added)
         ones = [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
-        own_columns = [adapter.hidden for adapter in item.adapters] + ones
+        multipliers = [adapter.hidden for adapter in item.adapters] + ones
         if extra is not None and item.scale_factor != 1.0:
-            extra, own_columns = _in_three(extra.float() / item.scale_factor), 3 * own_columns
+            extra, multipliers = _in_three(extra.float() / item.scale_factor), 3 * multipliers
         extras.append(extra)
-        columns += own_columns
-    ys = _side_by_side(p, extras, _join(columns), None)
+        columns += multipliers
+    ys = _side_by_side(p, extras, join(columns), None)
     return ys if h is None else [*ys, h]
-
-
-def _join(pieces: Sequence[Tensor]) -> Tensor | None:
-    return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0] if pieces else None
 
 
 def _one_by_one(p: Fprop) -> list[Tensor]:
@@ -118,7 +108,7 @@ def _side_by_side(p: Fprop, extras: Sequence[Tensor | None], columns: Tensor | N
     for (w, _, factor, _), extra in zip(p.linears, extras):
         n, wd = w.codes.shape[0], None  # the last linear's operand goes before the next one is made
         wd = w.gscale.new_empty(n, copies * k + width, dtype=torch.bfloat16)
-        operands.write_operand(wd, without_scale_factor(w, factor), copies, extra, first, width)
+        write_operand(wd, without_scale_factor(w, factor), copies, extra, first, width)
         first += 0 if extra is None else extra.shape[1]
         y = wd.new_empty(m, n)
         for rows in chunks:
@@ -141,7 +131,7 @@ def _input_operand(terms: Sequence[QuantizedMatrix], columns: Tensor | None, wid
         part = QuantizedMatrix(
             term.codes[rows], term.scales[rows], term.gscale[rows] if term.gscale.shape[0] > 1 else term.gscale, k
         )
-        operands.write_operand(x[:, i * k :], part)
+        write_operand(x[:, i * k :], part)
     if a is not None:
         with full_precision_sums():
             torch.mm(x[:, :k], a.T, out=columns[rows])
@@ -158,14 +148,11 @@ def _fill(out: Tensor, columns: Tensor | None, rows: slice) -> None:
         out[:, used:].zero_()
 
 
-# ---------------------------------------------------------------------------------------------- dgrad
-
-
 def dgrad(p: Dgrad) -> Tensor:
     """The operator ``dgrad``."""
     first, columns = p.linears[0], sum(item.weight.k for item in p.linears)
     m, k = first.dy.shape[0], first.weight.codes.shape[0]
-    wide = not all(0 < item.weight.k <= WIDEST for item in p.linears)
+    wide = not all(0 < item.weight.k <= MAX_BLOCKS * BLOCK for item in p.linears)
     if first.dy.dtype != torch.bfloat16 or m <= SMALL_ROWS or k == 0 or wide:
         return reference.dgrad(p, matmul.matmul, ops.quantize)
     dx = first.dy.new_empty(m, k)
@@ -182,7 +169,7 @@ def _accumulate(dx: Tensor, members: Sequence[BackwardLinear], g: Tensor | None,
     wd, at = dx.new_empty(dx.shape[1], columns + width), 0
     for i, (_, w, _) in enumerate(members):
         last = i == len(members) - 1
-        operands.write_operand(wd[:, at:], w, 1, a.T if last and a is not None else None, 0, width if last else 0)
+        write_operand(wd[:, at:], w, 1, a.T if last and a is not None else None, 0, width if last else 0)
         at += w.k
     for rows in _chunks(dx.shape[0], columns + width):
         operand, at = dx.new_empty(rows.stop - rows.start, columns + width), 0
@@ -200,7 +187,7 @@ def _accumulate(dx: Tensor, members: Sequence[BackwardLinear], g: Tensor | None,
 def _rounded(out: Tensor, dy: Tensor, seed: Tensor | None, rows: slice) -> None:
     """D(Q(dy)) of some rows into out."""
     if seed is None:
-        operands.write_rounded(out, dy[rows])
+        write_rounded(out, dy[rows])
         return
     q = ops.quantize(dy, GRADIENT_STOCHASTIC, seed=seed)  # of all rows: an element's random number depends on its place in dy
-    operands.write_operand(out, QuantizedMatrix(q.codes[rows], q.scales[rows], q.gscale[rows], q.k))
+    write_operand(out, QuantizedMatrix(q.codes[rows], q.scales[rows], q.gscale[rows], q.k))

@@ -5,10 +5,10 @@
     emulated    BF16 tensor cores on dequantised operands (:mod:`emulated`)
     reference   plain PyTorch (:mod:`..numerics.reference`)
 
-All compute the same function, up to the order of FP32 sums. The first that works is taken, once per device, at the first
-product. An FP4 implementation works if it passes :mod:`check` on that device; no capability number is asked. What is skipped, and
-why, is part of :class:`Choice` and shown by ``kernels.status()``. An implementation that is there but broken (an extension that
-cannot be loaded, wrong results) is also said in one warning. One that was asked for by name and does not work raises.
+The first that works is taken, once per device, at the first product. An FP4 implementation works if it passes :mod:`check` on
+that device; no capability number is asked. What is skipped, and why, is shown by ``kernels.status()``. An implementation that is
+there but broken (an extension that cannot be loaded, wrong results) is also said in one warning. One that was asked for by name
+and does not work raises.
 """
 
 from __future__ import annotations
@@ -31,30 +31,19 @@ NAMES = ("cutlass", "scaled_mm", "emulated", "reference")
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs on a device.
+    """What runs on a device."""
 
-    Attributes:
-        implementation: one of :data:`NAMES`.
-        note: what to know about it.
-        skipped: implementation that would have been better, or was not wanted -> why it does not run.
-    """
-
-    implementation: str
-    note: str
+    implementation: str  # one of NAMES
+    note: str  # what to know about it
     fprop: Callable
     dgrad: Callable
-    skipped: dict[str, str]
+    skipped: dict[str, str]  # implementation that would have been better, or was not wanted -> why it does not run
 
 
-# ---------------------------------------------------------------------------------------------- the implementations
-
-
-def _cutlass() -> native.Gemms:
-    cutlass.load()
-    return cutlass.gemms
-
-
-NATIVE: dict[str, Callable[[], native.Gemms]] = {"cutlass": _cutlass, "scaled_mm": lambda: scaled_mm.gemms}
+NATIVE: dict[str, Callable[[], native.Gemms]] = {
+    "cutlass": lambda: cutlass.load() and cutlass.gemms,
+    "scaled_mm": lambda: scaled_mm.gemms,
+}
 """FP4 implementation -> its products; raises :class:`Unavailable`."""
 ANYWHERE = ("scaled_mm",)
 """Implementations that are part of PyTorch, so there on GPUs of every kind: that they cannot run is nothing to warn about."""
@@ -67,12 +56,8 @@ def first_line(error: BaseException) -> str:
 
 
 def working_gemms(name: str, device: torch.device) -> native.Gemms:
-    """The products of an FP4 implementation, if they pass the check on a device.
-
-    Raises:
-        Unavailable: with what it did wrong.
-        RuntimeError: the attempt has left the GPU unusable for this process.
-    """
+    """The products of an FP4 implementation, if they pass the check on a device. Raises :class:`Unavailable` with what it did
+    wrong, or RuntimeError where the attempt has left the GPU unusable for this process."""
     gemms = NATIVE[name]()
     try:
         failures = check.failures(native.single(gemms), device)
@@ -121,8 +106,6 @@ def _try(name: str, device: torch.device, triton_obstacle: str) -> tuple[Callabl
     return fprop, dgrad, "FP4 tensor cores" + (f"; fprop of up to {small} rows: the Triton product" if small else "")
 
 
-# ---------------------------------------------------------------------------------------------- the choice
-
 _warned: set[str] = set()
 
 
@@ -130,11 +113,8 @@ def choose(device: torch.device, forced: str, triton_obstacle: str) -> Choice:
     """The implementation for a device.
 
     Args:
-        forced: a name, or "" for the best that works.
+        forced: a name, or "" for the best that works; one that does not work raises RuntimeError.
         triton_obstacle: why the Triton kernels cannot run, empty if they can.
-
-    Raises:
-        RuntimeError: the forced implementation does not work.
     """
     skipped: dict[str, str] = {}
     for name in [forced] if forced else NAMES:

@@ -11,7 +11,6 @@ weights only may be taken for the same; different models, calibrations, initiali
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from ..calibration.store import digest
 from ..nn.experts.frozen_experts import is_experts
+from ..nn.wrapping import warn_caller
 from ..quantization.freeze import frozen_matrices, frozen_modules
 from ..quantization.frozen_as import accuracy_of, skipped_of
 from ..quantization.plan import kept_dense
@@ -63,7 +63,7 @@ def base_record(model: nn.Module) -> dict[str, Any]:
         packed = {key: t for key, t in module.packed_tensors().items() if not key.endswith(DERIVED)}
         stored |= {name if key == "weight" and backend == "bf16" else f"{name}.{key}": t for key, t in packed.items()}
     for name, _, options in frozen_matrices(model) if backend == "nvfp4" else ():
-        stored[f"{name}.terms"] = torch.tensor(options.terms)
+        stored[f"{name}.terms"] = torch.tensor(options.terms, device="cpu")
     weights = _digest(stored)
     return {
         "format": backend,
@@ -155,9 +155,8 @@ def warn_of_another_base(config: LoraConfig, model: nn.Module) -> None:
     frozen = frozen_modules(model)
     now = frozen[0][1].backend if frozen else "nf4" if getattr(model, "is_loaded_in_4bit", False) else "bf16"
     if now != record["format"]:
-        warnings.warn(
+        warn_caller(
             f"this adapter was trained on a base in {record['format']} and is put on one that is "
             f"{'dense' if now == 'bf16' else 'in ' + now}: logits will differ. For its own base, pass "
-            "config=NVFP4LoraConfig.from_pretrained(folder) and the dense model to PeftModel.from_pretrained",
-            stacklevel=6,
+            "config=NVFP4LoraConfig.from_pretrained(folder) and the dense model to PeftModel.from_pretrained"
         )

@@ -22,6 +22,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from ..fusion.attach import attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
-from ..nn.wrapping import WRAPPED, unwrap_all, wrap
+from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
 from ..training import distributed
@@ -46,14 +47,14 @@ from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..transformers import published, saving
 from ..transformers.config import pact_config
 from ..transformers.prepare import unmark_as_4bit
-from . import side_files
+from . import side_calibration, side_files
 from .config import NVFP4LoraConfig
 from .experts import ParamWrapper
 from .fingerprint import BASE_FILE, note, read_file, remember, source_fingerprint, warn_of_another_base, write
 from .inits import RESIDUAL_INITS, leave_factors
 from .layer import FrozenLoraLinear, refuse_unsupported
 from .merge_aware import refuse_dense
-from .selection import leave_out, towers_without_adapter, trained_in_full
+from .selection import adapted_by_parameter, leave_out, towers_without_adapter, trained_in_full
 from .tied import settle_config, untie
 
 
@@ -115,14 +116,15 @@ def _read_config(original: Callable, cls: type, folder: str, subfolder: str | No
             if path is not None:
                 note(config, read_file(path))
         except ValueError as error:  # what stock PEFT reads is whole
-            warnings.warn(str(error), stacklevel=4)
+            warn_caller(str(error))
     return config
 
 
 def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
     """Freeze a dense model in place as ``get_peft_model`` does before it adds an adapter with this config."""
+    side_calibration.check(config.calibration)
     options = config.options
-    dense = [*trained_in_full(config, model), *towers_without_adapter(config, model)]
+    dense = [find(config, model) for find in (trained_in_full, adapted_by_parameter, towers_without_adapter)]
     on_frozen = partial(leave_factors, config) if config.init_lora_weights in RESIDUAL_INITS else None
     with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
         if options.calibration is not None:
@@ -134,7 +136,7 @@ def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
             accuracy=options.accuracy,
             weight_layouts=options.frozen.weight_layouts,
             activations=options.frozen.activations,
-            skip_modules=[*options.skip_modules, *dense],
+            skip_modules=[*options.skip_modules, *chain(*dense)],
             on_frozen=on_frozen,
         )
 
@@ -156,10 +158,9 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
             )
         more |= asked.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
     if more:
-        warnings.warn(
+        warn_caller(
             f"the base is frozen already, and keeps more than memory={asked.memory!r} asks for. Freeze it with the same word "
-            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'",
-            stacklevel=6,
+            "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'"
         )
 
 

@@ -190,7 +190,7 @@ def _run_probe(report: AdapterReport, base: nn.Module, folder: Path, config: Lor
     if probe is True:
         if vocabulary is None:
             return
-        probe = torch.randint(0, vocabulary, (2, 16), generator=torch.Generator().manual_seed(0))
+        probe = torch.randint(0, vocabulary, (2, 16), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower().startswith(DENSE_INITS) and not frozen_layers(base):
         report.warnings.append(f"logits were not compared: loading it (init_lora_weights={init!r}) rewrites the dense base")

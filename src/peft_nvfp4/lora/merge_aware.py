@@ -120,6 +120,8 @@ def merged_layer(layer: FrozenLoraLinear, names: Sequence[str]) -> NVFP4FrozenLi
     key = _identity(layer, names) if keep else None
     if keep and layer._merged_layer is not None and layer._merged_layer[0] == key:
         return layer._merged_layer[1]
+    if base.hosted is not None:
+        base.hosted.fetch()
     merged = with_weight(base, requantized(base, dense_merged(layer, names)))
     layer._merged_layer = (key, merged) if keep else None
     return merged

@@ -10,7 +10,6 @@ dense, too, and it is a small part of the weights.
 from __future__ import annotations
 
 import copy
-import warnings
 
 import torch
 from peft import LoraConfig
@@ -25,6 +24,7 @@ from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..nn.wrapping import warn_caller
 from ..quantization.direct_reads import read_directly
 
 
@@ -34,6 +34,14 @@ def trained_in_full(config: LoraConfig, model: nn.Module) -> list[str]:
     tokens = getattr(config, "trainable_token_indices", None)
     endings = (*(getattr(config, "modules_to_save", None) or ()), *(tokens if isinstance(tokens, dict) else ()))
     return [name for name, _ in model.named_modules(remove_duplicate=False) if name.endswith(endings)] if endings else []
+
+
+def adapted_by_parameter(config: LoraConfig, model: nn.Module) -> list[str]:
+    """Dotted names of the linears whose weight is a target parameter: such an adapter reads the dense weight. (PEFT itself turns
+    the routers of some mixtures into target parameters.)"""
+    targets = tuple(config.target_parameters or ())
+    weights = ((f".{name}.weight", name) for name, m in model.named_modules() if targets and isinstance(m, nn.Linear))
+    return [name for key, name in weights if key.endswith(tuple(f".{target}" for target in targets))]
 
 
 def _is_all_linear(config: LoraConfig) -> bool:
@@ -73,10 +81,9 @@ def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
     if left:
         config.target_modules = resolved.target_modules - left.keys()
         first = next(iter(left))
-        warnings.warn(
+        warn_caller(
             f"target_modules='all-linear' leaves out {len(left)} linears that LoRA does not work on: {first} ({left[first]})"
-            + (f", {', '.join(list(left)[1:4])}{', ...' if len(left) > 4 else ''}" if len(left) > 1 else ""),
-            stacklevel=6,
+            + (f", {', '.join(list(left)[1:4])}{', ...' if len(left) > 4 else ''}" if len(left) > 1 else "")
         )
 
 
@@ -111,9 +118,8 @@ def towers_without_adapter(config: LoraConfig, model: nn.Module) -> list[str]:
     adapted = [name for name, _ in model.named_modules() if name and check_target_module_exists(resolved, name)]
     found = [tower for tower in towers if not any(name.startswith(f"{tower}.") for name in adapted)]
     if found and adapted:
-        warnings.warn(
+        warn_caller(
             f"{', '.join(found)} gets no adapter and stays dense. To pack it as well, call "
-            f"peft_nvfp4.freeze_model(model, {getattr(config, 'backend', 'nvfp4')!r}) before get_peft_model",
-            stacklevel=7,
+            f"peft_nvfp4.freeze_model(model, {getattr(config, 'backend', 'nvfp4')!r}) before get_peft_model"
         )
     return found if adapted else []

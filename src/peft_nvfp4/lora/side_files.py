@@ -26,6 +26,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
         version = content.pop("format_version")
+        if type(version) is not int or version < 1:
+            raise ValueError(f"format_version={version!r}")
         newer = version > VERSION
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); delete it to go on without it") from error

@@ -5,8 +5,7 @@
 >>> largest_batch("path/to/model", Settings(), card("RTX 5080").memory)
 
 Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.memory.shapes` (the model), ``settings`` (how it is trained,
-and on what GPU), ``kept`` (weights, and what a layer keeps for backward), ``moments`` (where the peak is), ``run`` (the answers),
-``draw``.
+and on what GPU), ``kept`` (weights, and what a layer keeps for backward), ``moments`` (where the peak is), ``run`` (the answers).
 """
 
 from .run import Estimate, Plan, estimate, fit, largest_batch, room

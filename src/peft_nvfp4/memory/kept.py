@@ -67,9 +67,9 @@ def codes(width: int, terms: int = 1) -> int:
     return terms * (packed_bytes(1, width) + GSCALE)
 
 
-def is_read(shape: ModelShape, settings: Settings, site: str) -> bool:
+def is_read(shape: ModelShape, settings: Settings, source: str) -> bool:
     """Whether a linear with an adapter reads this input."""
-    return any(settings.is_target(p) for p in shape.reads(site))
+    return any(settings.is_target(p) for p in shape.reads(source))
 
 
 # ---------------------------------------------------------------------------------------------- weights and adapters
@@ -102,7 +102,7 @@ def adapter_copies(shape: ModelShape, settings: Settings) -> int:
     """BF16 copies of FP32 adapters that forward computes and backward uses. (A router's product B A is in FP32.)"""
     if settings.liger or settings.adapter_bytes != FP32:
         return 0
-    layer = sum(settings.adapter_of(p) for p in shape.projections if p.site != "router") * shape.dtype_bytes
+    layer = sum(settings.adapter_of(p) for p in shape.projections if p.source != "router") * shape.dtype_bytes
     return layer * (1 if settings.checkpointing else shape.layers)
 
 
@@ -157,13 +157,13 @@ def _attention(shape: ModelShape, settings: Settings) -> dict[str, int]:
     if shape.head_norms:  # not fused: FP32 copies of q and k, and their statistics
         kept += FP32 * (shape.q + shape.kv) + FP32 * (shape.heads + shape.kv_heads)
     plain, norms = final_norm(shape, settings), (shape.norms - 2) * FP32 * (d + 1)  # those of the stream alone
-    for site in ("attention", "mlp"):
-        if shape.mixture and site == "mlp":
+    for source in ("attention", "mlp"):
+        if shape.mixture and source == "mlp":
             norms += plain
         elif settings.compressed:
             norms += codes(d, settings.terms("norm")) + FP32
         else:
-            norms += plain + b * d * is_read(shape, settings, site)
+            norms += plain + b * d * is_read(shape, settings, source)
     # nvfp4 recomputes codes of attention's output, which attention keeps; without codes its adapter reads that too
     separate = settings.compressed and settings.backend != "nvfp4" and is_read(shape, settings, "o")
     return {ATTENTION: kept, NORMS: norms, ATTENTION_OUT: codes(shape.q) * separate}
@@ -210,7 +210,7 @@ def per_layer(shape: ModelShape, settings: Settings) -> dict[str, int]:
     if shape.mixture is None:
         return {}
     packed = settings.packs_experts(shape)
-    merged = [p for p in shape.projections if settings.is_target(p) and (p.site == "router" or p.of_experts and not packed)]
+    merged = [p for p in shape.projections if settings.is_target(p) and (p.source == "router" or p.of_experts and not packed)]
     ends = 0 if packed else INT32 * shape.mixture.experts  # where the rows of every expert end
     return {
         MERGED: shape.dtype_bytes * sum(p.elements for p in merged) + ends,
@@ -222,9 +222,9 @@ def _rounding(shape: ModelShape, settings: Settings) -> int:
     """What the allocator may add to the tensors of every expert that runs."""
     matrix = 3  # codes, scales, global scales; of both terms together
     tensors = 2 * matrix if settings.backend == "nvfp4" else 2  # of gate and up; or they, in one, and act(gate)
-    for site in ("experts", "expert"):
-        if is_read(shape, settings, site):
-            row = int(site == "expert")  # nf4: an inner product of its own, but all experts' inputs in one
+    for source in ("experts", "expert"):
+        if is_read(shape, settings, source):
+            row = int(source == "expert")  # nf4: an inner product for each expert, but all experts' inputs in one
             tensors += (matrix if settings.compressed else row) + 3  # and the hidden values, copies of A and B
     running = min(shape.mixture.experts, settings.tokens * shape.mixture.chosen)
     return running * tensors * (ALLOCATION - 1)

@@ -44,7 +44,7 @@ Moment = dict[str, int]
 
 
 def added(a: Moment, b: Moment) -> Moment:
-    return {key: a.get(key, 0) + b.get(key, 0) for key in dict.fromkeys([*a, *b])}
+    return a | {key: a.get(key, 0) + n for key, n in b.items()}
 
 
 def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
@@ -84,23 +84,16 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     return {name: always | parts for name, parts in named.items() if parts is not None}
 
 
-# ---------------------------------------------------------------------------------------------- loss
-
-
 def _loss(shape: ModelShape, settings: Settings) -> Moment:
     rows = settings.batch * (settings.sequence if settings.positions is None else settings.positions)
     v, d = shape.vocabulary, shape.hidden * shape.dtype_bytes
-    gradient = d * settings.tokens  # of the hidden states, as wide as they are
     if settings.loss == "full":
         return {LOGITS: FULL_LOSS * v * rows, ACTIVATION_GRADIENTS: 0}
     if settings.loss == "liger":  # chunks of about rows * d / V positions
         chunk = 1 << max(0, (-(-rows // -(-v // shape.hidden)) - 1).bit_length())
     else:
         chunk = max(1, CHUNK_BYTES // (4 * v))
-    return {LOGITS: CHUNK_LOSS * v * min(rows, chunk) + d * rows, ACTIVATION_GRADIENTS: gradient}
-
-
-# ---------------------------------------------------------------------------------------------- operands
+    return {LOGITS: CHUNK_LOSS * v * min(rows, chunk) + d * rows, ACTIVATION_GRADIENTS: d * settings.tokens}
 
 
 def _emulated(tokens: int, k: int, n: int) -> int:
@@ -109,34 +102,18 @@ def _emulated(tokens: int, k: int, n: int) -> int:
     return 2 * k * (rows + n)
 
 
-def _dequantized(shape: ModelShape) -> int:
-    """The largest frozen matrix of a layer in BF16, as bitsandbytes multiplies with it."""
-    return shape.dtype_bytes * max(p.inputs * p.outputs for p in shape.projections)
-
-
-def _forward_operands(shape: ModelShape, settings: Settings) -> Moment:
-    """Of gate's and up's product."""
-    if settings.format == "nf4":
-        return {"operands": _dequantized(shape)}
-    if settings.backend != "nvfp4" or settings.native_fp4:
-        return {}
-    terms, first = settings.terms("norm"), shape.reads("mlp", "experts")
-    return {"operands": max(_emulated(settings.tokens, terms * p.inputs, p.outputs) for p in first)}
-
-
-def _backward_operands(shape: ModelShape, settings: Settings) -> Moment:
-    """Of the product of gate's or up's gradient with its weight."""
-    if settings.format == "nf4":
-        return {"operands": _dequantized(shape)}
+def _operands(shape: ModelShape, settings: Settings, backward: bool) -> Moment:
+    """Of gate's and up's product; or of that of gate's or up's gradient with its weight."""
+    if settings.format == "nf4":  # bitsandbytes dequantises a matrix
+        return {"operands": shape.dtype_bytes * max(p.inputs * p.outputs for p in shape.projections)}
     if settings.backend != "nvfp4":
         return {}
+    tokens, native = settings.tokens, settings.native_fp4
     p = max(shape.reads("mlp", "experts"), key=lambda p: p.outputs)
-    count = settings.tokens * codes(p.outputs) if settings.native_fp4 else _emulated(settings.tokens, p.outputs, p.inputs)
-    transposed = packed_bytes(p.inputs, p.outputs) if settings.frozen.weight_layouts == "transient" else 0
-    return {"operands": count + transposed}
-
-
-# ---------------------------------------------------------------------------------------------- one layer
+    if not backward:
+        return {"operands": 0 if native else _emulated(tokens, settings.terms("norm") * p.inputs, p.outputs)}
+    count = tokens * codes(p.outputs) if native else _emulated(tokens, p.outputs, p.inputs)
+    return {"operands": count + packed_bytes(p.inputs, p.outputs) * (settings.frozen.weight_layouts == "transient")}
 
 
 def _mlp_forward(shape: ModelShape, settings: Settings) -> Moment:
@@ -146,7 +123,7 @@ def _mlp_forward(shape: ModelShape, settings: Settings) -> Moment:
     layer, width = kept.layer(shape, settings), shape.dtype_bytes * shape.intermediate
     return {
         IN_FULL: (2 if settings.compressed else 4) * width * settings.tokens,
-        **_forward_operands(shape, settings),
+        **_operands(shape, settings, backward=False),
         **{kind: -layer[kind] * settings.tokens for kind in (GATE_UP, INNER)},
     }
 
@@ -170,10 +147,7 @@ def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:
         return _experts_backward(shape, settings)
     freed = kept.layer(shape, settings)[INNER] * settings.tokens if settings.compressed else 0
     width = 2 * shape.dtype_bytes * (shape.intermediate + shape.hidden)
-    return {INNER: -freed, ACTIVATION_GRADIENTS: width * settings.tokens, **_backward_operands(shape, settings)}
-
-
-# ---------------------------------------------------------------------------------------------- experts
+    return {INNER: -freed, ACTIVATION_GRADIENTS: width * settings.tokens, **_operands(shape, settings, backward=True)}
 
 
 def _sizes(shape: ModelShape, settings: Settings) -> tuple[int, int, int, int]:
@@ -192,14 +166,13 @@ def _experts_forward(shape: ModelShape, settings: Settings) -> Moment:
     rows = 0 if kept.is_read(shape, settings, "experts") and not settings.compressed else outputs  # else they are kept
     if not settings.packs_experts(shape):
         return {STREAM: 3 * stream, IN_FLIGHT: rows + max(weighted + summed, shape.mixture.chosen * inner)}
-    ups = sum(p.count * settings.rank_of(p) * p.outputs for p in shape.experts) * settings.adapter_bytes
     one = {
         STREAM: 3 * stream,
         IN_FULL: 3 * inner,
         IN_FLIGHT: rows + outputs,
         OUTPUTS: 0 if settings.checkpointing else -outputs,
-        BY_EXPERT: ups,
-        **_forward_operands(shape, settings),
+        BY_EXPERT: sum(p.count * settings.rank_of(p) * p.outputs for p in shape.experts) * settings.adapter_bytes,
+        **_operands(shape, settings, backward=False),
     }
     later = {STREAM: 3 * stream, IN_FLIGHT: rows + outputs + max(outputs, summed)}
     return max(one, later, key=lambda moment: sum(moment.values()))
@@ -229,5 +202,5 @@ def _experts_backward(shape: ModelShape, settings: Settings) -> Moment:
         OUTPUTS: -outputs,
         ACTIVATION_GRADIENTS: 2 * outputs + 5 * inner + 2 * stream,
         BY_EXPERT: 2 * sum(map(settings.adapter_of, shape.experts)) * settings.adapter_bytes,
-        **_backward_operands(shape, settings),
+        **_operands(shape, settings, backward=True),
     }

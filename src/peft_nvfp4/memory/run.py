@@ -17,9 +17,10 @@ FSDP2; that is not counted. What NCCL allocates lies outside of PyTorch's alloca
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..quantization.options import MEMORY
 from . import kept
@@ -57,24 +58,15 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one training step, on one GPU.
-
-    Attributes:
-        shape, settings: of what.
-        static: category -> bytes that are always there.
-        moments: moment -> part -> bytes on top of that.
-        at: the moment of the peak.
-        host: bytes that a paged optimizer may keep in the host's memory.
-        offloaded: bytes of frozen weights that are there.
-    """
+    """Bytes of one training step, on one GPU."""
 
     shape: ModelShape
     settings: Settings
-    static: dict[str, int]
-    moments: dict[str, Moment]
-    at: str
-    host: int
-    offloaded: int = 0
+    static: dict[str, int]  # category -> bytes that are always there
+    moments: dict[str, Moment]  # moment -> part -> bytes on top of that
+    at: str  # the moment of the peak
+    host: int  # bytes that a paged optimizer may keep in the host's memory
+    offloaded: int  # bytes of frozen weights in the host's memory
 
     @property
     def peak(self) -> int:
@@ -83,16 +75,14 @@ class Estimate:
 
     def categories(self) -> dict[str, int]:
         """Category -> bytes at the peak, those that are there."""
-        parts = {**self.static, **self.moments[self.at]}
-        return {name: n for name, n in parts.items() if n > 0}
+        return {name: n for name, n in {**self.static, **self.moments[self.at]}.items() if n > 0}
 
     def groups(self) -> dict[str, int]:
         """The categories of the paper's Figure 1: few enough for a bar."""
-        total: dict[str, int] = {}
+        total = Counter()
         for name, n in self.categories().items():
-            group = GROUPS.get(name, "workspace and temporary")
-            total[group] = total.get(group, 0) + n
-        return total
+            total[GROUPS.get(name, "workspace and temporary")] += n
+        return dict(total)
 
     @property
     def saved_per_token_and_layer(self) -> int:
@@ -125,12 +115,11 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        settings = {k: v if isinstance(v, str | int | bool | None) else list(v) for k, v in vars(self.settings).items()}
         return {
             "model": self.shape.name,
             "parameters": self.shape.parameters,
             "trained_parameters": kept.adapter_parameters(self.shape, self.settings),
-            "settings": settings,
+            "settings": {k: list(v) if isinstance(v, tuple | list | set) else v for k, v in vars(self.settings).items()},
             "peak_bytes": self.peak,
             "peak_at": self.at,
             "categories": self.categories(),
@@ -149,14 +138,8 @@ class Estimate:
 
 
 def estimate(model: Any, settings: Settings | None = None) -> Estimate:
-    """Memory of a training step.
-
-    Args:
-        model: what :func:`~peft_nvfp4.memory.shapes.model_shape` takes: a name, a path, a config.
-
-    Raises:
-        ValueError: the model is of a kind that is not understood, or the settings do not fit it.
-    """
+    """Memory of a training step. ``model`` is what :func:`~peft_nvfp4.memory.shapes.model_shape` takes: a name, a path, a config.
+    Raises ValueError if the model is of a kind that is not understood, or the settings do not fit it."""
     shape, settings = model_shape(model), settings or Settings()
     settings.check(shape)
     if settings.packs_experts(shape):  # they count their rows on the host, which cannot be recorded: run without
@@ -205,24 +188,19 @@ def layer_bytes(shape: ModelShape, settings: Settings, static: dict[str, int]) -
     return (sum(static.get(name, 0) for name in inside) - beside_codes(shape, settings)) // shape.layers
 
 
-def _share(count: int, settings: Settings) -> int:
-    return -(-count // settings.cards)
-
-
 def _shares(shape: ModelShape, settings: Settings, static: dict[str, int]) -> dict[str, int]:
     whole = beside_codes(shape, settings)
-    shares = {name: _share(count, settings) for name, count in static.items()}
-    return shares | {FORWARD: whole + _share(static[FORWARD] - whole, settings)}
+    shares = {name: -(-count // settings.cards) for name, count in (static | {FORWARD: static[FORWARD] - whole}).items()}
+    return shares | {FORWARD: whole + shares[FORWARD]}
 
 
 def _gathered(name: str, parts: Moment, shape: ModelShape, settings: Settings, static: dict[str, int]) -> Moment:
     """A moment's parts with what is gathered then, and a share of the gradients."""
-    scattered = {SCATTERED: 2 * static["adapters"] // shape.layers} if name in SCATTERING else {}
     return {
-        **{part: _share(count, settings) if part == GRADIENTS else count for part, count in parts.items()},
+        **{part: -(-count // settings.cards) if part == GRADIENTS else count for part, count in parts.items()},
         LAYER: LAYERS_GATHERED.get(name, 0) * layer_bytes(shape, settings, static),
         ROOT: static[EMBEDDING] if name != "optimizer" else 0,
-        **scattered,
+        SCATTERED: 2 * static["adapters"] // shape.layers if name in SCATTERING else 0,
     }
 
 
@@ -241,19 +219,12 @@ def largest_batch(model: Any, settings: Settings, memory: int) -> int:
     return bisect_right(range(1, LARGEST + 1), limit, key=lambda batch: estimate(shape, replace(settings, batch=batch)).peak)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What :func:`fit` chose.
+class Plan(NamedTuple):
+    """What :func:`fit` chose."""
 
-    Attributes:
-        settings: ``batch`` rows at a time, ``accumulation`` times a step.
-        estimate: of that.
-        changed: what was given up to make it fit, in words; empty if nothing.
-    """
-
-    settings: Settings
+    settings: Settings  # ``batch`` rows at a time, ``accumulation`` times a step
     estimate: Estimate
-    changed: tuple[str, ...]
+    changed: tuple[str, ...]  # what was given up to make it fit, in words; empty if nothing
 
 
 SACRIFICES: tuple[dict[str, Any], ...] = ({"memory": "small"}, {"checkpointing": True}, {"memory": "smallest"})
@@ -271,11 +242,7 @@ def sacrificed(settings: Settings, change: dict[str, Any]) -> Settings:
 
 def fit(model: Any, settings: Settings, memory: int, wanted: int) -> Plan:
     """Settings whose step over ``wanted`` rows fits into so many bytes of a GPU: micro-batches first (accumulation costs next to
-    nothing as long as the GPU stays busy), then what costs time.
-
-    Raises:
-        ValueError: not even one row fits with everything given up; the message says what it takes.
-    """
+    nothing as long as the GPU stays busy), then what costs time. Raises ValueError if not even one row fits."""
     shape, best = model_shape(model), None
     enough = min(wanted, -(-BUSY_TOKENS // settings.sequence))
     for candidate in accumulate(SACRIFICES, sacrificed, initial=settings):

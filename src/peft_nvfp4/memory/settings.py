@@ -29,9 +29,6 @@ OPTIMIZERS = {
 }
 """Name in transformers -> bytes of state for each trained parameter in FP32."""
 
-LOSSES = ("supervised", "full", "liger")
-STRATEGIES = ("ddp", "fsdp2")
-
 
 @dataclass(frozen=True)
 class Settings(Options):
@@ -79,9 +76,10 @@ class Settings(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("loss", self.loss, LOSSES)
-        _one_of("strategy", self.strategy, STRATEGIES)
+        losses, strategies = ("supervised", "full", "liger"), ("ddp", "fsdp2")
+        for name, known in (("optimizer", OPTIMIZERS), ("loss", losses), ("strategy", strategies)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.offload and self.excludes_offload:
             raise ValueError("memory='smallest' excludes CUDA graphs and FSDP")
         for name in ("batch", "sequence", "rank", "accumulation", "cards"):
@@ -98,7 +96,6 @@ class Settings(Options):
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
         return self.batch * self.sequence
 
     @property
@@ -139,7 +136,6 @@ class Settings(Options):
         return p.count * self.rank_of(p) * (p.inputs + p.outputs)
 
     def is_target(self, p: Projection) -> bool:
-        """Whether a projection has an adapter."""
         return self.rank_of(p) > 0
 
     def is_packed(self, p: Projection) -> bool:
@@ -153,8 +149,7 @@ class Settings(Options):
         return any(map(self.is_packed, shape.experts))
 
     def check(self, shape: ModelShape) -> None:
-        """Raises ValueError if no projection of the model has an adapter, a target does not exist, or the settings do not go with
-        a mixture."""
+        """Raises ValueError if targets, or the settings of a mixture, do not fit the model."""
         names = [name for p in shape.projections for name in dict.fromkeys((p.name, *p.old))]
         unknown = [] if isinstance(self.targets, str) else [t for t in self.targets if _last_word(t) not in names]
         if unknown:
@@ -173,17 +168,8 @@ def _last_word(target: str) -> str:
     return target.removesuffix(".weight").rpartition(".")[2]
 
 
-def _one_of(name: str, value: str, known) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
-
-
 def parse_bytes(text: str) -> int:
-    """Bytes of ``"16GiB"``, ``"500MiB"`` (powers of 1024) or ``"16 GB"`` (of 1000).
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Bytes of ``"16GiB"``, ``"500MiB"`` (powers of 1024) or ``"16 GB"`` (of 1000). Raises ValueError for anything else."""
     try:
         return convert_file_size_to_int(text)
     except ValueError:
@@ -204,18 +190,12 @@ at the largest batch that fits."""
 
 
 class Card(NamedTuple):
-    """One GPU.
-
-    Attributes:
-        memory: bytes that the driver reports, a little less than what is printed on the box.
-        fp4: FP4 tensor cores.
-        workspace: bytes of a cuBLAS workspace as PyTorch sizes it: 32 MiB on data-centre parts from Hopper on, else 8.1.
-    """
+    """One GPU."""
 
     name: str
-    memory: int
-    fp4: bool
-    workspace: int
+    memory: int  # bytes that the driver reports, a little less than what is printed on the box
+    fp4: bool  # it has FP4 tensor cores
+    workspace: int  # bytes of a cuBLAS workspace as PyTorch sizes it: 32 MiB on data-centre parts from Hopper on, else 8.1
 
 
 _SMALL, _LARGE = 8320 << 10, 32 << 20
@@ -248,11 +228,7 @@ CARDS = {
 
 
 def card(name: str) -> Card:
-    """The card of this name; case, spaces and "NVIDIA GeForce" do not matter.
-
-    Raises:
-        ValueError: unknown; the message lists the known ones.
-    """
+    """The card of this name; case, spaces and "NVIDIA GeForce" do not matter. Raises ValueError for an unknown one."""
     plain = lambda text: re.sub(r"nvidia|geforce|[\s_-]", "", text.lower())
     matches = [c for key, c in CARDS.items() if plain(key) == plain(name)]
     matches = matches or [c for key, c in CARDS.items() if plain(key).startswith(plain(name)) and plain(name)]

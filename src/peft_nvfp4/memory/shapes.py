@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-SITES = ("attention", "o", "mlp", "down")
+SOURCES = ("attention", "o", "mlp", "down")
 """What feeds a linear: the norm before attention, attention itself, the norm before the MLP, the MLP's inner product."""
-MIXTURE_SITES = ("router", "experts", "expert")
+MIXTURE_SOURCES = ("router", "experts", "expert")
 """What feeds a parameter of a mixture: the norm before it, its rows in the order of the experts, an expert's inner product."""
 
 
@@ -26,7 +26,7 @@ class Projection(NamedTuple):
     name: str
     inputs: int
     outputs: int
-    site: str  # a word of SITES or MIXTURE_SITES
+    source: str  # a word of SOURCES or MIXTURE_SOURCES
     bias: bool = False
     count: int = 1  # matrices of these sizes: one, or one for each expert
     old: tuple[str, ...] = ()  # names of the linears that it was before transformers 5, which PEFT still knows it by
@@ -37,60 +37,41 @@ class Projection(NamedTuple):
 
     @property
     def of_experts(self) -> bool:
-        return self.site in MIXTURE_SITES[1:]
+        return self.source in MIXTURE_SOURCES[1:]
 
     @property
     def is_linear(self) -> bool:
         """Not a parameter of a mixture, which PEFT reaches through ``target_parameters``."""
-        return self.site in SITES
+        return self.source in SOURCES
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """What a decoder layer has in the place of its MLP.
-
-    Attributes:
-        experts, chosen: how many there are, and how many of them a token goes to.
-        normalised: the weights of a token's experts are divided by their sum.
-        wide_weights: those weights stay in FP32.
-    """
+class Mixture(NamedTuple):
+    """What a decoder layer has in the place of its MLP."""
 
     experts: int
-    chosen: int
-    normalised: bool
-    wide_weights: bool
+    chosen: int  # experts that a token goes to
+    normalised: bool  # the weights of a token's experts are divided by their sum
+    wide_weights: bool  # those weights stay in FP32
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder.
-
-    Attributes:
-        hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary: as in a config of transformers; ``intermediate`` is
-            that of one expert where there are experts.
-        tied: the output head is the embedding.
-        projections: the linears of one layer.
-        norms: RMSNorms of one layer that work on the residual stream; the first two feed linears.
-        head_norms: q and k are normalised per head (Qwen 3, Gemma 3).
-        dtype_bytes: of what stays dense, and of activations.
-        notes: what could not be read from the config, and is not counted.
-        mixture: of a model with experts.
-    """
+    """Sizes of a decoder, as in a config of transformers."""
 
     hidden: int
-    intermediate: int
+    intermediate: int  # of one expert, where there are experts
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
-    tied: bool
-    projections: tuple[Projection, ...]
-    norms: int = 2
-    head_norms: bool = False
-    dtype_bytes: int = 2
+    tied: bool  # the output head is the embedding
+    projections: tuple[Projection, ...]  # of one layer
+    norms: int = 2  # RMSNorms of one layer that work on the residual stream; the first two feed linears
+    head_norms: bool = False  # q and k are normalised per head (Qwen 3, Gemma 3)
+    dtype_bytes: int = 2  # of what stays dense, and of activations
     name: str = ""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what could not be read from the config, and is not counted
     mixture: Mixture | None = None
 
     @property
@@ -103,9 +84,9 @@ class ModelShape:
         """Width of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
-    def reads(self, *sites: str) -> list[Projection]:
-        """The linears fed by some sites."""
-        return [p for p in self.projections if p.site in sites]
+    def reads(self, *sources: str) -> list[Projection]:
+        """The linears that some sources feed."""
+        return [p for p in self.projections if p.source in sources]
 
     @property
     def experts(self) -> list[Projection]:
@@ -173,7 +154,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def model_shape(model: Any) -> ModelShape:
-    """The shape of a built-in name, a ``config.json`` (or a folder that holds one), a config of transformers, or its dictionary.
+    """The shape of a built-in name, a ``config.json`` (or a folder that holds one, or a model on the Hub: never the weights), a
+    config of transformers, or its dictionary.
 
     Raises:
         FileNotFoundError: no such name and no such file.
@@ -181,18 +163,10 @@ def model_shape(model: Any) -> ModelShape:
     """
     if isinstance(model, ModelShape):
         return model
-    if isinstance(model, str | Path):
-        if (known := str(model).lower()) in BUILTIN:
-            return BUILTIN[known]
-        model, label = _read(model), str(model)
-    else:
-        label = ""
-        model = model if isinstance(model, Mapping) else model.to_dict()
-    return _from_config(dict(model), label)
-
-
-def _read(model: str | Path) -> dict[str, Any]:
-    """``config.json`` of a folder, of that name, or of a model on the Hub, from the local cache or fetched: never the weights."""
+    if not isinstance(model, str | Path):
+        return _from_config(dict(model if isinstance(model, Mapping) else model.to_dict()), "")
+    if (known := str(model).lower()) in BUILTIN:
+        return BUILTIN[known]
     try:
         content, _ = PreTrainedConfig.get_config_dict(model)
     except (OSError, TypeError, ValueError, RecursionError) as error:
@@ -202,7 +176,7 @@ def _read(model: str | Path) -> dict[str, Any]:
     if not content or not isinstance(content, dict):
         known = ", ".join(BUILTIN)
         raise FileNotFoundError(f"{model} is neither one of {known} nor a folder, a file or a Hub id with a config.json")
-    return content
+    return _from_config(content, str(model))
 
 
 def _from_config(config: dict[str, Any], label: str) -> ModelShape:
@@ -223,22 +197,18 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
         raise ValueError(f"{kind or label or 'this config'}: no {names[0]} in it; the estimator knows decoders with a gated MLP")
 
     family = _family(kind or label, config)
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    intermediate = size("intermediate_size" if family is None else family.width)
-    layers, vocabulary = size("num_hidden_layers"), size("vocab_size")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    bias = bool(config.get("attention_bias"))
-    projections = _projections(
-        hidden, intermediate, heads * head_dim, kv_heads * head_dim, kind in FUSED_NAMES, bias or kind in QKV_BIAS, bias
-    )
+    hidden, heads, vocabulary = size("hidden_size"), size("num_attention_heads"), size("vocab_size")
+    intermediate, layers = size(family.width if family else "intermediate_size"), size("num_hidden_layers")
+    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    q, kv, bias = heads * head_dim, kv_heads * head_dim, bool(config.get("attention_bias"))
+    projections = _projections(hidden, intermediate, q, kv, kind in FUSED_NAMES, bias or kind in QKV_BIAS, bias)
     mixture = None
     if family is not None:
         normalised = bool(config.get(family.normalised)) if isinstance(family.normalised, str) else family.normalised
         mixture = Mixture(size(*EXPERTS), size("num_experts_per_tok"), normalised, family.wide_weights)
         count, old = mixture.experts, family.old
         projections = (
-            *(p for p in projections if p.site in ("attention", "o")),
+            *(p for p in projections if p.source in ("attention", "o")),
             Projection("gate", hidden, count, "router", old=old.get("gate", ())),
             Projection("gate_up_proj", hidden, 2 * intermediate, "experts", False, count, old.get("gate_up_proj", ())),
             Projection("down_proj", intermediate, hidden, "expert", False, count, old.get("down_proj", ())),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..autograd.activation_cache import quantized_input
 from ..autograd.frozen_linear import GRADIENTS, Branch, autocast_input
+from ..autograd.hosted import Hosted
 from ..autograd.lora import lora_branch
 from ..ops.core import FLOATS
 
@@ -52,7 +53,7 @@ class FrozenOptions:
             raise ValueError(f"weight_layouts must be one of {', '.join(WEIGHT_LAYOUTS)}, got {self.weight_layouts!r}")
         if self.gradients not in GRADIENTS:
             raise ValueError(f"gradients must be one of {', '.join(GRADIENTS)}, got {self.gradients!r}")
-        if self.terms not in (1, 2):
+        if type(self.terms) is not int or self.terms not in (1, 2):
             raise ValueError(f"terms must be 1 or 2, got {self.terms!r}")
         if self.activations not in ACTIVATIONS:
             raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {self.activations!r}")
@@ -69,11 +70,13 @@ class FrozenLinear(nn.Linear):
             computes in one dtype and belongs to a model in another).
         calibrated: weight and input spec come from a calibration (:mod:`peft_nvfp4.calibration`), not from a config's preset.
         shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
+        hosted: what fetches the packed tensors, where they are elsewhere between uses.
     """
 
     backend: ClassVar[str]
     shares_input = False
     calibrated = False
+    hosted: Hosted | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: Tensor | None, compute_dtype: torch.dtype, options: FrozenOptions
@@ -210,6 +213,14 @@ class FrozenLinear(nn.Linear):
         super()._apply(keeps_bytes, recurse)
         self.compute_dtype = probe.dtype
         return self
+
+    def _refuse_integers(self, x: Tensor) -> None:
+        if not x.is_floating_point():
+            raise RuntimeError(
+                f"the input of a frozen linear ({self.in_features} -> {self.out_features}, {self.backend}) must be float32, "
+                f"bfloat16 or float16, got {x.dtype}. If the model casts it to this linear's weight.dtype, which is uint8 where "
+                "weights are packed, leave the linear dense: name it in skip_modules (freeze_model, NVFP4LoraConfig, PactConfig)"
+            )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}"

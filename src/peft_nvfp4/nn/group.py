@@ -71,7 +71,8 @@ class SharedInputGroup:
                 is_member = True
                 continue
             branches = module.plain_branches() if hasattr(module, "plain_branches") else ()
-            if branches is not None and base.options.terms == layer.options.terms and base.input_offset is layer.input_offset:
+            same_input = base.options.terms == layer.options.terms and base.input_offset is layer.input_offset
+            if branches is not None and same_input and base.hosted is layer.hosted:
                 others.append((base, branches))
         return others if is_member else []  # a replica of DataParallel refers to the original's group
 

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd.frozen_linear import autocast_input
+from ..autograd.hosted import FrozenProduct
 from .frozen_linear import FrozenLinear, FrozenOptions
 from .registry import register_backend
 
@@ -221,6 +222,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
     def forward(self, x: Tensor) -> Tensor:
         # bitsandbytes' own forward, without its side effects: repacking for AVX512, casting the bias in place, a new parameter
         # in the place of FSDP2's
+        self._refuse_integers(x)
         x = autocast_input(x)
         follows_input = not self.compute_type_is_set and x.dtype in (torch.float32, torch.bfloat16)
         # given FP64, bitsandbytes 0.50 reads it as bytes of another type and returns garbage
@@ -230,7 +232,24 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         state = self._state
         if state.absmax.device != x.device:  # FSDP2 has moved the parameter only
             state.to(x.device)
+        if self.hosted is not None:
+            return self._hosted_product(compute, bias, state).to(x.dtype)
         if _avoids_rows(x.device.type, self.in_features, compute.dtype, state.blocksize):
             y = _MatmulInBlocks.apply(compute.reshape(-1, self.in_features), self.weight, bias, state)
             return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
         return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=state).to(x.dtype)
+
+    def _hosted_product(self, x: Tensor, bias: Tensor | None, state: bnb.functional.QuantState) -> Tensor:
+        """As above, with the packed weight fetched again for backward. (bitsandbytes' own reads it whenever autograd comes.)"""
+        there, weight = self.hosted.fetch(), self.weight
+        in_blocks = _avoids_rows(x.device.type, self.in_features, x.dtype, state.blocksize)
+
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            if in_blocks:
+                return F.linear(x, _dequantize(weight, state, x.dtype), bias)
+            return bnb.matmul_4bit(x, weight, bias=bias, quant_state=state)
+
+        def dense(dtype: torch.dtype) -> Tensor:
+            return _dequantize(weight, state, state.dtype).to(dtype)
+
+        return FrozenProduct.apply(x, bias, weight, product, dense, there)

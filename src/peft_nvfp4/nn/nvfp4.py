@@ -247,13 +247,14 @@ class NVFP4FrozenLinear(FrozenLinear):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"the input's last dimension must be {self.in_features}, got shape {tuple(x.shape)}")
         if x.dtype not in FLOATS:
+            self._refuse_integers(x)
             raise RuntimeError(f"the input must be float32, bfloat16 or float16, got {x.dtype}")
         return x.reshape(-1, self.in_features)
 
     def operands(self, branches: Sequence[Branch]) -> Linear:
-        """This layer with its branches as the autograd Function takes it. Gradients are rounded stochastically in training only,
-        as dropout is: evaluation draws no random numbers."""
-        gradients = self.options.gradients
+        """This layer with its branches as the autograd Function takes it, its weights on the device. Gradients are rounded
+        stochastically in training only, as dropout is: evaluation draws no random numbers."""
+        there, gradients = None if self.hosted is None else self.hosted.fetch(), self.options.gradients
         return Linear(
             self.forward_layout,
             self.backward_layout,
@@ -262,6 +263,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.scale_factor,
             "nvfp4" if gradients == "nvfp4_sr" and not self.training else gradients,
             tuple(branches),
+            there=there,
         )
 
     def _draws_nothing(self, branches: Sequence[Branch]) -> bool:
@@ -273,6 +275,8 @@ class NVFP4FrozenLinear(FrozenLinear):
     def _generate(self, kernel: ModuleType, branches: Sequence[Branch], x2: Tensor, quantized: QuantizedInput) -> Tensor:
         """y (M, out_features) of few rows, without autograd: no Function, no copies of the adapters, two launches. In generation
         that bookkeeping took most of the time."""
+        if self.hosted is not None:
+            self.hosted.fetch()
         xd = quantized.dequantized(x2) if branches else None
         constant = total_constant(self.bias, self._constant)
         values = xd if self.input_offset is None and len(quantized.terms) == 1 else None

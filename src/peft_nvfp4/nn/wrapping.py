@@ -1,9 +1,12 @@
-"""Functions of other libraries that this package wraps (of PEFT, transformers, PyTorch, accelerate), and how they come back."""
+"""Functions of other libraries that this package wraps (of PEFT, transformers, PyTorch, accelerate), how they come back, and
+warnings from within them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +31,17 @@ def replace(owner: Any, name: str, value: Any) -> None:
     """Set owner.name until :func:`unwrap_all`."""
     WRAPPED.append((owner, name, vars(owner).get(name)))
     setattr(owner, name, value)
+
+
+LIBRARIES = ("peft_nvfp4", "peft", "transformers", "torch", "accelerate", "trl", "contextlib")
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line of the user's code that led here, however many frames of :data:`LIBRARIES` lie between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def unwrap_all() -> None:

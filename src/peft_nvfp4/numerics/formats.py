@@ -12,8 +12,7 @@ NVFP4 stores a matrix ``x (R, K)`` in blocks of 16 consecutive values along K. E
   product needs 6 of BF16's 8, and a power of two only moves the exponent. Any BF16 tensor core therefore multiplies exactly
   the numbers that an FP4 tensor core multiplies.
 
-That is 4.5 bits a value plus the global scale. What may vary is kept as data in :class:`NVFP4Format`; nothing else in the
-package writes the numbers 6, 448 or 16.
+That is 4.5 bits a value plus the global scale. Nothing else in the package writes the numbers 6, 448 or 16.
 
 Sources: NVIDIA, "Pretraining Large Language Models with NVFP4" (2025) for the two-level scheme; OCP Microscaling Formats
 v1.0 for E2M1; "FP8 Formats for Deep Learning" (2022) for E4M3; the 128x4 layout of block scales from the cuBLAS manual,

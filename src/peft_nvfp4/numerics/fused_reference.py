@@ -100,12 +100,7 @@ def rmsnorm_quantize(x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float
 
 
 def rmsnorm_backward(
-    dy: Tensor,
-    parts: Sequence[QuantizedMatrix],
-    offset: Tensor | None,
-    gamma: Tensor,
-    rstd: Tensor,
-    plus_one: bool,
+    dy: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None, gamma: Tensor, rstd: Tensor, plus_one: bool
 ) -> Tensor:
     """Gradient of the norm's input from the codes of its output.
 
@@ -161,11 +156,11 @@ def _gate(g: Tensor, act: str) -> tuple[Tensor, Tensor | float]:
     return sigmoid(g * (square * GELU_C1 + GELU_C0)), square * (3.0 * GELU_C1) + GELU_C0
 
 
-def gated_product(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """act(gate) * up in FP32, rounded once to gate's dtype."""
+def gated_product(gate: Tensor, up: Tensor, act: str, dtype: torch.dtype) -> Tensor:
+    """act(gate) * up in FP32, rounded once to ``dtype``."""
     g = gate.float()
     sigma, _ = _gate(g, act)
-    return ((g * sigma) * up.float()).to(gate.dtype)
+    return ((g * sigma) * up.float()).to(dtype)
 
 
 class GatedOutput(NamedTuple):
@@ -176,9 +171,8 @@ class GatedOutput(NamedTuple):
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
-    """h = act(gate) * up, rounded once to gate's dtype and quantised, with the copies of gate and up that backward needs. Without
-    ``keep_h``, the result's h is an empty tensor (0,)."""
-    parts = quantize_terms(gated_product(gate, up, act), offset, terms)
+    """h = act(gate) * up, rounded once to gate's dtype and quantised, with the copies of gate and up that backward needs."""
+    parts = quantize_terms(gated_product(gate, up, act, gate.dtype), offset, terms)
     h = dequantize_terms(parts, offset, gate.dtype) if keep_h else gate.new_empty(0)
     return GatedOutput(parts, h, reference.quantize(gate, ACTIVATION), reference.quantize(up, ACTIVATION))
 
@@ -204,24 +198,16 @@ def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, ac
 def gated_values(
     gate: QuantizedMatrix, up: QuantizedMatrix, offset: Tensor | None, act: str, terms: int, dtype: torch.dtype
 ) -> Tensor:
-    """D(h~) (M, f) of h = act(D(gate)) * D(up): the input of the MLP's last linear as backward can make it anew from what it
-    keeps of gate and up, rounded and quantised as in the forward pass. Not quite the forward's h~, whose gate and up had not been
-    quantised."""
-    g = reference.dequantize(gate)
-    sigma, _ = _gate(g, act)
-    return dequantize_terms(quantize_terms(((g * sigma) * reference.dequantize(up)).to(dtype), offset, terms), offset, dtype)
-
-
-# ---------------------------------------------------------------------------------------------- dropout
+    """D(h~) (M, f) of h = act(D(gate)) * D(up): the input of the MLP's last linear as backward can recompute it from the codes of
+    gate and up. Not quite the forward's h~, whose gate and up had not been quantised."""
+    h = gated_product(reference.dequantize(gate), reference.dequantize(up), act, dtype)
+    return dequantize_terms(quantize_terms(h, offset, terms), offset, dtype)
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     """x / (1 - p) where :func:`peft_nvfp4.numerics.philox.dropout_mask` keeps it, else 0: a product in FP32, rounded once to x's
     dtype. (A mask in BF16 would hold a rounded 1 / (1 - p): a bias of up to 0.4 %.)"""
     return (x.float() * dropout_mask(tuple(x.shape), p, seed, x.device, torch.float32)).to(x.dtype)
-
-
-# ---------------------------------------------------------------------------------------------- rotary embedding
 
 
 def rotary_output(x: Tensor, backward: bool) -> Tensor:

@@ -5,6 +5,8 @@ The same (seed, index) gives the same number on every device, so that a backward
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,8 @@ _U32 = 0xFFFFFFFF
 
 def philox(seed: Tensor, count: int) -> Tensor:
     """``count`` random 32-bit numbers (int64 tensor): Philox-4x32-10 with key = seed and counter = index // 4 (Salmon et
-    al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Number i depends on (seed, i) alone, so a backward pass or
-    another device draws the same ones. The product of two 32-bit words overflows int64, whose wrap-around is harmless:
-    both halves are masked.
-    """
+    al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). The product of two 32-bit words overflows int64, whose wrap-around
+    is harmless: both halves are masked."""
     c0 = torch.arange(-(-count // 4), device=seed.device, dtype=torch.int64)
     c1, c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0), torch.zeros_like(c0)
     k0, k1 = seed & _U32, (seed >> 32) & _U32
@@ -30,10 +30,6 @@ def philox(seed: Tensor, count: int) -> Tensor:
 
 
 def dropout_mask(shape: tuple[int, ...], p: float, seed: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """0 with probability p, else 1 / (1 - p). The same (shape, p, seed) gives the same mask on every device, so a backward
-    pass draws it again instead of keeping it."""
-    count = 1
-    for n in shape:
-        count *= n
-    keep = philox(seed.to(device), count) >= int(p * 2**32)
+    """0 with probability p, else 1 / (1 - p)."""
+    keep = philox(seed.to(device), math.prod(shape)) >= int(p * 2**32)
     return (keep.view(shape).to(torch.float32) / (1.0 - p)).to(dtype)

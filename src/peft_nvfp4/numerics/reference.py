@@ -45,12 +45,7 @@ from .philox import philox
 from .products import Dgrad, Fprop
 
 _BF16_OPERAND = torch.bfloat16 if getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() else torch.float32
-CPU_OPERAND = {
-    torch.float64: torch.float32,
-    torch.float32: torch.float32,
-    torch.bfloat16: _BF16_OPERAND,
-    torch.float16: torch.float32,
-}
+CPU_OPERAND = dict.fromkeys((torch.float64, torch.float32, torch.float16), torch.float32) | {torch.bfloat16: _BF16_OPERAND}
 """Dtype in which a CPU multiplies matrices of a dtype fast: FP32 for 16-bit ones, unless it has BF16 instructions. (Without
 AVX512-BF16 a BF16 product takes five times as long: measured 44 ms against 8 ms for 240x576x1536.)"""
 
@@ -93,7 +88,7 @@ def _squared_error(mag_g: Tensor, index: Tensor, s: Tensor, weights: Tensor | No
 
 @functools.lru_cache
 def _grid(device: torch.device) -> Tensor:
-    """The eight magnitudes; kept per device, since making it anew would wait for a copy to a GPU every time."""
+    """The eight magnitudes; kept per device: a copy to a GPU would be waited for."""
     with torch.inference_mode(False):
         return torch.tensor(E2M1_GRID, dtype=torch.float32, device=device)
 
@@ -184,8 +179,8 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor
 def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Table from a byte to its two values, seen as one integer twice as wide: one look-up for two codes."""
     with torch.inference_mode(False):
-        grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype)
-        byte = torch.arange(256)
+        grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype, device="cpu")
+        byte = torch.arange(256, device="cpu")
         pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
         return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
 
@@ -232,9 +227,9 @@ def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[Quanti
     """x (M, K) minus the offset (K,) as one or two NVFP4 terms with a global scale per row. The second, the residual term,
     quantises what the first left over (an FP32 difference).
 
-    Both terms have one global scale. A kernel can then multiply them in one pass, as a matrix of 2K columns, and scale its sums
-    once per row. What is left over is a twelfth of the block scale in size, which E4M3 can say with all its digits unless the
-    block is a thousand times smaller than the row's largest value.
+    Both terms have one global scale: a kernel can then multiply them in one pass, as a matrix of 2K columns. What is left over is
+    a twelfth of the block scale in size, which E4M3 can say with all its digits unless the block is a thousand times smaller than
+    the row's largest value.
     """
     if offset is not None:
         x = x.float() - offset
@@ -317,17 +312,16 @@ def matmul(
 ) -> Tensor:
     """``y (M, N) = sum_t D(x_t) (M, K) @ D(w) (N, K).T + constant`` in ``dtype``: exact products, FP32 sums, one rounding.
 
-    Products of two dequantised values are exact in FP32, so only the order of the sum may differ between implementations. The two
-    terms are added in FP32 first, which is exact but for residuals below 2**-17 of their block. (A GPU whose TF32 switch is on
-    rounds that sum to 11 bits; the kernels multiply BF16 operands, which the switch does not reach.)
+    Only the order of the sum may differ between implementations. The two terms are added in FP32 first, which is exact but for
+    residuals below 2**-17 of their block. (A GPU whose TF32 switch is on rounds that sum to 11 bits; the kernels multiply BF16
+    operands, which the switch does not reach.)
 
     A global scale of w that is no power of two has a significand with more bits than BF16 holds. It stays out of the operand and
     multiplies the FP32 sum, as in the epilogue of an FP4 kernel.
 
     Args:
         values: sum_t D(x_t), if the caller has it in ``dtype`` without rounding (one term, or FP32).
-        factor: significand of w's global scale (1,), if the caller knows it. A CPU looks; a GPU would wait, and believes the
-            caller.
+        factor: significand of w's global scale. A CPU looks; a GPU would wait, and believes the caller.
     """
     split = factor != 1.0 or w.gscale.is_cpu and not powers_of_two(w.gscale)
     if split:
@@ -357,11 +351,8 @@ def with_hidden(p: Fprop, dequantize_terms: Callable = dequantize_terms) -> tupl
 
 
 def fprop(p: Fprop, matmul: Callable = matmul, dequantize_terms: Callable = dequantize_terms) -> list[Tensor]:
-    """y (M, N) of every linear; after them, if the product has ``a``, h (M, sum of r) of its adapters.
-
-    Args:
-        matmul, dequantize_terms: other implementations of the functions of this module.
-    """
+    """y (M, N) of every linear; after them, if the product has ``a``, h (M, sum of r) of its adapters. ``matmul`` and
+    ``dequantize_terms``: other implementations of the functions of this module."""
     p, h = with_hidden(p, dequantize_terms)
     ys = []
     for weight, constant, factor, adapters in p.linears:
@@ -373,11 +364,8 @@ def fprop(p: Fprop, matmul: Callable = matmul, dequantize_terms: Callable = dequ
 
 
 def dgrad(p: Dgrad, matmul: Callable = matmul, quantize: Callable = quantize) -> Tensor:
-    """dx (M, K) in the gradients' dtype: every dy is quantised, multiplied by its backward layout, and summed in FP32.
-
-    Args:
-        matmul, quantize: other implementations of the functions of this module.
-    """
+    """dx (M, K) in the gradients' dtype: every dy is quantised, multiplied by its backward layout, and summed in FP32. ``matmul``
+    and ``quantize``: other implementations of the functions of this module."""
     dtype, single, dx = p.linears[0].dy.dtype, len(p.linears) == 1 and p.g is None, None
     for dy, weight, seed in p.linears:
         q = quantize(dy, GRADIENT if seed is None else GRADIENT_STOCHASTIC, None, seed)

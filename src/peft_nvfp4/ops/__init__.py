@@ -10,20 +10,6 @@ the message names the differentiable way: the autograd Functions in :mod:`peft_n
 operators inside and state their own gradients (:func:`~peft_nvfp4.autograd.frozen_linear.fake_quantize` a straight-through one).
 """
 
-from .matrix import (
-    dequantize,
-    quantize,
-    quantize_weight,
-    shared_gscale,
-    transpose_requantize,
-    weight_gscale,
-)
+from .matrix import dequantize, quantize, quantize_weight, shared_gscale, transpose_requantize, weight_gscale
 
-__all__ = [
-    "dequantize",
-    "quantize",
-    "quantize_weight",
-    "shared_gscale",
-    "transpose_requantize",
-    "weight_gscale",
-]
+__all__ = ["dequantize", "quantize", "quantize_weight", "shared_gscale", "transpose_requantize", "weight_gscale"]

@@ -6,13 +6,14 @@ bring semantics of their own. All operators are functional (they neither change 
 share and reorder them.
 
 There are two ways in. ``operator(...)`` is the public one: arguments are checked. ``operator.run(...)`` is for arguments that
-this package has made a moment before: nothing is checked twice. Both call an implementation directly where nothing would be lost
-by it (a call through the dispatcher costs tens of microseconds), and the ``torch.library`` operator, which checks, otherwise.
+this package has made a moment before. Both call an implementation directly where nothing would be lost by it (a call through the
+dispatcher costs tens of microseconds), and the ``torch.library`` operator, which checks, otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,41 +33,28 @@ def first_tensor(args: tuple) -> Tensor:
     return args
 
 
+@dataclass(eq=False, repr=False)
 class Operator:
-    """One operator.
+    """One operator. Where its arguments or its result are not those of the schema, functions convert them."""
 
-    Attributes:
-        check: raises on arguments that it does not take.
-        reference: the plain-PyTorch implementation.
-        direct: device type -> implementation.
+    name: str
+    schema: str  # of the torch.library operator
+    check: Callable[..., None]  # raises on arguments that the operator does not take
+    reference: Callable  # the plain-PyTorch implementation
+    shapes: Callable  # empty results, as the schema has them, for the arguments
+    flatten: Callable[..., tuple] | None = None  # arguments -> those of the schema
+    unflatten: Callable[..., tuple] | None = None  # and back
+    flat_result: Callable | None = None  # result -> that of the schema
+    result: Callable | None = None  # (arguments, result of the schema) -> result
+    direct: dict[str, Callable] = field(default_factory=dict, init=False)  # device type -> implementation
 
-    Args:
-        schema: of the ``torch.library`` operator.
-        shapes: empty results, as the schema has them, for the arguments.
-        flatten, unflatten: arguments -> those of the schema and back, where they are not the same.
-        flat_result, result: result -> that of the schema, (arguments, result of the schema) -> result, likewise.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        schema: str,
-        check: Callable[..., None],
-        reference: Callable,
-        shapes: Callable,
-        flatten: Callable[..., tuple] | None = None,
-        unflatten: Callable[..., tuple] | None = None,
-        flat_result: Callable | None = None,
-        result: Callable | None = None,
-    ):
-        self.name, self.check, self.reference, self.direct = name, check, reference, {}
-        self.flatten, self.unflatten, self.flat_result, self.result = flatten, unflatten, flat_result, result
-        _LIBRARY.define(f"{name}{schema}")
-        torch.library.impl(f"peft_nvfp4::{name}", "default", self.flat(reference))
-        torch.library.register_fake(f"peft_nvfp4::{name}", self._checked(shapes))
-        torch.library.register_autograd(f"peft_nvfp4::{name}", self._refuse_derivative)
-        self.library_operator = getattr(torch.ops.peft_nvfp4, name)
-        OPERATORS[name] = self
+    def __post_init__(self) -> None:
+        _LIBRARY.define(f"{self.name}{self.schema}")
+        torch.library.impl(f"peft_nvfp4::{self.name}", "default", self.flat(self.reference))
+        torch.library.register_fake(f"peft_nvfp4::{self.name}", self._checked(self.shapes))
+        torch.library.register_autograd(f"peft_nvfp4::{self.name}", self._refuse_derivative)
+        self.library_operator = getattr(torch.ops.peft_nvfp4, self.name)
+        OPERATORS[self.name] = self
 
     def __call__(self, *args):
         """Check the arguments and compute."""
@@ -75,19 +63,13 @@ class Operator:
         return self.run(*args)
 
     def run(self, *args):
-        """Compute, for arguments that this package has made a moment before.
-
-        An implementation is called directly where no compiler or fake tensor is watching and autograd is off (with autograd on,
-        the ``torch.library`` operator is needed so that a derivative is refused instead of being zero)."""
+        """Compute. An implementation is called directly where no compiler or fake tensor is watching and autograd is off (with
+        autograd on, the ``torch.library`` operator is needed so that a derivative is refused instead of being zero)."""
         first = first_tensor(args)
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(first) not in PLAIN:
-            return self.from_flat(self.library_operator, args)
+            result = self.library_operator(*(args if self.flatten is None else self.flatten(*args)))
+            return result if self.result is None else self.result(args, result)
         return self.direct.get(first.device.type, self.reference)(*args)
-
-    def from_flat(self, implementation: Callable, args: tuple):
-        """The result of an implementation with the arguments and the result of the schema."""
-        result = implementation(*(args if self.flatten is None else self.flatten(*args)))
-        return result if self.result is None else self.result(args, result)
 
     def register(self, device_type: str, implementation: Callable) -> None:
         """Add a device's implementation: same arguments, same bits as the reference."""
@@ -96,7 +78,6 @@ class Operator:
 
     def flat(self, implementation: Callable) -> Callable:
         """The implementation as ``torch.library`` calls it: arguments, which are checked, and result as the schema has them."""
-
         compute = self._checked(implementation)
         return compute if self.flat_result is None else lambda *flat: self.flat_result(compute(*flat))
 
@@ -109,8 +90,7 @@ class Operator:
         return call
 
     def _refuse_derivative(self, ctx, *gradients):
-        """Rounding is flat almost everywhere. An operator without autograd would return zero gradients with no more than a
-        warning."""
+        """An operator without autograd would return zero gradients with no more than a warning."""
         raise RuntimeError(
             f"peft_nvfp4::{self.name} has no derivative (rounding is flat). Differentiate through a layer "
             "(NVFP4FrozenLinear) or through peft_nvfp4.autograd.frozen_linear.fake_quantize, which is straight-through."
@@ -126,25 +106,10 @@ def check(condition: bool, message: Callable[[], str]) -> None:
         torch._check(condition, message)
 
 
-def is_packed(codes: Tensor, scales: Tensor, gscale: Tensor, kp: int) -> bool:
-    """Whether dtypes and shapes are those of a packed matrix, at one glance."""
-    if codes.dtype != torch.uint8 or scales.dtype != torch.uint8 or gscale.dtype != torch.float32:
-        return False
-    if codes.ndim != 2 or gscale.ndim != 1:
-        return False
-    rows = codes.shape[0]
-    return codes.shape[1] * 2 == kp and scales.shape == (rows, kp // BLOCK) and gscale.shape[0] in (1, rows)
-
-
 def check_packed(op: str, codes: Tensor, scales: Tensor, gscale: Tensor, k: int) -> None:
     """Dtypes and shapes of one packed operand, with messages that name operator, argument, expected and got."""
-    if is_packed(codes, scales, gscale, padded_k(k)):
-        return
-    for name, t, dtype, ndim in (
-        ("codes", codes, torch.uint8, 2),
-        ("scales", scales, torch.uint8, 2),
-        ("gscale", gscale, torch.float32, 1),
-    ):
+    dtypes, dimensions = (torch.uint8, torch.uint8, torch.float32), (2, 2, 1)
+    for name, t, dtype, ndim in zip(("codes", "scales", "gscale"), (codes, scales, gscale), dtypes, dimensions):
         check(t.dtype == dtype, lambda: f"{op}: {name} must be {dtype}, got {t.dtype}")
         check(t.ndim == ndim, lambda: f"{op}: {name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
     rows, kp = codes.shape[0], padded_k(k)
@@ -159,13 +124,21 @@ def check_packed(op: str, codes: Tensor, scales: Tensor, gscale: Tensor, k: int)
     check(gscale.shape[0] in (1, rows), lambda: f"{op}: gscale must hold 1 or {rows} values, got {gscale.shape[0]}")
 
 
-def check_float(op: str, dtype: torch.dtype) -> None:
-    check(dtype in FLOATS, lambda: f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
+def check_float(op: str, dtype: torch.dtype, name: str = "dtype") -> None:
+    check(dtype in FLOATS, lambda: f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
 
 
 def check_matrix(op: str, name: str, t: Tensor) -> None:
     check(t.ndim == 2, lambda: f"{op}: {name} must be a matrix (M, K), got shape {tuple(t.shape)}")
-    check(t.dtype in FLOATS, lambda: f"{op}: {name} must be float32, bfloat16 or float16, got {t.dtype}")
+    check_float(op, t.dtype, name)
+
+
+def check_shape(op: str, name: str, t: Tensor | None, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """A tensor, if it is there, has this shape and, if any are given, one of these dtypes."""
+    check(
+        t is None or tuple(t.shape) == shape and (not dtypes or t.dtype in dtypes),
+        lambda: f"{op}: {name} must be {shape}{' or'.join(f' {d}' for d in dtypes)}, got {tuple(t.shape)} {t.dtype}",
+    )
 
 
 def check_seed(op: str, seed: Tensor | None) -> None:
@@ -175,10 +148,7 @@ def check_seed(op: str, seed: Tensor | None) -> None:
 
 
 def check_offset(op: str, offset: Tensor | None, k: int) -> None:
-    check(
-        offset is None or (tuple(offset.shape) == (k,) and offset.dtype == torch.float32),
-        lambda: f"{op}: offset must be ({k},) float32, got {tuple(offset.shape)} {offset.dtype}",
-    )
+    check_shape(op, "offset", offset, (k,), torch.float32)
 
 
 def check_terms(op: str, terms: int) -> None:

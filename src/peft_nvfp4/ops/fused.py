@@ -1,8 +1,7 @@
 """Operators of the fused producers: schema, checks and shapes of each, over :mod:`peft_nvfp4.numerics.fused_reference`.
 
 Every one takes and returns what the function of the reference does that has its name. In the schema the one or two NVFP4 *terms*
-of a matrix are tensors with a leading term axis (T, M, ...), since an operator returns a fixed number of tensors; what was not
-asked for is an empty tensor.
+of a matrix are tensors with a leading term axis (T, M, ...), and what was not asked for is an empty tensor.
 """
 
 from __future__ import annotations
@@ -15,18 +14,13 @@ from torch import Tensor
 from ..numerics import fused_reference
 from ..numerics.formats import QuantizedMatrix
 from ..numerics.fused_reference import ACTIVATIONS, GatedGrads, GatedOutput, NormOutput
-from .core import FLOATS, Operator, check, check_float, check_matrix, check_offset, check_seed, check_terms
+from .core import FLOATS, Operator, check, check_float, check_matrix, check_offset, check_seed, check_shape, check_terms
 from .linear import check_matrices, empty_terms, matrices, stacked, tensor_lists
-
-# ---------------------------------------------------------------------------------------------- RMSNorm
 
 
 def _check_norm(op: str, name: str, x: Tensor, gamma: Tensor, offset: Tensor | None) -> None:
     check_matrix(op, name, x)
-    check(
-        tuple(gamma.shape) == (x.shape[1],) and gamma.dtype in FLOATS,
-        lambda: f"{op}: gamma must be ({x.shape[1]},) of a floating dtype, got {tuple(gamma.shape)} {gamma.dtype}",
-    )
+    check_shape(op, "gamma", gamma, (x.shape[1],), *FLOATS)
     check_offset(op, offset, x.shape[1])
 
 
@@ -55,11 +49,8 @@ def _check_rmsnorm_backward(
 ) -> None:
     op, m = "rmsnorm_backward", dy.shape[0]
     _check_norm(op, "dy", dy, gamma, offset)
-    check_matrices(op, parts, m, dy.shape[1], per_row=True)
-    check(
-        tuple(rstd.shape) == (m,) and rstd.dtype == torch.float32,
-        lambda: f"{op}: rstd must be ({m},) float32, got {tuple(rstd.shape)} {rstd.dtype}",
-    )
+    check_matrices(op, parts, (m, dy.shape[1]), per_row=True)
+    check_shape(op, "rstd", rstd, (m,), torch.float32)
 
 
 rmsnorm_backward = Operator(
@@ -73,25 +64,20 @@ rmsnorm_backward = Operator(
     lambda dy, codes, scales, gscale, *rest: (dy, matrices(codes, scales, gscale, dy.shape[1]), *rest),
 )
 
-# ---------------------------------------------------------------------------------------------- act(gate) * up
-
 
 def _check_act(op: str, act: str) -> None:
     check(act in ACTIVATIONS, lambda: f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
 
 
-def _check_gate_up(op: str, gate: QuantizedMatrix, up: QuantizedMatrix, rows: int, k: int) -> None:
+def _check_gate_up(op: str, gate: QuantizedMatrix, up: QuantizedMatrix, shape: tuple[int, int]) -> None:
     for name, q in (("gate", gate), ("up", up)):
-        check_matrices(f"{op} ({name})", [q], rows, k, per_row=True)
+        check_matrices(f"{op} ({name})", [q], shape, per_row=True)
 
 
 def _check_silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool) -> None:
     op = "silu_mul_quantize"
     check_matrix(op, "gate", gate)
-    check(
-        up.shape == gate.shape and up.dtype == gate.dtype,
-        lambda: f"{op}: up must be {tuple(gate.shape)} {gate.dtype}, got {tuple(up.shape)} {up.dtype}",
-    )
+    check_shape(op, "up", up, tuple(gate.shape), gate.dtype)
     check_offset(op, offset, gate.shape[1])
     _check_act(op, act)
     check_terms(op, terms)
@@ -102,11 +88,6 @@ def _silu_mul_quantize_shapes(gate: Tensor, up: Tensor, offset: Tensor | None, a
     return *empty_terms(gate, terms, *gate.shape), gate.new_empty(gate.shape if keep_h else (0,)), *kept
 
 
-def _gated_output(args: tuple, flat: tuple[Tensor, ...]) -> GatedOutput:
-    k = args[0].shape[1]
-    return GatedOutput(matrices(*flat[:3], k), flat[3], QuantizedMatrix(*flat[4:7], k), QuantizedMatrix(*flat[7:], k))
-
-
 silu_mul_quantize = Operator(
     "silu_mul_quantize",
     "(Tensor gate, Tensor up, Tensor? offset, str act, int terms, bool keep_h) -> "
@@ -115,14 +96,14 @@ silu_mul_quantize = Operator(
     fused_reference.silu_mul_quantize,
     _silu_mul_quantize_shapes,
     flat_result=lambda out: (*stacked(out.parts), out.h, *out.gate[:3], *out.up[:3]),
-    result=_gated_output,
+    result=lambda args, flat: GatedOutput(matrices(*flat[:3], args[0].shape[1]), flat[3], *_gate_up(flat[4:], args[0].shape[1])),
 )
 
 
 def _check_silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str) -> None:
     check_matrix("silu_mul_backward", "dh", dh)
     _check_act("silu_mul_backward", act)
-    _check_gate_up("silu_mul_backward", gate, up, *dh.shape)
+    _check_gate_up("silu_mul_backward", gate, up, tuple(dh.shape))
 
 
 GATE_UP = "Tensor gate_codes, Tensor gate_scales, Tensor gate_gscale, Tensor up_codes, Tensor up_scales, Tensor up_gscale"
@@ -150,7 +131,7 @@ def _check_gated_values(
 ) -> None:
     check_float("gated_values", dtype)
     _check_act("gated_values", act)
-    _check_gate_up("gated_values", gate, up, gate.codes.shape[0], gate.k)
+    _check_gate_up("gated_values", gate, up, (gate.codes.shape[0], gate.k))
     check_offset("gated_values", offset, gate.k)
     check_terms("gated_values", terms)
 
@@ -165,11 +146,9 @@ gated_values = Operator(
     lambda *flat: (*_gate_up(flat, flat[9]), *flat[6:9], flat[10]),
 )
 
-# ---------------------------------------------------------------------------------------------- dropout
-
 
 def _check_dropout(x: Tensor, p: float, seed: Tensor) -> None:
-    check(x.dtype in FLOATS, lambda: f"dropout: x must be float32, bfloat16 or float16, got {x.dtype}")
+    check_float("dropout", x.dtype, "x")
     check(0.0 <= p < 1.0, lambda: f"dropout: p must be in [0, 1), got {p}")
     check_seed("dropout", seed)
 
@@ -182,13 +161,11 @@ dropout = Operator(
     lambda x, p, seed: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 
-# ---------------------------------------------------------------------------------------------- rotary embedding
-
 
 def _check_rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> None:
     op = "rotary_embedding"
     check(q.ndim == 4, lambda: f"{op}: q must be (B, H, S, D), got shape {tuple(q.shape)}")
-    check(q.dtype in FLOATS, lambda: f"{op}: q must be float32, bfloat16 or float16, got {q.dtype}")
+    check_float(op, q.dtype, "q")
     b, _, s, d = q.shape
     check(d % 2 == 0, lambda: f"{op}: D must be even, got {d}")
     check(

@@ -5,8 +5,8 @@
     fprop             y of all frozen linears that read x~, LoRA included
     dgrad             dx of all of them
 
-The products are described by :class:`~peft_nvfp4.numerics.products.Fprop` and :class:`~peft_nvfp4.numerics.products.Dgrad`, which
-every implementation takes; only the ``torch.library`` operator, called where a compiler traces, has them as a flat list.
+Every implementation takes the products as :class:`~peft_nvfp4.numerics.products.Fprop` and
+:class:`~peft_nvfp4.numerics.products.Dgrad`; only the ``torch.library`` operator has them as a flat list.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor
 from ..numerics import reference
 from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
 from ..numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
-from .core import FLOATS, Operator, check, check_float, check_matrix, check_offset, check_packed, check_seed, check_terms
-
-# ---------------------------------------------------------------------------------------------- the input x~
+from .core import Operator, check, check_float, check_matrix, check_offset, check_packed, check_seed, check_shape, check_terms
 
 
 def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,9 +68,12 @@ quantize_input = Operator(
 two NVFP4 terms with a global scale per row; see :func:`peft_nvfp4.numerics.reference.quantize_terms`."""
 
 
-def check_matrices(op: str, terms: Sequence[QuantizedMatrix], rows: int, k: int, per_row: bool) -> None:
-    """The terms of one matrix."""
+def check_matrices(
+    op: str, terms: Sequence[QuantizedMatrix], shape: tuple[int, int] | None = None, per_row: bool = False
+) -> None:
+    """The terms of one matrix, of this shape if it is given."""
     check(len(terms) in (1, 2), lambda: f"{op}: a matrix has one or two terms, got {len(terms)}")
+    rows, k = shape or (terms[0].codes.shape[0], terms[0].k)
     for c, s, g, _ in terms:
         check_packed(op, c, s, g, k)
         check(c.shape[0] == rows, lambda: f"{op}: the terms must have {rows} rows, got {c.shape[0]}")
@@ -80,8 +81,7 @@ def check_matrices(op: str, terms: Sequence[QuantizedMatrix], rows: int, k: int,
 
 
 def _check_dequantize_input(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> None:
-    check(len(terms) in (1, 2), lambda: f"dequantize_terms: a matrix has one or two terms, got {len(terms)}")
-    check_matrices("dequantize_terms", terms, terms[0].codes.shape[0], terms[0].k, per_row=False)
+    check_matrices("dequantize_terms", terms)
     check_offset("dequantize_terms", offset, terms[0].k)
     check_float("dequantize_terms", dtype)
 
@@ -95,42 +95,22 @@ dequantize_input = Operator(
     lambda terms, offset, dtype: (*tensor_lists(terms), offset, terms[0].k, dtype),
     lambda codes, scales, gscale, offset, k, dtype: (matrices(codes, scales, gscale, k), offset, dtype),
 )
-"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), the sum of the terms and the offset, in FP32, rounded once
-to ``dtype``."""
-
-
-# ---------------------------------------------------------------------------------------------- fprop
+"""``dequantize_input(terms, offset, dtype) -> Tensor``: D(x~) (M, K), terms and offset summed in FP32 and rounded once."""
 
 
 def _check_fprop(p: Fprop) -> None:
-    check(len(p.terms) in (1, 2), lambda: f"fprop: an input has one or two terms, got {len(p.terms)}")
     check_float("fprop", p.dtype)
-    m, k = p.terms[0].codes.shape[0], p.terms[0].k
-    for term in p.terms:
-        check_packed("fprop (input)", *term)
-        check(
-            term.codes.shape[0] == m,
-            lambda: f"fprop: both terms of an input have the same rows, got {m} and {term.codes.shape[0]}",
-        )
-    check(
-        p.values is None or tuple(p.values.shape) == (m, k),
-        lambda: f"fprop: values must be {(m, k)}, got {tuple(p.values.shape)}",
-    )
-    rank = 0
+    check_matrices("fprop (input)", p.terms)
+    m, k, rank = p.terms[0].codes.shape[0], p.terms[0].k, 0
+    check_shape("fprop", "values", p.values, (m, k))
     for weight, constant, _, adapters in p.linears:
         check(weight.k == k, lambda: f"fprop: the input has K={k}, a weight K={weight.k}")
         check_packed("fprop (weight)", *weight)
         n = weight.codes.shape[0]
-        check(
-            constant is None or tuple(constant.shape) == (n,),
-            lambda: f"fprop: a constant must be ({n},), got {tuple(constant.shape)}",
-        )
+        check_shape("fprop", "a constant", constant, (n,))
         for h, up in adapters:
             check(up.shape[0] == n, lambda: f"fprop: up must be ({n}, r), got {tuple(up.shape)}")
-            check(
-                h is None or (h.shape[0] == m and h.shape[1] == up.shape[1]),
-                lambda: f"fprop: h must be ({m}, {up.shape[1]}), got {tuple(h.shape)}",
-            )
+            check_shape("fprop", "h", h, (m, up.shape[1]))
             rank += up.shape[1] if h is None else 0
     check(
         p.a is None and rank == 0 or p.a is not None and tuple(p.a.shape) == (rank, k) and p.a.dtype == p.dtype,
@@ -181,13 +161,10 @@ fprop = Operator(
 """``fprop(product: Fprop) -> list[Tensor]``: y (M, N) of every linear; after them, if ``product.a`` is given, h (M, sum of r)."""
 
 
-# ---------------------------------------------------------------------------------------------- dgrad
-
-
 def _check_dgrad(p: Dgrad) -> None:
     k, m = p.linears[0].weight.codes.shape[0], p.linears[0].dy.shape[0]
     for dy, weight, seed in p.linears:
-        check(dy.ndim == 2 and dy.dtype in FLOATS, lambda: f"dgrad: dy must be a float matrix, got {dy.dtype} {dy.shape}")
+        check_matrix("dgrad", "dy", dy)
         check_packed("dgrad (weight)", *weight[:3], dy.shape[1])
         check(weight.codes.shape[0] == k, lambda: f"dgrad: the backward layout must have {k} rows, got {weight.codes.shape[0]}")
         check_seed("dgrad", seed)
@@ -195,11 +172,6 @@ def _check_dgrad(p: Dgrad) -> None:
         (p.g is None) == (p.a is None) and (p.g is None or p.g.shape[0] == m and tuple(p.a.shape) == (p.g.shape[1], k)),
         lambda: f"dgrad: g must be ({m}, r) and a (r, {k})",
     )
-
-
-def _dgrad_shape(p: Dgrad) -> Tensor:
-    dy, weight, _ = p.linears[0]
-    return dy.new_empty(dy.shape[0], weight.codes.shape[0])
 
 
 def _flat_dgrad(p: Dgrad) -> tuple:
@@ -217,7 +189,7 @@ dgrad = Operator(
     "(Tensor[] dys, Tensor[] w_codes, Tensor[] w_scales, Tensor[] w_gscale, Tensor?[] seeds, Tensor? g, Tensor? a) -> Tensor",
     _check_dgrad,
     reference.dgrad,
-    _dgrad_shape,
+    lambda p: p.linears[0].dy.new_empty(p.linears[0].dy.shape[0], p.linears[0].weight.codes.shape[0]),
     _flat_dgrad,
     _dgrad_of_flat,
 )

@@ -1,7 +1,4 @@
-"""Operators on one matrix: quantize, dequantize, the backward layout of a weight.
-
-The public functions take and return :class:`~peft_nvfp4.numerics.formats.QuantizedMatrix`; the operators speak tensors.
-"""
+"""Operators on one matrix: quantize, dequantize, the backward layout of a weight."""
 
 from __future__ import annotations
 
@@ -11,16 +8,13 @@ import torch
 from torch import Tensor
 
 from ..numerics import reference
-from ..numerics.formats import BLOCK, NVFP4Format, QuantizedMatrix, padded_k
-from .core import FLOATS, Operator, check, check_packed, check_seed
-
-# ---------------------------------------------------------------------------------------------- quantize
+from ..numerics.formats import BLOCK, WEIGHT_BACKWARD, NVFP4Format, QuantizedMatrix, padded_k
+from .core import Operator, check, check_matrix, check_packed, check_seed
 
 
-def _check_quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool) -> None:
-    check(x.ndim == 2, lambda: f"quantize: x must be a matrix (R, K), got shape {tuple(x.shape)}")
-    check(x.dtype in FLOATS, lambda: f"quantize: x must be float32, bfloat16 or float16, got {x.dtype}")
-    check(not stochastic or seed is not None, lambda: "quantize: stochastic rounding needs a seed (an int64 scalar tensor)")
+def _check_quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | None) -> None:
+    check_matrix("quantize", "x", x)
+    check(not fmt.stochastic or seed is not None, lambda: "quantize: stochastic rounding needs a seed (an int64 scalar tensor)")
     check_seed("quantize", seed)
     if gscale is not None:
         check(gscale.dtype == torch.float32, lambda: f"quantize: gscale must be float32, got {gscale.dtype}")
@@ -30,14 +24,14 @@ def _check_quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule:
         )
 
 
-def _quantize_reference(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool):
-    q = reference.quantize(x, NVFP4Format(rule, "row" if per_row else "tensor", stochastic), gscale, seed)
-    return q.codes, q.scales, q.gscale.clone() if gscale is not None else q.gscale  # an output may not alias an input
+def _quantize_reference(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | None) -> QuantizedMatrix:
+    q = reference.quantize(x, fmt, gscale, seed)
+    return q if gscale is None else q._replace(gscale=q.gscale.clone())  # an output may not alias an input
 
 
-def _quantize_shapes(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool):
+def _quantize_shapes(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, kp, byte = x.shape[0], padded_k(x.shape[1]), torch.uint8
-    n = gscale.shape[0] if gscale is not None else (rows if per_row else 1)
+    n = gscale.shape[0] if gscale is not None else (rows if fmt.global_scale == "row" else 1)
     return x.new_empty(rows, kp // 2, dtype=byte), x.new_empty(rows, kp // BLOCK, dtype=byte), x.new_empty(n, dtype=torch.float32)
 
 
@@ -47,16 +41,18 @@ _quantize = Operator(
     _check_quantize,
     _quantize_reference,
     _quantize_shapes,
+    lambda x, fmt, gscale, seed: (x, gscale, seed, fmt.rule, fmt.global_scale == "row", fmt.stochastic),
+    lambda x, gscale, seed, rule, per_row, stochastic: (
+        *(x, NVFP4Format(rule, "row" if per_row else "tensor", stochastic), gscale, seed),
+    ),
+    flat_result=lambda q: q[:3],
+    result=lambda args, flat: QuantizedMatrix(*flat, args[0].shape[1]),
 )
 
 
 def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Tensor | None = None) -> QuantizedMatrix:
-    """Quantise x (R, K) along K to NVFP4; see :func:`peft_nvfp4.numerics.reference.quantize`.
-
-    Raises:
-        RuntimeError: x is no matrix or not of a floating dtype; gscale has a wrong shape; a stochastic format without seed.
-    """
-    return QuantizedMatrix(*_quantize(x, gscale, seed, fmt.rule, fmt.global_scale == "row", fmt.stochastic), x.shape[1])
+    """Quantise x (R, K) along K to NVFP4; see :func:`peft_nvfp4.numerics.reference.quantize`."""
+    return _quantize(x, fmt, gscale, seed)
 
 
 CHUNK = 1 << 22
@@ -73,7 +69,7 @@ def _amax(w: Tensor) -> Tensor:
 
 def weight_gscale(w: Tensor) -> Tensor:
     """(1,) FP32: the global scale that a finite weight needs."""
-    return reference.power_of_two_scale(_amax(w))
+    return shared_gscale([w])
 
 
 def shared_gscale(weights: Sequence[Tensor]) -> Tensor:
@@ -93,11 +89,8 @@ def quantize_weight(w: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -
     return QuantizedMatrix(torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts]), gscale, w.shape[1])
 
 
-# ---------------------------------------------------------------------------------------------- dequantize
-
-
-def _check_dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> None:
-    check_packed("dequantize", codes, scales, gscale, k)
+def _check_dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> None:
+    check_packed("dequantize", *q)
     check(dtype.is_floating_point, lambda: f"dequantize: dtype must be a floating one, got {dtype}")
 
 
@@ -105,45 +98,39 @@ _dequantize = Operator(
     "dequantize",
     "(Tensor codes, Tensor scales, Tensor gscale, int k, ScalarType dtype) -> Tensor",
     _check_dequantize,
-    lambda codes, scales, gscale, k, dtype: reference.dequantize(QuantizedMatrix(codes, scales, gscale, k), dtype).contiguous(),
-    lambda codes, scales, gscale, k, dtype: codes.new_empty(codes.shape[0], k, dtype=dtype),
+    lambda q, dtype: reference.dequantize(q, dtype).contiguous(),
+    lambda q, dtype: q.codes.new_empty(q.codes.shape[0], q.k, dtype=dtype),
+    lambda q, dtype: (*q, dtype),
+    lambda *flat: (QuantizedMatrix(*flat[:4]), flat[4]),
 )
 
 
 def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values (R, K) of a quantised matrix; exact in FP32 and BF16."""
-    return _dequantize(*q, dtype)
+    return _dequantize(q, dtype)
 
 
-# ---------------------------------------------------------------------------------------------- transpose_requantize
+def _check_transpose_requantize(q: QuantizedMatrix, factor: float) -> None:
+    check_packed("transpose_requantize", *q)
+    check(q.gscale.shape[0] == 1, lambda: f"transpose_requantize: a weight has one global scale, got {q.gscale.shape[0]}")
 
 
-def _transpose_requantize_shapes(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, rule: str, factor: float = 1.0):
-    np_ = padded_k(codes.shape[0])
-    return codes.new_empty(k, np_ // 2), codes.new_empty(k, np_ // BLOCK), gscale.new_empty(1)
+def _transpose_requantize_shapes(q: QuantizedMatrix, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    np_ = padded_k(q.codes.shape[0])
+    return q.codes.new_empty(q.k, np_ // 2), q.codes.new_empty(q.k, np_ // BLOCK), q.gscale.new_empty(1)
 
 
-_transpose_requantize = Operator(
+transpose_requantize = Operator(
     "transpose_requantize",
-    "(Tensor codes, Tensor scales, Tensor gscale, int k, str rule, float factor=1.) -> (Tensor, Tensor, Tensor)",
-    lambda codes, scales, gscale, k, rule, factor=1.0: check_packed("transpose_requantize", codes, scales, gscale, k),
-    lambda codes, scales, gscale, k, rule, factor=1.0: reference.transpose_requantize(
-        QuantizedMatrix(codes, scales, gscale, k), NVFP4Format(rule)
-    )[:3],
+    "(Tensor codes, Tensor scales, Tensor gscale, int k, float factor) -> (Tensor, Tensor, Tensor)",
+    _check_transpose_requantize,
+    lambda q, factor: reference.transpose_requantize(q, WEIGHT_BACKWARD),
     _transpose_requantize_shapes,
+    lambda q, factor: (*q, factor),
+    lambda *flat: (QuantizedMatrix(*flat[:4]), flat[4]),
+    flat_result=lambda q: q[:3],
+    result=lambda args, flat: QuantizedMatrix(*flat, args[0].codes.shape[0]),
 )
-
-
-def transpose_requantize(q: QuantizedMatrix, fmt: NVFP4Format, factor: float = 1.0) -> QuantizedMatrix:
-    """Backward layout (K, N) of a forward weight (N, K): D(q) transposed, quantised along N with one global scale, which is a
-    power of two whatever q's is.
-
-    Args:
-        factor: scale factor of q. Kernels quantise BF16 values where it is 1, and FP32 values where D(q) needs them.
-
-    Raises:
-        ValueError: a format with row scales or stochastic rounding (a weight has neither).
-    """
-    if fmt.stochastic or fmt.global_scale != "tensor":
-        raise ValueError(f"transpose_requantize: a weight has one global scale and is rounded to nearest, got {fmt}")
-    return QuantizedMatrix(*_transpose_requantize(*q, fmt.rule, factor), q.codes.shape[0])
+"""``transpose_requantize(q, factor) -> QuantizedMatrix``: the backward layout (K, N) of a forward weight q (N, K): D(q)
+transposed, quantised along N with one global scale, which is a power of two whatever q's is. ``factor`` is q's scale factor:
+kernels quantise BF16 values where it is 1, and FP32 values where D(q) needs them."""

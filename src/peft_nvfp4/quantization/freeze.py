@@ -10,9 +10,9 @@ peak stays about one layer above the larger of "before" and "after".
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,7 @@ from ..fusion.probe import share_hooks
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.registry import BACKENDS
+from ..nn.wrapping import warn_caller
 from ..ops import shared_gscale, weight_gscale
 from .groups import check_accuracy, fused_siblings, input_terms
 from .plan import check_names, expert_options, kept_dense, plan, plan_experts, skipped
@@ -53,6 +54,7 @@ def freeze_model(
         skip_modules: names, or dotted name endings, of modules to leave as they are (with everything inside them).
         progress: show a progress bar when it takes longer than a second.
         on_frozen: called with the name of every linear, the dense layer, about to go, and the frozen one that takes its place.
+            The dense linears wait on the CPU until all calls have returned; an error puts them back.
 
     Returns:
         The same model.
@@ -73,19 +75,21 @@ def freeze_model(
     weights: dict[int, FrozenLinear] = {}  # two modules that share a weight share its packed form
     _warn_upcast(model, names, mixtures)
     planned = set(names)
-    for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
-        linear = model.get_submodule(name)
-        frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
-        if frozen is None:
-            options = replace(layer, terms=input_terms(name, accuracy))
-            frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, planned))
-            frozen.shares_input = len(_siblings(model, name, planned)) > 1
-            _carry_attributes(linear, frozen)
-            if on_frozen is not None:
-                on_frozen(name, linear, frozen)
-        modules[id(linear)] = weights[id(linear.weight)] = frozen
-        model.set_submodule(name, frozen)
-        del linear
+    with dense_after_error(model, names if on_frozen is not None else ()):
+        for name in tqdm(names, desc=f"Freezing in {backend}", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
+            linear = model.get_submodule(name)
+            frozen = modules.get(id(linear)) or _reuse(weights.get(id(linear.weight)), linear)
+            if frozen is None:
+                options = replace(layer, terms=input_terms(name, accuracy))
+                frozen = cls.quantize(linear, options, gscale=_shared_gscale(model, name, planned))
+                frozen.shares_input = len(_siblings(model, name, planned)) > 1
+                _carry_attributes(linear, frozen)
+                if on_frozen is not None:
+                    on_frozen(name, linear, frozen)
+                    linear.to("cpu")
+            modules[id(linear)] = weights[id(linear.weight)] = frozen
+            model.set_submodule(name, frozen)
+            del linear
     for name in tqdm(mixtures, desc="Freezing experts", unit="layer", disable=not progress, delay=1.0, mininterval=1.0):
         original = model.get_submodule(name)
         if id(original) not in modules:
@@ -99,17 +103,28 @@ def freeze_model(
     return model
 
 
+@contextmanager
+def dense_after_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """An error within the context puts the named dense linears back, where they were."""
+    before = {name: (linear := model.get_submodule(name), linear.weight.device) for name in names}
+    try:
+        yield
+    except BaseException:
+        for name, (linear, device) in before.items():
+            model.set_submodule(name, linear.to(device))
+        raise
+
+
 def _warn_upcast(model: nn.Module, names: list[str], mixtures: list[str]) -> None:
     """A model loaded in 16 bits whose weights are FP32 now went through ``prepare_model_for_kbit_training``, which is meant for
     models that are quantised already; and a model without a single linear to freeze is likely a mistake."""
     if not names and not mixtures and not frozen_modules(model):
-        warnings.warn("no linear layer of this model can be frozen; it stays as it is", stacklevel=5)
+        warn_caller("no linear layer of this model can be frozen; it stays as it is")
     loaded = getattr(getattr(model, "config", None), "dtype", None)
     if names and loaded in (torch.bfloat16, torch.float16) and model.get_submodule(names[0]).weight.dtype == torch.float32:
-        warnings.warn(
+        warn_caller(
             f"the model was loaded in {loaded} and is float32 now, so activations will take twice the memory. If it went through "
-            "prepare_model_for_kbit_training, leave that call out (use model.gradient_checkpointing_enable() for checkpointing).",
-            stacklevel=5,
+            "prepare_model_for_kbit_training, leave that call out (use model.gradient_checkpointing_enable() for checkpointing)."
         )
 
 
@@ -200,10 +215,9 @@ def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
         kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in list(dense.items())[:3])
         experts = any("(3-D)" in kind for kind in dense)
         advice = " Experts in 3-D parameters can be adapted, dense, through target_parameters." if experts else ""
-        warnings.warn(
+        warn_caller(
             f"{sum(dense.values()):.0%} of the matrix weights stay dense, in their full size: {kinds}. "
-            f"Only plain nn.Linear layers, and experts without biases in (experts, out, in) order, are packed.{advice}",
-            stacklevel=4,
+            f"Only plain nn.Linear layers, and experts without biases in (experts, out, in) order, are packed.{advice}"
         )
 
 

@@ -7,7 +7,6 @@ subclasses of ``nn.Linear`` (their forward may do more).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from torch import nn
 
 from ..nn.experts.frozen_experts import DOWN, FrozenExperts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
+from ..nn.wrapping import warn_caller
 from ..ops.core import FLOATS
 from .direct_reads import read_directly
 from .groups import input_terms
@@ -148,7 +148,7 @@ def check_names(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
     names = [name for name, _ in model.named_modules()]
     unmatched = [s for s in skip_modules if not any(skipped(name, (s,)) for name in names)]
     if unmatched:
-        warnings.warn(f"skip_modules matches no module: {', '.join(unmatched)}", stacklevel=4)
+        warn_caller(f"skip_modules matches no module: {', '.join(unmatched)}")
 
 
 def _convertible(name: str, module: nn.Linear, backend: str) -> bool:

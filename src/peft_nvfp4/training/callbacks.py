@@ -4,12 +4,6 @@
 >>> with memory_advice(trainer), deterministic(0):
 ...     trainer.train()
 
-* :class:`StopOnNonFinite` ends a run whose loss or gradient is NaN or Inf before the optimizer applies it: weights and
-  checkpoints stay what they were. The GPU is waited for once a step.
-* :func:`memory_advice` turns PyTorch's out-of-memory error into one that says which settings would take how much less, by
-  :mod:`peft_nvfp4.memory`.
-* :func:`deterministic` makes two runs of one script on one device equal, bit for bit.
-
 ``peft-nvfp4 train`` has the first two, and the third with ``--deterministic``.
 """
 
@@ -43,7 +37,8 @@ class NonFiniteError(RuntimeError):
 
 class StopOnNonFinite(TrainerCallback):
     """Callback of Trainer (and its relatives): raises :class:`NonFiniteError` where a loss or a gradient is NaN or Inf, before
-    the optimizer applies it. Nothing is saved then. Under FP16, gradients are left to the loss scaler, which skips such steps.
+    the optimizer applies it. Nothing is saved then. The GPU is waited for once a step. Under FP16, gradients are left to the loss
+    scaler, which skips such steps.
 
     Which module computes the first such number is found by ``TrainingArguments(debug="underflow_overflow")`` (transformers'
     ``DebugUnderflowOverflow``, slow) when the run is resumed; the error says so."""
@@ -85,7 +80,9 @@ class StopOnNonFinite(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         scaled = args.fp16 or getattr(optimizer, "scaler", None) is not None  # accelerate's configuration may have asked for it
-        grads = {} if scaled else {n: _local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        # of a sharded gradient this process's part: what is not finite there stops this process, which ends the others
+        local = lambda grad: grad.to_local() if hasattr(grad, "to_local") else grad
+        grads = {} if scaled else {n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         flags = [] if self.bad_loss is None else [self.bad_loss]
         if grads:
             norm = torch.nn.utils.get_total_norm(grads.values())
@@ -104,11 +101,6 @@ class StopOnNonFinite(TrainerCallback):
         """Whether a mean over labels is 0/0: of a micro-batch, or of the step if Trainer gave the number of all its labels."""
         alone = any(bool(empty) for empty, own_mean in self.unsupervised if own_mean)
         return alone or bool(self.unsupervised) and all(bool(empty) for empty, _ in self.unsupervised)
-
-
-def _local(grad: Tensor) -> Tensor:
-    """A sharded gradient's part on this process: what is not finite there stops this process, which ends the others."""
-    return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
 def _explain_non_finite(what: str, without_labels: bool, args: Any, state: Any, optimizer: Any) -> str:
@@ -137,45 +129,40 @@ class OutOfMemory(RuntimeError):
 
 
 def cheaper(model: Any, settings: Settings) -> list[tuple[str, int]]:
-    """(what to change, estimated peak then) for every change that takes less, then for all of them together.
-
-    Args:
-        model: what :func:`peft_nvfp4.memory.estimate` takes.
-    """
+    """(what to change, estimated peak then) for every change that takes less, then for all of them together. ``model`` is what
+    :func:`peft_nvfp4.memory.estimate` takes."""
     shape = model_shape(model)
     peak = lambda change: estimate(shape, replace(settings, **change)).peak
-    found = [(words, change, peak(change)) for words, change in _savings(settings)]
-    found = [entry for entry in found if entry[2] < peak({})]
-    if len(found) > 1:
-        everything = {key: value for _, change, _ in found for key, value in change.items()}
-        found.append(("all of these", everything, peak(everything)))
-    return [(words, bytes_) for words, _, bytes_ in found]
+    helpful = [(words, change) for words, change in _savings(settings) if peak(change) < peak({})]
+    if len(helpful) > 1:
+        helpful.append(("all of these", {key: value for _, change in helpful for key, value in change.items()}))
+    return [(words, peak(change)) for words, change in helpful]
 
 
 def _savings(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     """(in words, fields of the settings) of what can still be given up."""
     changes = [change for change in SACRIFICES if sacrificed(settings, change) != settings]
-    found = [("checkpointing" if "checkpointing" in change else f"memory={change['memory']!r}", change) for change in changes]
+    savings = [("checkpointing" if "checkpointing" in change else f"memory={change['memory']!r}", change) for change in changes]
     if settings.batch > 1:
         half = settings.batch // 2
-        found.insert(0, (f"batch {half} (and {-(-settings.batch // half)} times the accumulation)", {"batch": half}))
-    return found
+        savings.insert(0, (f"batch {half} (and {-(-settings.batch // half)} times the accumulation)", {"batch": half}))
+    return savings
 
 
 def explain(model: Any, settings: Settings, memory: int | None = None) -> str:
     """The message of :class:`OutOfMemory` for a step with these settings."""
     asked = f"{settings.batch} x {settings.sequence} tokens with backend {settings.backend}"
-    there = "" if memory is None else f", and the GPU has {memory / 2**30:.2f} GiB for this process"
+    limit = "" if memory is None else f", and the GPU has {memory / 2**30:.2f} GiB for this process"
     try:
         now, changes = estimate(model, settings).peak, cheaper(model, settings)
     except ValueError as error:
         return (
-            f"the GPU's memory is not enough for {asked}{there}. The estimator does not know this model ({error}); what takes "
+            f"the GPU's memory is not enough for {asked}{limit}. The estimator does not know this model ({error}); what takes "
             f"less: {', '.join(words for words, _ in _savings(settings)) or 'a shorter sequence'}"
         )
     lines = "; ".join(f"{words}: {peak / 2**30:.2f} GiB" for words, peak in changes)
     return (
-        f"the GPU's memory is not enough for {asked}{there}. A step is estimated to take {now / 2**30:.2f} GiB. What would take "
+        f"the GPU's memory is not enough for {asked}{limit}. A step is estimated to take {now / 2**30:.2f} GiB. What would take "
         f"less: {lines or 'none of the estimated settings'}"
     )
 
@@ -184,10 +171,10 @@ def settings_of(model: nn.Module, **known: Any) -> Settings:
     """The estimator's settings for a PEFT model with this package's config; ``known`` wins."""
     config = next(iter(getattr(model, "peft_config", {}).values()), None)
     options = getattr(config, "options", None)
-    found = {"backend": "bf16"} if options is None else dict(vars(options))
+    fields = {"backend": "bf16"} if options is None else dict(vars(options))
     if config is not None and config.target_modules:
-        found |= {"targets": "all-linear", "rank": config.r}
-    return Settings(**{**found, "cuda_graphs": records_steps(model), **known})
+        fields |= {"targets": "all-linear", "rank": config.r}
+    return Settings(**{**fields, "cuda_graphs": records_steps(model), **known})
 
 
 @contextmanager
@@ -223,22 +210,17 @@ def memory_advice(trainer: Any) -> Iterator[None]:
         handle.remove()
 
 
-# ---------------------------------------------------------------------------------------------- the same bits
-
-
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
 def deterministic(seed: int | None = None) -> Iterator[None]:
     """Within the context PyTorch computes deterministically: two runs on one device, with one version of everything, are equal
-    bit for bit. An operation that cannot raises.
+    bit for bit. An operation that cannot raises. All random generators start from ``seed``, if one is given, and go on from where
+    they are when the context ends.
 
-    All random generators start from ``seed``, if one is given, and go on from where they are when the context ends.
-
-    ``transformers.enable_full_determinism`` sets the same flags for good. This context puts them back; it does not serialise
-    kernel launches (``CUDA_LAUNCH_BLOCKING``, which costs time and changes no result), does not fill new memory with NaN, and
-    leaves cuBLAS's larger workspace, or the one that the user chose.
+    ``transformers.enable_full_determinism`` sets the same flags for good, serialises kernel launches, which costs time and
+    changes no result, and takes cuBLAS's smaller workspace.
 
     It costs time in attention's backward and in scattering operations; this package's own kernels are deterministic in any
     case. cuBLAS takes its workspaces from an environment variable that it reads once: set here if it is not, too late if the

@@ -1,18 +1,17 @@
 """CUDA graphs for training: the decoder's forward and backward as two recorded launches instead of thousands.
 
-A training step of a small model on a fast GPU is bound by Python and by kernel launches. :func:`enable_cuda_graphs` makes the
-decoder (everything between token ids and the last hidden state; the loss stays outside) replay recordings of itself:
+A training step of a small model on a fast GPU is bound by Python and by kernel launches. Here the decoder (everything between
+token ids and the last hidden state; the loss stays outside) replays recordings of itself:
 
 >>> model = get_peft_model(model, NVFP4LoraConfig(...))
 >>> enable_cuda_graphs(model)
 >>> Trainer(model=model, ...).train()
 >>> print(graph_status(model))
 
-A recording is made for each combination of input shapes, at its first use, and holds its memory until it is discarded:
-when something that is baked into it has changed (an adapter switched, merged, frozen or added, a scaling, a dropout probability,
-a parameter that lives elsewhere), or by :func:`disable_cuda_graphs`. Whatever a recording cannot do (evaluation, generation,
-hidden states of all layers, packed sequences, a second forward before the backward of the first) runs as it would without, and
-the status says why.
+A recording is made for each combination of input shapes, at its first use, and holds its memory until something that is baked
+into it has changed (an adapter switched, merged, frozen or added, a scaling, a dropout probability, a parameter that lives
+elsewhere), or :func:`disable_cuda_graphs`. Whatever a recording cannot do (evaluation, generation, hidden states of all layers,
+packed sequences, a second forward before the backward of the first) runs as it would without, and the status says why.
 
 Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.seeds.draw_seed`), and before each replay the seeds
 are drawn from PyTorch's CPU generator as eager code would, in the same order. Warm-up and recording put the generators back.
@@ -55,17 +54,11 @@ DROPPED = {"num_items_in_batch", "use_cache"}
 
 @dataclass
 class GraphStatus:
-    """What :func:`graph_status` returns.
+    """What :func:`graph_status` returns."""
 
-    Attributes:
-        graphs: input shapes -> number of replays.
-        reasons: why calls ran without a graph -> how many did.
-        discarded: recordings that were dropped because the model had changed.
-    """
-
-    graphs: dict[str, int] = field(default_factory=dict)
-    reasons: Counter = field(default_factory=Counter)
-    discarded: int = 0
+    graphs: dict[str, int] = field(default_factory=dict)  # input shapes -> number of replays
+    reasons: Counter = field(default_factory=Counter)  # why calls ran without a graph -> how many did
+    discarded: int = 0  # recordings that were dropped because the model had changed
 
     def __str__(self) -> str:
         lines = [f"replayed {n} times: {shapes}" for shapes, n in self.graphs.items()] or ["no recording"]
@@ -93,7 +86,6 @@ def _baked_in(p: nn.Parameter) -> tuple:
 
 
 def _adapter_state(layer: nn.Module) -> tuple:
-    """Of a LoRA layer."""
     if layer._forward_pre_hooks:
         raise Unsupported("hooks on adapters (aLoRA) may do something else in every step")
     dropouts = tuple(getattr(d, "p", 0.0) for d in layer.lora_dropout.values())
@@ -202,8 +194,8 @@ class GraphedForward:
                 state += [_baked_in(p) for p in module._parameters.values() if p is not None]
             if module._buffers:
                 state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-                hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+            hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+            if any(hooks):
                 state.append(tuple(map(tuple, hooks)))
             if "lora_A" in children:
                 state.append(_adapter_state(module))
@@ -283,9 +275,6 @@ class GraphedForward:
             config._attn_implementation = "sdpa"
 
 
-# ---------------------------------------------------------------------------------------------- public
-
-
 def _decoder(model: nn.Module) -> nn.Module | None:
     """The decoder of a (PEFT) model: what its class calls ``base_model_prefix``; None where there is none."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -300,12 +289,8 @@ def _graphed(model: nn.Module) -> GraphedForward | None:
 
 def enable_cuda_graphs(model: nn.Module) -> None:
     """Record the decoder's training steps in CUDA graphs from now on. On a machine without CUDA every step runs without, and
-    :func:`graph_status` says so.
-
-    Raises:
-        ValueError: no decoder was found, or its layers cannot be recorded: their weights are on the host, or adapters are trained
-            with ``merge_aware=True``.
-    """
+    :func:`graph_status` says so. Raises ValueError where no decoder is found or its layers cannot be recorded: their weights are
+    on the host, or adapters are trained with ``merge_aware=True``."""
     decoder = _decoder(model)
     if decoder is None:
         raise ValueError(f"{type(model).__name__} has no decoder module of its own: CUDA graphs need a *ForCausalLM model")

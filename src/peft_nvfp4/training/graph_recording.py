@@ -23,13 +23,9 @@ class Unsupported(Exception):
 
 
 class CudaRecording:
-    """Forward and backward of ``run(**inputs)``, which returns one tensor, in two CUDA graphs.
-
-    Args:
-        parameters: what is differentiated: aliases of the model's parameters (:func:`substituted`).
-        pool: memory shared by the recordings of one model. They may share it because no two are ever between forward and
-            backward at the same time.
-    """
+    """Forward and backward of ``run(**inputs)``, which returns one tensor, in two CUDA graphs. ``parameters``, aliases of the
+    model's (:func:`substituted`), are differentiated. Recordings of one model share the memory ``pool``: no two are ever between
+    forward and backward at the same time."""
 
     def __init__(self, run: Callable[..., Tensor], inputs: dict[str, Tensor], parameters: list[Tensor], pool: Any):
         self.inputs = {name: t.clone() for name, t in inputs.items()}
@@ -61,9 +57,9 @@ class CudaRecording:
         """Gradients of the parameters, in memory of their own: ``.grad`` outlives the next replay."""
         self.dy.copy_(dy)
         self.backward_graph.replay()
-        there = [g for g in self.grads if g is not None]
-        own = iter(torch._foreach_mul(there, 1.0) if there else ())
-        return [None if g is None else next(own) for g in self.grads]
+        recorded = [g for g in self.grads if g is not None]
+        copies = iter(torch._foreach_mul(recorded, 1.0) if recorded else ())
+        return [None if g is None else next(copies) for g in self.grads]
 
 
 class Ticket:
@@ -108,11 +104,9 @@ def substituted(module: nn.Module, parameters: list[nn.Parameter], aliases: list
 
 
 class SeedTape:
-    """Seeds of one recording, in one device tensor that is refilled before each replay.
-
-    While recording, a seed is drawn from the CPU generator as always, but what the kernels get is the place on the tape that is
-    reserved for it. Activation checkpointing draws the same number a second time, and gets the same place.
-    """
+    """Seeds of one recording, in one device tensor that is refilled before each replay. While recording, a seed is drawn from the
+    CPU generator as always, but what the kernels get is the place on the tape that is reserved for it. Activation checkpointing
+    draws the same number a second time, and gets the same place."""
 
     LENGTH = 4096
 
@@ -121,7 +115,7 @@ class SeedTape:
         self.places: dict[int, int] = {}
 
     def draw(self) -> Tensor:
-        number = int(torch.randint(-(2**62), 2**62, (), dtype=torch.int64))
+        number = int(torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu"))
         place = self.places.setdefault(number, len(self.places))
         if place >= self.LENGTH:
             raise Unsupported(f"more than {self.LENGTH} random seeds in a step")
@@ -130,7 +124,7 @@ class SeedTape:
     def refill(self) -> None:
         """Draw what eager code would draw."""
         if self.places:
-            numbers = torch.randint(-(2**62), 2**62, (len(self.places),), dtype=torch.int64)
+            numbers = torch.randint(-(2**62), 2**62, (len(self.places),), dtype=torch.int64, device="cpu")
             self.buffer[: len(self.places)].copy_(numbers, non_blocking=True)
 
     @contextmanager

@@ -12,8 +12,8 @@ Experts that are 3-D parameters have the same three tensors for each projection,
 Kp is K rounded up to 32. Everything else (embeddings, norms, heads, biases) is stored as by transformers. Backward layouts are
 not stored: they are made from the forward ones, with the same bits, in a fraction of the time.
 
-Files are checked before anything is loaded, by their headers: whole, safetensors, the three tensors of every linear, in their
-shapes. What only the bytes can tell (NaN scales) is checked when they are on their device. Every message names tensor and file.
+Files are checked by their headers before anything is loaded. What only the bytes can tell (NaN scales) is checked when they are
+on their device. Every message names tensor and file.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def stored_tensors(model: nn.Module, files: Iterable[str], quantizer: HfQuantize
     """Name in the model -> the tensor that transformers will load there, with this quantizer. (A tensor that is split on loading
     is under the name of its first part.)"""
     renamings, converters, context = conversions(model, quantizer)
-    found = {}
+    tensors = {}
     for stored in stored_in(files):
         stem, dot, leaf = stored.key.rpartition(".")
         part = leaf in PACKED[1:] or leaf in PARTS  # not in the model yet: named after its weight
         name, converter = rename_source_key(f"{stem}.weight" if part else stored.key, renamings, converters, *context)
         name = f"{name.rpartition('.')[0]}{dot}{leaf}" if part else name
-        found[name] = replace(stored, converted=converter is not None)
-    return found
+        tensors[name] = replace(stored, converted=converter is not None)
+    return tensors
 
 
 def packed_shapes(name: str, module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -146,18 +146,14 @@ def _complete(layer: NVFP4FrozenLinear) -> None:
     layer._store(w._replace(gscale=w.gscale.clone()))  # a copy: in a mapped file, four bytes may lie anywhere
 
 
-# ---------------------------------------------------------------------------------------------- memory of mapped files
-
-
 def release(files: Iterable[str]) -> None:
-    """Advise the kernel to drop the resident pages of all mappings of these files, which have been read. Where there is no such
-    call (other systems than Linux), nothing happens.
+    """Advise the kernel to drop the resident pages of all mappings of these files, which have been read, and give freed heap
+    memory back. Where there is no such call (other systems than Linux), nothing happens.
 
     What is read from a mapped file counts as resident until the mapping goes: on a CPU, with the last dense parameter of the
-    file. The kernel takes such pages back when it needs them. But job schedulers and people look at that number, and a streaming
-    load would seem to hold the whole BF16 model. ``MADV_PAGEOUT`` drops clean pages of a file and never loses a byte
-    (``MADV_DONTNEED`` would throw away what somebody wrote into another private mapping of the same file). On the same occasion
-    freed heap memory goes back, of which quantising on a CPU leaves much.
+    file. Job schedulers and people look at that number, and a streaming load would seem to hold the whole BF16 model.
+    ``MADV_PAGEOUT`` drops clean pages of a file and never loses a byte (``MADV_DONTNEED`` would throw away what somebody wrote
+    into another private mapping of the same file).
     """
     paths = {os.path.realpath(file) for file in files}
     try:
@@ -174,9 +170,6 @@ def release(files: Iterable[str]) -> None:
         if len(fields) == 6 and fields[5].rstrip("\n") in paths:
             start, end = (int(address, 16) for address in fields[0].split("-"))
             madvise(start, end - start, MADV_PAGEOUT)
-
-
-# ---------------------------------------------------------------------------------------------- saving
 
 
 def saved_state_dict(model: nn.Module) -> dict[str, Tensor] | None:

@@ -1,12 +1,12 @@
 """Experts that are 3-D parameters, while ``from_pretrained`` loads a model: in three ways, as linears (:mod:`.quantizer`).
 
-* A dense checkpoint: transformers gathers the experts of a projection into one tensor, which is quantised, expert by expert, when
-  it arrives; at any time one projection of one layer is dense.
+* A dense checkpoint: transformers gathers the experts of a projection into one tensor, which is quantised when it arrives; at any
+  time one projection of one layer is dense.
 * A saved model: the files hold the packed parameters of :class:`~peft_nvfp4.nn.experts.frozen_experts.FrozenExperts` under their
   names in the model. Experts that the files hold dense (``skip_modules``) stay dense.
-* A model packed by another tool holds every expert's linears by themselves. Their place is taken by linears of those names
-  (:class:`OpenedExperts`), which are loaded as any other packed linears, and then joined: codes and scales are copied. Without
-  that, transformers would merge the experts' tensors on loading, which it cannot do with packed ones.
+* A model packed by another tool holds every expert's linears by themselves, which transformers would merge on loading if they
+  were dense. Their place is taken by linears of those names (:class:`OpenedExperts`), which are loaded as any other packed
+  linears, and then joined: codes and scales are copied.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ class OpenedExperts(nn.Module):
     """The linears of experts one by one, under their names in the files: ``<expert>.<linear>``.
 
     Attributes:
-        original: the module whose place this one has.
+        original: (the module whose place this one has,): in a tuple it is no submodule.
         roles: name of a linear -> (projection that it is part of, index of that part).
     """
 
     def __init__(self, original: nn.Module, roles: Mapping[str, tuple[str, int]]):
         super().__init__()
-        self._outside, self.roles = (original,), dict(roles)
+        self.original, self.roles = (original,), dict(roles)
         for e in range(original.down_proj.shape[0]):
             expert = nn.Module()
             for leaf, (projection, _) in roles.items():
@@ -117,10 +117,6 @@ class OpenedExperts(nn.Module):
                 dtype = original.down_proj.dtype
                 expert.add_module(leaf, nn.Linear(k, n // parts, bias=False, device="meta", dtype=dtype))
             self.add_module(str(e), expert)
-
-    @property
-    def original(self) -> nn.Module:
-        return self._outside[0]
 
     def linears(self) -> list[str]:
         return [f"{e}.{leaf}" for e, _ in self.named_children() for leaf in self.roles]
@@ -134,13 +130,13 @@ def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
     for stored in stored_in(files):
         stem, _, leaf = stored.key.rpartition(".")
         plain = rename_source_key(f"{stem}.weight", renamings, [], *context)[0]
-        found = _LINEAR.fullmatch(plain.removesuffix(".weight")) if leaf in PARTS else None
-        if found is None or found[1] not in state.mixtures or found[3] in roles.get(found[1], {}):
+        match = _LINEAR.fullmatch(plain.removesuffix(".weight")) if leaf in PARTS else None
+        if match is None or match[1] not in state.mixtures or match[3] in roles.get(match[1], {}):
             continue
         target, pattern = rename_source_key(f"{stem}.weight", renamings, converters, *context)
         sources = next((c.source_patterns for c in converters if pattern in c.source_patterns), [pattern])
-        roles.setdefault(found[1], {})[found[3]] = target.rpartition(".")[2], sources.index(pattern)
-        state.opened[found[1]] = stored
+        roles.setdefault(match[1], {})[match[3]] = target.rpartition(".")[2], sources.index(pattern)
+        state.opened[match[1]] = stored
     wanted = {("gate_up_proj", 0), ("gate_up_proj", 1), ("down_proj", 0)}
     if roles and (partly := [n for n in state.mixtures if set(roles.get(n, {}).values()) != wanted]):
         part = next(iter(state.opened.values()))
@@ -149,8 +145,8 @@ def open_up(state: LoadState, model: nn.Module, files: Sequence[str]) -> None:
             f"{INSTEAD}"
         )
     state.mixtures = list(roles)
-    for name, its in roles.items():
-        opened = OpenedExperts(model.get_submodule(name), dict(sorted(its.items(), key=lambda item: item[1])))
+    for name, linears in roles.items():
+        opened = OpenedExperts(model.get_submodule(name), dict(sorted(linears.items(), key=lambda item: item[1])))
         model.set_submodule(name, opened)
         state.planned |= {f"{name}.{linear}": (f"{name}.{linear}",) for linear in opened.linears()}
 
@@ -159,7 +155,7 @@ def close(state: LoadState, model: nn.Module) -> None:
     """Make frozen experts of the opened ones, whose linears are frozen now; gate and up of an expert become one matrix."""
     for name in state.opened:
         opened: OpenedExperts = model.get_submodule(name)
-        model.set_submodule(name, opened.original)
+        model.set_submodule(name, opened.original[0])
         experts = empty(state, model, name)
         for projection in experts.projections:
             leaves = [leaf for leaf, role in opened.roles.items() if role[0] == projection]
@@ -169,9 +165,7 @@ def close(state: LoadState, model: nn.Module) -> None:
             del state.planned[f"{name}.{linear}"]
 
 
-def _joined(
-    experts: FrozenExperts, projection: str, name: str, e: str, expert: nn.Module, leaves: Sequence[str]
-) -> dict[str, Tensor]:
+def _joined(experts: FrozenExperts, projection: str, name: str, e: str, expert: nn.Module, leaves: Sequence[str]) -> dict:
     """Packed tensors of one expert's projection, from those of its linears; which are let go."""
     parts = [expert.get_submodule(leaf).forward_layout for leaf in leaves]
     if not all(torch.equal(part.gscale, parts[0].gscale) for part in parts):

@@ -31,37 +31,28 @@ from .texts import Rows
 IGNORED = -100
 """The label of a position that is not scored."""
 SAMPLES = 3
-"""Rows that are shown with what the model said."""
+"""Rows that are shown with the model's answer."""
 
 
 @dataclass
 class Score:
-    """Attributes:
-    format, rows: of the data; so many rows were scored.
-    left_out: rows whose prompt alone fills the maximum length.
-    scores: name -> value, in [0, 1] but for ``perplexity`` and ``nll`` (nats a token).
-    samples: some rows with what the model said.
-    """
+    """What a model does on ``rows`` rows of a format."""
 
     format: str
     rows: int
-    left_out: int
-    scores: dict[str, float]
-    samples: list[dict[str, str]] = field(default_factory=list)
+    left_out: int  # rows whose prompt alone fills the maximum length
+    scores: dict[str, float]  # name -> value, in [0, 1] but for ``perplexity`` and ``nll`` (nats a token)
+    samples: list[dict[str, str]] = field(default_factory=list)  # some rows with what the model answered
 
 
 def encode(rows: Rows, tokenizer: Any, max_length: int) -> dict[int, dict[str, list[int]]]:
-    """Number of a row -> its ``input_ids`` and ``labels``, where these are not empty within ``max_length`` tokens.
-
-    Raises:
-        ValueError: every row's prompt fills ``max_length``.
-    """
+    """Number of a row -> its ``input_ids`` and ``labels``, where these are not empty within ``max_length`` tokens."""
     eos = "" if rows.conversational else tokenizer.eos_token or ""  # a template writes it itself
     pairs = rows.rendered(tokenizer)
-    found = [_encode(p, c.removesuffix(eos) + eos, tokenizer, max_length, rows.conversational) for p, c in pairs]
-    if not any(found):
+    encoded = [_encode(p, c.removesuffix(eos) + eos, tokenizer, max_length, rows.conversational) for p, c in pairs]
+    if not any(encoded):
         raise ValueError(f"no row has anything to learn or to score within {max_length} tokens: raise --max-length")
-    return {number: row for number, row in enumerate(found) if row is not None}
+    return {number: row for number, row in enumerate(encoded) if row is not None}
 
 
 def _encode(prompt: str, completion: str, tokenizer: Any, max_length: int, templated: bool) -> dict[str, list[int]] | None:
@@ -81,20 +72,9 @@ def collator(tokenizer: Any) -> DataCollatorForSeq2Seq:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    tokenizer: Any,
-    rows: Rows,
-    *,
-    batch: int = 8,
-    max_length: int = 1024,
-    max_new_tokens: int = 64,
-    generate: bool = True,
+    model: nn.Module, tokenizer: Any, rows: Rows, *, batch: int, max_length: int, max_new_tokens: int, generate: bool
 ) -> Score:
-    """Score a model on rows.
-
-    Args:
-        generate: also let it answer (of ``prompt`` and ``chat``), which takes most of the time.
-    """
+    """Score a model on rows; with ``generate`` it also answers (``prompt`` and ``chat``), which takes most of the time."""
     model.eval()
     format, rows = rows.format, rows.by_turn()
     encoded = encode(rows, tokenizer, max_length)
@@ -118,7 +98,7 @@ def evaluate(
 
 def _losses(model: nn.Module, tokenizer: Any, rows: Sequence[dict], size: int) -> tuple[Tensor, Tensor]:
     """(summed negative log-likelihood, number) of every row's labels, in FP64. FP32 logits exist of one row at a time."""
-    collate, (losses, counts) = collator(tokenizer), torch.zeros(2, len(rows), dtype=torch.float64)
+    collate, (losses, counts) = collator(tokenizer), torch.zeros(2, len(rows), dtype=torch.float64, device="cpu")
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # rows of similar length: little padding
     for at in tqdm(range(0, len(rows), size), desc="Scoring", unit="batch"):
         numbers = order[at : at + size]
@@ -144,15 +124,15 @@ def _answers(model: nn.Module, tokenizer: Any, prompts: list, size: int, new_tok
     """What the model says after every prompt, greedy."""
     tokenizer.padding_side = "left"
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    found = generator(prompts, batch_size=size, max_new_tokens=new_tokens, do_sample=False, return_full_text=False)
-    return [one[0]["generated_text"] for one in found]
+    results = generator(prompts, batch_size=size, max_new_tokens=new_tokens, do_sample=False, return_full_text=False)
+    return [result[0]["generated_text"] for result in results]
 
 
 def _label_scores(answers: Sequence[str], expected: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    found, true = (torch.tensor([labels.index(text) for text in texts]) for texts in (answers, expected))
+    pair = [torch.tensor([labels.index(text) for text in texts], device="cpu") for texts in (answers, expected)]
     classes = max(2, len(labels))  # torchmetrics wants two
-    accuracy = multiclass_accuracy(found, true, num_classes=classes, average="micro")
-    f1 = multiclass_f1_score(found, true, num_classes=classes, average="macro")
+    accuracy = multiclass_accuracy(*pair, num_classes=classes, average="micro")
+    f1 = multiclass_f1_score(*pair, num_classes=classes, average="macro")
     return {"accuracy": float(accuracy), "macro_f1": float(f1)}
 
 

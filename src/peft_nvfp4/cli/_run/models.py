@@ -33,11 +33,7 @@ def choose_dtype(name: str) -> torch.dtype:
 
 
 def config_of(name: str) -> Any:
-    """The configuration of a model, without its weights.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-    """
+    """The configuration of a model, without its weights. Raises FileNotFoundError if there is no such model."""
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
@@ -49,9 +45,9 @@ def config_of(name: str) -> Any:
 
 def _packed(name: str, options: Options) -> dict[str, Any]:
     """The argument of ``from_pretrained`` for a model that is packed already, by this package or another tool; else empty."""
-    found = getattr(config_of(name), "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    if found is None or method != METHOD and published_method(found) is None:
+    stored = getattr(config_of(name), "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    if stored is None or method != METHOD and published_method(stored) is None:
         return {}
     return {"quantization_config": PactConfig(accuracy=options.accuracy, memory=options.memory)}
 
@@ -69,13 +65,8 @@ def load(
 
     Args:
         dtype: a word of :func:`choose_dtype`, or ``"stored"``.
-        layers: keep only the first ones, for a quick look at the mechanics.
         options: of the ``NVFP4LoraConfig`` to come, for a model that is packed already.
-        device: another one.
         kwargs: of ``from_pretrained``.
-
-    Raises:
-        FileNotFoundError: there is no such model.
     """
     kwargs, device = _packed(name, options or Options()) | kwargs, device or default_device()
     kwargs |= {"dtype": "auto" if dtype == "stored" else choose_dtype(dtype)}
@@ -94,12 +85,14 @@ def _truncate(model: nn.Module, layers: int) -> None:
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise ValueError(f"layers={layers}: {type(model).__name__} has no list of layers to cut")
     decoder.layers = decoder.layers[:layers]
-    model.config.num_hidden_layers = len(decoder.layers)
-    if getattr(model.config, "layer_types", None):
-        model.config.layer_types = model.config.layer_types[:layers]
+    shorten(model.config, len(decoder.layers))
 
 
-# ---------------------------------------------------------------------------------------------- adapters
+def shorten(config: Any, layers: int) -> None:
+    """Make a config that of a model of so many layers."""
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
 
 
 def trained_layers(adapter: str | Path) -> int | None:
@@ -109,21 +102,25 @@ def trained_layers(adapter: str | Path) -> int | None:
     return layers if isinstance(layers, int) and layers > 0 else None
 
 
-def load_base(adapter: str, name: str | None, dtype: str, layers: int | None) -> tuple[NVFP4LoraConfig, nn.Module, Any]:
+def load_base(
+    adapter: str, name: str | None, dtype: str, layers: int | None, calibration: str | None = None
+) -> tuple[NVFP4LoraConfig, nn.Module, Any]:
     """(config of an adapter, the base it was trained on or the one that is named, tokenizer)."""
-    config = NVFP4LoraConfig.from_pretrained(adapter)
+    config = NVFP4LoraConfig.from_pretrained(adapter, calibration=calibration)
     if not (name := name or config.base_model_name_or_path):
         raise ValueError(f"{adapter} does not name its base model: give it with --model")
     return config, *load(name, dtype, layers or trained_layers(adapter), config.options)
 
 
-def load_with_adapter(name: str | None, adapter: str | None, dtype: str, layers: int | None) -> tuple[nn.Module, Any]:
+def load_with_adapter(
+    name: str | None, adapter: str | None, dtype: str, layers: int | None, calibration: str | None = None
+) -> tuple[nn.Module, Any]:
     """(model with the adapter over the frozen base it was trained on, tokenizer); without an adapter, the model as it is."""
     if adapter is None:
         if name is None:
             raise ValueError("give a model, an adapter, or both")
         model, tokenizer = load(name, dtype, layers)
     else:
-        config, base, tokenizer = load_base(adapter, name, dtype, layers)
+        config, base, tokenizer = load_base(adapter, name, dtype, layers, calibration)
         model = PeftModel.from_pretrained(base, adapter, config=config)
     return model.to(default_device()), tokenizer

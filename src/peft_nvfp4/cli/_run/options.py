@@ -11,28 +11,22 @@ from typing import Any
 import yaml
 
 from ...lora.config import NVFP4LoraConfig
-from ...quantization.options import Options, check_known, help_of
+from ...quantization.options import FIELDS, check_known, help_of
 
 FILE = "train.yaml"
 """In the output folder: the options of the run, read by ``--resume``."""
 
 
 def option(default: Any, help: str | None = None, *flags: str, sft: str | None = None) -> Any:
-    """A field, and what is known of it.
-
-    Args:
-        help: None: it has no flag, and is for the YAML file.
-        flags: if not ``--name``.
-        sft: the field of TRL's ``SFTConfig`` that it sets.
-    """
+    """A field; without ``help`` it has no flag and is for the YAML file. ``flags``: if not ``--name``. ``sft``: the field of
+    TRL's ``SFTConfig`` that it sets."""
     metadata = {"help": help, "flags": flags, "sft": sft}
     return field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
 
 
 def base_option(name: str) -> Any:
     """A field that :class:`~peft_nvfp4.quantization.options.Options` defines."""
-    default = next(f.default for f in fields(Options) if f.name == name)
-    return option(default, help_of(name))
+    return option(FIELDS[name].default, help_of(name))
 
 
 @dataclass
@@ -70,7 +64,7 @@ class TrainOptions:
     accumulation: int = option(1, "Times a step (1).", sft="gradient_accumulation_steps")
     lr: float = option(2e-4, "Peak learning rate (2e-4).", sft="learning_rate")
     scheduler: str = option("linear", "linear, cosine, constant, ...", sft="lr_scheduler_type")
-    warmup: float = option(0.05, "Share of the steps (0.05).", sft="warmup_steps")
+    warmup: float = option(0.05, "Share of the steps, never all (0.05).", sft="warmup_steps")
     optimizer: str = option("adamw_torch_fused", "adamw_torch_fused, paged_adamw_8bit, ...", sft="optim")
     checkpointing: bool = option(False, "Keep only the inputs of decoder layers for backward.", sft="gradient_checkpointing")
     deterministic: bool = option(False, "Two runs are equal bit for bit; slower attention.")
@@ -103,11 +97,7 @@ class TrainOptions:
 
 
 def adapter_config(options: TrainOptions) -> NVFP4LoraConfig:
-    """The config of the adapter and of the base's freezing. Only here do options become fields of ``NVFP4LoraConfig``.
-
-    Raises:
-        ValueError: under ``lora`` is a field that it has not.
-    """
+    """The config of the adapter and of the base's freezing. Only here do options become fields of ``NVFP4LoraConfig``."""
     known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
     if unknown := sorted(map(str, options.lora.keys() - known)):
         raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")
@@ -133,11 +123,7 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Options in a file.
-
-    Raises:
-        ValueError: it is not YAML, or has a key that no option is called; the message lists the known ones.
-    """
+    """Options in a file. Raises ValueError if it is not YAML, or has a key that no option is called."""
     text = Path(path).read_bytes()
     try:
         content = yaml.safe_load(text)
@@ -156,18 +142,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def gathered(flags: dict[str, Any], config: str | Path | None = None, resume: bool = False) -> TrainOptions:
     """Defaults, under those of the interrupted run (``resume``), under the YAML file's, under the flags that were given."""
-    values: dict[str, Any] = {}
-    given = {name: value for name, value in flags.items() if value is not None}
-    from_file = {} if config is None else read_yaml(config)
+    values = {} if config is None else read_yaml(config)
+    values |= {name: value for name, value in flags.items() if value is not None}
     if resume:
-        output = given.get("output") or from_file.get("output")
-        if not output:
+        if not (output := values.get("output")):
             raise ValueError("--resume needs the output folder of the run to go on with: --output FOLDER")
         path = Path(output) / FILE
         if not path.is_file():
             raise ValueError(f"{output} holds no run to resume (no {FILE})")
-        values = read_yaml(path)
-    options = TrainOptions(**{**values, **from_file, **given})
+        values = read_yaml(path) | values
+    options = TrainOptions(**values)
     if missing := [name for name in ("model", "dataset", "output") if not getattr(options, name)]:
         raise ValueError(f"missing: {', '.join(missing)} (as an option, or in the YAML file)")
     return options

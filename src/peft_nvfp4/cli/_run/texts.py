@@ -20,7 +20,7 @@ from typing import Any
 
 import datasets
 import pandas
-from trl import apply_chat_template, maybe_convert_to_chatml
+from trl import apply_chat_template, is_conversational, maybe_convert_to_chatml
 
 datasets.disable_progress_bars()  # the commands print their own progress and errors
 datasets.logging.set_verbosity(logging.CRITICAL)
@@ -37,22 +37,16 @@ MOST_LABELS = 100
 
 @dataclass
 class Rows:
-    """A data set.
+    """A data set."""
 
-    Attributes:
-        format: a word of :data:`FORMATS`.
-        data: with the columns ``messages``, ``text``, or ``prompt`` and ``completion``.
-        labels: of a classification: its completions, in the order in which they came.
-    """
-
-    format: str
-    data: datasets.Dataset
-    labels: Sequence[str] = ()
+    format: str  # a word of FORMATS
+    data: datasets.Dataset  # with the columns messages, text, or prompt and completion
+    labels: Sequence[str] = ()  # of a classification: its completions, in the order in which they came
 
     @property
     def conversational(self) -> bool:
         """Rows are lists of messages, of which the tokenizer's chat template makes a text."""
-        return self.format == "chat" or self.format == "prompt" and not isinstance(self.data[0]["prompt"], str)
+        return is_conversational(self.data[0])
 
     def by_turn(self) -> Rows:
         """Conversations as prompts and completions: a row for each turn of the assistant, with the messages before it."""
@@ -70,8 +64,8 @@ class Rows:
         if not self.conversational:
             return self.pairs()
         check_chat_template(tokenizer)
-        found = [apply_chat_template({"prompt": p, "completion": c}, tokenizer) for p, c in self.by_turn().pairs()]
-        return [(text["prompt"], text["completion"]) for text in found]
+        rendered = [apply_chat_template(row, tokenizer) for row in self.by_turn().data]
+        return [(row["prompt"], row["completion"]) for row in rendered]
 
     def plain(self) -> list[Any]:
         """Every row as one text, or as one list of messages."""
@@ -106,9 +100,6 @@ def read(
         template: of a classification's prompt, with ``{text}`` where the text goes.
         split: of a data set that is no file.
         limit: rows at most.
-
-    Raises:
-        FileNotFoundError, ValueError: the message says what was expected.
     """
     data = _load(name, split)
     data = data if limit is None else data.select(range(min(limit, len(data))))
@@ -145,7 +136,7 @@ def _load(name: str, split: str) -> datasets.Dataset:
             return datasets.Dataset.from_pandas(pandas.read_csv(path, index_col=False, encoding="utf-8-sig", **cells))
         settings = {"sample_by": "paragraph"} if kind == "text" else {}
         return datasets.load_dataset(kind, data_files=str(path), split="train", **settings)
-    except Exception as error:  # whatever the library raises for a name or a file that it cannot read: said, with the ways out
+    except Exception as error:  # the library raises many kinds for a name or a file that it cannot read
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         words = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         if kind is None:

@@ -41,33 +41,18 @@ Say = Callable[[str], None]
 
 @dataclass
 class Result:
-    """Of a run.
-
-    Attributes:
-        finished: False if it was interrupted; the last checkpoint is then what to resume from.
-        loss: mean of the training loss; None if no step was taken.
-        eval_loss: at the end, if there was something to score.
-    """
+    """What a run has done."""
 
     output: str
     steps: int
-    finished: bool
+    finished: bool  # False if it was interrupted; the last checkpoint is then what to resume from
     seconds: float
-    loss: float | None
-    eval_loss: float | None = None
+    loss: float | None  # mean of the training loss; None if no step was taken
+    eval_loss: float | None = None  # at the end, if there was something to score
 
 
 def run(options: TrainOptions, resume: bool = False, say: Say = print) -> Result:
-    """Train, from the last checkpoint if ``resume`` and there is one, and save the adapter.
-
-    Args:
-        say: called with a line for the user.
-
-    Raises:
-        FileNotFoundError, ValueError: of the model, the data or an option; or the output folder holds another run's checkpoints
-            and ``resume`` is False.
-        NonFiniteError, OutOfMemory: of :mod:`peft_nvfp4.training.callbacks`.
-    """
+    """Train, from the last checkpoint if ``resume`` and there is one, and save the adapter. ``say`` gets lines for the user."""
     output = Path(options.output)
     if not resume and any(output.glob("checkpoint-*")):
         raise ValueError(f"{output} holds checkpoints of an earlier run: go on with --resume, or choose another output folder")
@@ -90,9 +75,6 @@ def run(options: TrainOptions, resume: bool = False, say: Say = print) -> Result
     return Result(str(output), steps, finished, time.perf_counter() - start, loss if loss == loss else None, score)
 
 
-# ---------------------------------------------------------------------------------------------- before
-
-
 def _trainer(options: TrainOptions, say: Say, *callbacks: TrainerCallback) -> tuple[SFTTrainer, TrainOptions]:
     """The trainer, after all that can be wrong with the options; and the options with what was chosen to fit ``max_memory``."""
     device = models.default_device()
@@ -104,7 +86,7 @@ def _trainer(options: TrainOptions, say: Say, *callbacks: TrainerCallback) -> tu
     home = torch.device("cpu") if config.options.offload else device
     base, tokenizer = models.load(options.model, options.dtype, options.layers, config.options, home)
     if options.max_memory is not None:
-        options = _planned(options, base.config, _longest(options, train, tokenizer), say)
+        options = _planned(options, base.config, train, tokenizer, say)
         config = adapter_config(options)
         if device.type == "cuda":  # held to it, so that a wrong estimate shows here and not on the smaller card
             share = (parse_bytes(options.max_memory) - CONTEXT) / torch.cuda.get_device_properties(device).total_memory
@@ -153,11 +135,7 @@ def _template_marks_turns(tokenizer: Any) -> bool:
 
 
 def _say_prepared(options: TrainOptions, given: int, prepared: Dataset, say: Say) -> None:
-    """What became of the rows.
-
-    Raises:
-        ValueError: nothing is left to learn from.
-    """
+    """What became of the rows. Raises ValueError if nothing is left to learn from."""
     lengths = [len(ids) for ids in prepared["input_ids"]]
     if not lengths:
         raise ValueError(f"no row has anything to learn within {options.max_length} tokens: raise max_length")
@@ -166,15 +144,12 @@ def _say_prepared(options: TrainOptions, given: int, prepared: Dataset, say: Say
         say(f"{given - len(lengths)} rows were left out: their prompt alone takes {options.max_length} tokens")
 
 
-def _longest(options: TrainOptions, rows: texts.Rows, tokenizer: Any) -> int:
-    """Tokens of the longest row, as it will be trained: with its end, and where rows are packed all of a batch."""
-    if options.packing:
-        return options.max_length * options.batch
-    return min(options.max_length, 1 + max(len(tokenizer(p + c).input_ids) for p, c in rows.rendered(tokenizer)))
-
-
-def _planned(options: TrainOptions, config: Any, longest: int, say: Say) -> TrainOptions:
-    """The options with what the estimator chose to fit ``max_memory``, for a micro-batch whose longest row has so many tokens."""
+def _planned(options: TrainOptions, config: Any, rows: texts.Rows, tokenizer: Any, say: Say) -> TrainOptions:
+    """The options with what the estimator chose to fit ``max_memory``, for micro-batches as long as the longest row with its end,
+    or where rows are packed, as all of a batch."""
+    longest = options.max_length * options.batch
+    if not options.packing:
+        longest = min(options.max_length, 1 + max(len(tokenizer(p + c).input_ids) for p, c in rows.rendered(tokenizer)))
     adapter, known = adapter_config(options), {f.name for f in fields(Settings)}
     settings = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
     settings |= {"sequence": -(-longest // 8) * 8, "padded": True}
@@ -192,21 +167,24 @@ def _planned(options: TrainOptions, config: Any, longest: int, say: Say) -> Trai
         f"for {options.max_memory}: {s.accumulation} x {s.batch} rows a step; {'; '.join(plan.changed) or 'nothing given up'}"
         f"; expected peak {plan.estimate.peak / 2**30:.2f} GiB"
     )
-    chosen = ("batch", "accumulation", "memory", "checkpointing")
-    return replace(options, **{name: getattr(s, name) for name in chosen})
+    return replace(options, batch=s.batch, accumulation=s.accumulation, memory=s.memory, checkpointing=s.checkpointing)
 
 
-def _arguments(options: TrainOptions, device: torch.device, assistant_only_loss: bool, scored: bool) -> SFTConfig:
-    """Of TRL's trainer. Numbers of steps below 1 are shares of the run.
+class Arguments(SFTConfig):
+    """Of TRL's trainer. The warm-up ends before the last step: a run of one step has none, and learns at the peak rate."""
 
-    Raises:
-        ValueError: a name in ``options.trainer`` that it has not.
-    """
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        return min(super().get_warmup_steps(num_training_steps), num_training_steps - 1)
+
+
+def _arguments(options: TrainOptions, device: torch.device, assistant_only_loss: bool, scored: bool) -> Arguments:
+    """Numbers of steps below 1 are shares of the run. Raises ValueError for a name in ``options.trainer`` that SFTConfig has
+    not."""
     known = {f.name for f in fields(SFTConfig) if f.init}
     if unknown := sorted(map(str, options.trainer.keys() - known)):
         raise ValueError(f"unknown settings of the trainer: {', '.join(unknown)}; they are those of TRL's SFTConfig")
     every = options.save_every or 1 / CHECKPOINTS
-    settings = {
+    settings: dict[str, Any] = {
         **{f.metadata["sft"]: getattr(options, f.name) for f in fields(options) if f.metadata["sft"]},
         "assistant_only_loss": assistant_only_loss,
         "max_steps": options.steps or -1,
@@ -223,10 +201,7 @@ def _arguments(options: TrainOptions, device: torch.device, assistant_only_loss:
         "use_cpu": device.type == "cpu",
         "dataloader_pin_memory": device.type == "cuda",
     }
-    return SFTConfig(**{**settings, **options.trainer})
-
-
-# ---------------------------------------------------------------------------------------------- the run
+    return Arguments(**{**settings, **options.trainer})
 
 
 class StopWhenAsked(TrainerCallback):

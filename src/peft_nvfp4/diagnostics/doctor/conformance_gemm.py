@@ -15,8 +15,6 @@ from ...numerics.formats import ACTIVATION, GRADIENT, GRADIENT_STOCHASTIC, WEIGH
 from ...numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from .results import FAILED, Noticed, Result, checked, require
 
-# ---------------------------------------------------------------------------------------------- FP4 matrix products
-
 LAYER = (40, 48), (512, 2048)
 """Rows and outputs of a product of the size of a layer: on a CPU, on a GPU."""
 TAILS = [(m, n, k) for m in (1, 127, 129, 260) for n in (8, 33, 136) for k in (32, 96, 160, 416)]
@@ -31,12 +29,6 @@ def tails_of_tiles(gemm: Callable, device: torch.device) -> str:
         wrong = check.compare(case, check.run(gemm, case, device))
         require(not wrong, wrong)
     return f"{len(TAILS)} shapes"
-
-
-def further_cases(device: torch.device) -> Iterator[Case]:
-    """Beyond those by which an implementation is chosen. The second term's scales are far smaller, and subnormal in part."""
-    yield check.gaussian("two terms of random values", 133, 48, 416, 5, terms=2)
-    yield check.gaussian("the size of a layer", *LAYER[device.type == "cuda"], 2048, 6)
 
 
 def the_same_bits_again(gemm: Callable, device: torch.device) -> str:
@@ -77,15 +69,11 @@ def bounds_and_padding(gemm: Callable, device: torch.device) -> str:
 
 def width_of_sums(gemm: Callable, device: torch.device) -> str:
     bits = check.sum_bits(gemm, device)
-    said = f"{bits[0]} significant bits among the products of one instruction, {bits[1]} across (FP32: 24)"
+    detail = f"{bits[0]} significant bits among the products of one instruction, {bits[1]} across (FP32: 24)"
     require(not check.narrow_sums(bits), "".join(check.narrow_sums(bits)))
     if min(bits) < check.EXACT_BITS:
-        raise Noticed(said + ": fewer than the exact checks count on")
-    return said
-
-
-FURTHER = (width_of_sums, tails_of_tiles, the_same_bits_again, bounds_and_padding)
-"""What is checked of a product beyond single cases."""
+        raise Noticed(detail + ": fewer than the exact checks count on")
+    return detail
 
 
 def gemm_checks(group: str, gemms: native.Gemms, device: torch.device) -> Iterator[Result]:
@@ -103,14 +91,16 @@ def gemm_checks(group: str, gemms: native.Gemms, device: torch.device) -> Iterat
         yield checked(group, known, case, name=case.name)
     if name := check.diagnose(answers):
         yield Result(group, "what is wrong", FAILED, name)
-    for case in further_cases(device):
+    # beyond those by which an implementation is chosen; the second term's scales are far smaller, and subnormal in part
+    for case in (
+        check.gaussian("two terms of random values", 133, 48, 416, 5, terms=2),
+        check.gaussian("the size of a layer", *LAYER[device.type == "cuda"], 2048, 6),
+    ):
         yield checked(group, known, case, name=case.name)
-    for further in FURTHER:
+    for further in (width_of_sums, tails_of_tiles, the_same_bits_again, bounds_and_padding):
         yield checked(group, further, gemm, device)
     yield from product_checks(group, partial(native.fprop, gemms), partial(native.dgrad, gemms), device)
 
-
-# ---------------------------------------------------------------------------------------------- fprop and dgrad
 
 M, K, OUTPUTS, RANK = 131, 160, (96, 40, 40), 8
 
@@ -127,8 +117,8 @@ def _within(got: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], roundings: int,
     got = got.cpu().double()
     excess = (got - right).abs() - (2.0**-8 * (right.abs() + (roundings - 1) * magnitude) + 2.0**-13 * magnitude)
     at = tuple((excess == excess.nan_to_num(torch.inf).max()).nonzero()[0].tolist())
-    said = f"{what}: off by more than its roundings, at {at}: {got[at]:.6g}, expected {right[at]:.6g}"
-    require(bool((excess <= 0).all()), said)
+    message = f"{what}: off by more than its roundings, at {at}: {got[at]:.6g}, expected {right[at]:.6g}"
+    require(bool((excess <= 0).all()), message)
 
 
 def fprop_with_lora(fprop: Callable, device: torch.device) -> str:
@@ -147,7 +137,7 @@ def fprop_with_lora(fprop: Callable, device: torch.device) -> str:
         for i, (y, w, constant) in enumerate(zip(ys, weights, constants)):
             pairs = [(reference.dequantize(p), reference.dequantize(w)) for p in parts]
             pairs += [(hidden[i], ups[i])] if i < 2 else []
-            pairs += [] if constant is None else [(torch.ones(M, 1), constant[:, None])]
+            pairs += [] if constant is None else [(torch.ones(M, 1, device=constant.device), constant[:, None])]
             _within(y, pairs, 2, f"{len(parts)} terms, linear {i}")
     return "one and two terms, constants"
 

@@ -66,36 +66,30 @@ def is_wsl() -> bool:
 
 def describe() -> dict[str, str]:
     """Name -> value of what matters about this machine."""
-    found = {
+    driver = _query_driver()
+    machine = {
         "peft_nvfp4": __version__,
         "python": platform.python_version(),
         "system": platform.platform() + (" (WSL)" if is_wsl() else ""),
         **{package: installed(package) or "absent" for package in PACKAGES},
         "CUDA of torch": torch.version.cuda or "none (a build for CPUs)",
+        "driver": driver[0].rsplit(", ", 1)[-1] if driver else "none found",
     }
-    driver = _query_driver()
-    found["driver"] = driver[0].rsplit(", ", 1)[-1] if driver else "none found"
     if torch.cuda.is_available():
-        found["CUDA targets of torch"] = " ".join(torch.cuda.get_arch_list())
+        machine["CUDA targets of torch"] = " ".join(torch.cuda.get_arch_list())
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             size = f"{p.multi_processor_count} SMs, {p.total_memory / 2**30:.1f} GiB"
-            found[f"GPU {i}"] = f"{p.name}, compute capability {p.major}.{p.minor}, {size}"
-    elif driver:
-        found["GPU"] = "; ".join(driver) + " (torch cannot use it)"
+            machine[f"GPU {i}"] = f"{p.name}, compute capability {p.major}.{p.minor}, {size}"
     else:
-        found["GPU"] = "none"
-    found["extension"] = _extension()
-    found |= {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    return found
-
-
-# ---------------------------------------------------------------------------------------------- advice
+        machine["GPU"] = "; ".join(driver) + " (torch cannot use it)" if driver else "none"
+    machine["extension"] = _extension()
+    return machine | {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
 
 
 def advice() -> list[Result]:
     """What is wrong (training does not work, or not as well as it could) or worth noticing about this set-up."""
-    return [*_versions(), *_cuda(), *_gpus(), *_variables(), *_bitsandbytes()]
+    return [*_versions(), *_cuda(), *_gpus(), *_settings()]
 
 
 wrong = partial(Result, "set-up", "wrong", FAILED)
@@ -123,13 +117,14 @@ def _cuda() -> Iterator[Result]:
     if not _query_driver():
         yield note("no NVIDIA driver was found: everything runs on the CPU, exactly but slowly")
     elif torch.version.cuda is None:
-        build = "this torch is a build for CPUs: install one for CUDA (see https://pytorch.org/get-started)"
-        yield wrong(f"there is an NVIDIA GPU, but {build}")
+        yield wrong(
+            "there is an NVIDIA GPU, but this torch is a build for CPUs: install one for CUDA (see https://pytorch.org/get-started)"
+        )
     else:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.is_available()
-        why = f" ({' '.join(str(said[0].message).split())[:300]})" if said else ""
+        why = f" ({' '.join(str(caught[0].message).split())[:300]})" if caught else ""
         yield wrong(
             f"there is an NVIDIA GPU, but torch, built for CUDA {torch.version.cuda}, cannot use it{why}: usually the driver "
             "is too old for this CUDA, or CUDA_VISIBLE_DEVICES hides the GPU",
@@ -163,17 +158,17 @@ def _gpus() -> Iterator[Result]:
 
 def _runs_on(target: str, major: int, minor: int) -> bool:
     """Whether code for a target ("sm_90a", "compute_120") runs on a GPU: of the same generation and not newer, or PTX."""
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", target)
-    if found is None:
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", target)
+    if match is None:
         return False
-    kind, generation, step, only = found.groups()
+    kind, generation, step, only = match.groups()
     built = int(generation), int(step)
     if only == "a":
         return built == (major, minor)
     return built <= (major, minor) and (built[0] == major or kind == "compute" and not only)
 
 
-def _variables() -> Iterator[Result]:
+def _settings() -> Iterator[Result]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         yield wrong("TRITON_INTERPRET=1: Triton kernels run in an interpreter, thousands of times slower. Unset it")
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
@@ -181,11 +176,7 @@ def _variables() -> Iterator[Result]:
     forced = os.environ.get(dispatch.VARIABLE, "").strip().lower()
     if forced and forced != "auto":
         yield note(f"{dispatch.VARIABLE}={forced} forces what runs; unset it for the best that works")
-
-
-def _bitsandbytes() -> Iterator[Result]:
     if not installed("bitsandbytes"):
-        need = "backend='nf4' and 8-bit or paged optimizers need it (pip install 'peft_nvfp4[nf4]')"
-        yield note(f"bitsandbytes is absent: {need}")
+        yield note("bitsandbytes is absent: backend='nf4' and 8-bit or paged optimizers need it (pip install 'peft_nvfp4[nf4]')")
     elif is_wsl() or os.name == "nt":
         yield note("paged optimizers (optim='paged_adamw_8bit') are known to fail on Windows and WSL: take 'adamw_8bit'")

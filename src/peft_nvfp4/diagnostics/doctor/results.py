@@ -13,21 +13,21 @@ PASSED, WARNING, FAILED, NOT_RUN = "passed", "warning", "FAILED", "not run"
 
 @dataclass(frozen=True)
 class Result:
-    """One check. ``detail``: what was found, or why it was not run."""
+    """One check."""
 
     group: str
     name: str
     outcome: str
-    detail: str = ""
+    detail: str = ""  # the result in words, or why it was not run
 
 
 class Noticed(Exception):
-    """Not wrong, but worth saying."""
+    """Not wrong, but worth a line in the report."""
 
 
 def checked(group: str, check: Callable[..., str], *arguments: object, name: str = "") -> Result:
-    """Runs a check: it returns what to say, or raises AssertionError with what is wrong or :class:`Noticed`. Its name is that of
-    the function if no other is given."""
+    """Runs a check, which returns the detail or raises AssertionError or :class:`Noticed` with it. The name is the function's by
+    default."""
     try:
         outcome, detail = PASSED, check(*arguments)
     except Noticed as reason:

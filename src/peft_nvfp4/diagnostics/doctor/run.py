@@ -2,9 +2,6 @@
 
 On a GPU with FP4 tensor cores this is the acceptance test: nothing about such a GPU is taken for granted, and every mistake that
 was thought of has a name (:mod:`~peft_nvfp4.kernels.fp4.check`). The report is made to be pasted into an issue.
-
->>> from peft_nvfp4.diagnostics.doctor.run import run
->>> print(run())
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import torch
 
 from ... import kernels
 from ...kernels import dispatch, implementations
-from ...kernels.report import Status
+from ...kernels.dispatch import Status
 from . import conformance, environment
 from .results import FAILED, NOT_RUN, PASSED, WARNING, Result
 
@@ -25,17 +22,11 @@ ORDER = (PASSED, WARNING, FAILED.lower(), NOT_RUN)
 
 @dataclass
 class Report:
-    """What :func:`run` found. Prints as text.
+    """Of :func:`run`. Prints as text."""
 
-    Attributes:
-        machine: versions, GPUs, settings.
-        kernels: implementation of every operator.
-        checks: what is wrong or could be better about the set-up, and what was computed and compared.
-    """
-
-    machine: dict[str, str]
+    machine: dict[str, str]  # versions, GPUs, settings
     kernels: Status
-    checks: list[Result]
+    checks: list[Result]  # what is wrong or could be better about the set-up, and what was computed and compared
 
     @property
     def ok(self) -> bool:

@@ -6,8 +6,7 @@ that every partial sum is exact in :data:`EXACT_BITS` bits, in whatever order it
 1/4 and at most 36, and block scales of .5, 1 and 2 add two bits below and two above. The only right answer is then the correctly
 rounded one, bit for bit. A wrong answer is compared with the answers of :data:`MISTAKES`, and the one that fits is named.
 
-:func:`failures` is what chooses an implementation (:mod:`implementations`), and is part of ``peft-nvfp4 doctor``. Cases and
-mistakes stand in one file, since a mistake has a name only where a case shows it.
+:func:`failures` chooses an implementation (:mod:`implementations`), and is part of ``peft-nvfp4 doctor``.
 """
 
 from __future__ import annotations
@@ -145,7 +144,6 @@ def cases() -> list[Case]:
 
 
 def values(q: QuantizedMatrix) -> Tensor:
-    """FP64."""
     return reference.dequantize(q).double()
 
 
@@ -278,10 +276,7 @@ MISTAKES: dict[str, Callable[[Case], Case]] = {
 
 def diagnose(answers: Sequence[tuple[Case, Tensor]]) -> str:
     """The known mistake that explains most of the wrong answers and contradicts none of the right ones; empty if none explains
-    half.
-
-    Of mistakes that explain the same (in a symmetric product, one of the input and one of the weight), the first.
-    """
+    half. Of mistakes that explain the same (in a symmetric product, one of the input and one of the weight), the first."""
     answers = [(case, got) for case, got in answers if got.shape == expected(case).shape]
     wrong = [bool(compare(*answer)) for answer in answers]
     best, most = "", sum(wrong) / 2
@@ -307,10 +302,9 @@ def sum_bits(gemm: Callable, device: torch.device) -> tuple[int, int]:
     """Significant bits of a sum: (of 64 products, which one instruction adds; of several instructions), at most 24.
 
     Row i adds 2**n, 1 and -2**n, n = 8 .. 27, all times a common factor, at k = 0, 16, 32 or at k = 0, 64, 128. If the 1 comes
-    out, the sum had n + 1 bits or more. (A sum of fewer bits that takes 2**n and -2**n first would be seen as wide; for both
-    places at once that takes an odd order.)"""
+    out, the sum had n + 1 bits or more, unless it took 2**n and -2**n first, for both places at once an odd order."""
     exponents = torch.arange(8, 28, device="cpu")
-    rows, k, found = len(exponents), 192, []
+    rows, k, bits = len(exponents), 192, []
     for step in (16, 64):
         x, w = (torch.zeros(r, k, dtype=torch.uint8, device="cpu") for r in (rows, 16))
         x[:, 0], x[:, step], x[:, 2 * step] = 2, 2, 10  # 1, 1, -1
@@ -324,8 +318,8 @@ def sum_bits(gemm: Callable, device: torch.device) -> tuple[int, int]:
         case = Case("bits of sums", (matrix(x, xs),), matrix(w, ws))
         kept = (run(gemm, case, device) == expected(case).bfloat16()).all(dim=1)
         lost = (~kept).nonzero()
-        found.append(min(24, 1 + int(exponents[lost[0, 0]] - 1 if len(lost) else exponents[-1])))
-    return tuple(found)
+        bits.append(min(24, 1 + int(exponents[lost[0, 0]] - 1 if len(lost) else exponents[-1])))
+    return tuple(bits)
 
 
 def narrow_sums(bits: tuple[int, int]) -> list[str]:
@@ -339,15 +333,11 @@ def narrow_sums(bits: tuple[int, int]) -> list[str]:
 
 def failures(gemm: Callable, device: torch.device) -> list[str]:
     """What is wrong with a GEMM ``gemm(terms, weight, *, constant, add, dtype) -> y`` on a device, the most telling first; empty
-    if nothing is.
-
-    Raises:
-        Exception: what the GEMM raises.
-    """
+    if nothing is. What the GEMM raises is not caught."""
     answers = [(case, run(gemm, case, device)) for case in cases()]
     messages = [compare(*answer) for answer in answers]
-    found = [message for message in messages if message]
-    if found and (name := diagnose(answers)):
-        return [f"{name} (seen in {len(found)} of {len(answers)} products)", *found]
+    wrong = [message for message in messages if message]
+    if wrong and (name := diagnose(answers)):
+        return [f"{name} (seen in {len(wrong)} of {len(answers)} products)", *wrong]
     single_products_are_right = not any(messages[:2])
-    return (narrow_sums(sum_bits(gemm, device)) if single_products_are_right else []) + found
+    return (narrow_sums(sum_bits(gemm, device)) if single_products_are_right else []) + wrong

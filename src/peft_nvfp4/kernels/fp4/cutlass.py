@@ -1,12 +1,10 @@
 """The FP4 GEMMs of the compiled extension for RTX 50xx (SM120): loading the library, and :func:`gemms` for operands as the
 package stores them, with the semantics of :mod:`native`.
 
-Why ctypes and plain C symbols. The library knows nothing of Python or torch: it takes addresses, sizes, a stream and a
-workspace (``csrc/abi.h``). So one binary serves every Python and every torch version; it needs no torch to be built, cannot
-break with torch's C++ ABI, and is loaded when it is first wanted, where failing to load is an answer and not an ImportError.
-torch's stable ABI was the other way; it exists in parts only in the oldest torch supported here, and would move argument
-checks and operator schemas, which the package keeps in one place in Python, into the binary. The price is a few microseconds
-of ctypes a call.
+Why ctypes and plain C symbols. The library takes addresses, sizes, a stream and a workspace (``csrc/abi.h``). So one binary
+serves every Python and every torch version; it needs no torch to be built, cannot break with torch's C++ ABI, and is loaded when
+it is first wanted, where failing to load is an answer and not an ImportError. The price is a few microseconds of ctypes a call.
+Rejected: torch's stable ABI, which exists in parts only in the oldest torch supported here.
 
 :func:`load` looks in the package's folder, where setup.py puts the library, or at ``PEFT_NVFP4_EXTENSION``. Block scales are
 rearranged at every call (by the library, into the workspace). The weights of one input are one launch: see
@@ -63,8 +61,8 @@ class Library:
     """A loaded library.
 
     Attributes:
-        path: the file.
         info: what it was built from and for: ``archs``, ``emulated``, ``cutlass``, ``nvcc``, ``source``.
+        archs: GPUs it was built for, as in ``12.0a``.
         instances: (tile name, c, d) -> index.
         tiles: in the order of preference where they are equal.
     """
@@ -81,6 +79,7 @@ class Library:
         c.peft_nvfp4_error.argtypes = c.peft_nvfp4_describe.argtypes = [c_int]
         c.peft_nvfp4_error.restype = c.peft_nvfp4_describe.restype = c.peft_nvfp4_build_info.restype = c_char_p
         self.info = dict(item.split("=", 1) for item in c.peft_nvfp4_build_info().decode().split())
+        self.archs: list[str] = self.info["archs"].split(",")
         self.instances: dict[tuple[str, str, str], int] = {}
         self.tiles: list[Tile] = []
         while text := c.peft_nvfp4_describe(len(self.instances)):
@@ -88,11 +87,6 @@ class Library:
             tile = Tile(int(m), int(n), int(k), schedule)
             self.tiles += [] if tile in self.tiles else [tile]
             self.instances[tile.name, added, out] = len(self.instances)
-
-    @property
-    def archs(self) -> list[str]:
-        """GPUs it was built for, as in ``12.0a``."""
-        return self.info["archs"].split(",")
 
     def check(self, code: int) -> None:
         if code:
@@ -105,9 +99,6 @@ class Library:
 
     def gemm(self, arguments: Arguments) -> None:
         self.check(self._c.peft_nvfp4_gemm(ctypes.byref(arguments)))
-
-
-# ---------------------------------------------------------------------------------------------- loading
 
 
 @cache
@@ -132,11 +123,8 @@ def _path() -> Path:
 
 
 def load() -> Library:
-    """The library. (That it also works is another question: :mod:`check`.)
-
-    Raises:
-        Unavailable: it is not built, broken, of another version, or for other GPUs.
-    """
+    """The library; raises :class:`Unavailable` where it is not built, broken, of another version, or for other GPUs. (That it
+    also works is another question: :mod:`check`.)"""
     library = _open(_path())
     if not torch.cuda.is_available():
         return library
@@ -147,9 +135,6 @@ def load() -> Library:
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in devices}))
     archs = ", ".join(library.archs)
     raise Unavailable(f"not built for this machine: {library.path} holds code for {archs}, which {names} cannot run")
-
-
-# ---------------------------------------------------------------------------------------------- calling
 
 
 def _aligned(t: Tensor) -> bool:
@@ -167,14 +152,14 @@ def gemms(
     terms: Sequence[QuantizedMatrix],
     weights: Sequence[QuantizedMatrix],
     *,
-    constants: Sequence[Tensor | None] | None = None,
-    adds: Sequence[Tensor | None] | None = None,
+    constants: Sequence[Tensor | None],
+    adds: Sequence[Tensor | None],
     outs: Sequence[Tensor | None] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
 ) -> list[Tensor]:
-    """The implementation's products; see :mod:`native` for the arguments, which the operators have checked. Weights with and
-    those without something to add are a launch each, of at most four.
+    """The implementation's products; see :mod:`native` for the arguments. Weights with and those without something to add are a
+    launch each, of at most four.
 
     Args:
         constants: FP32 or BF16.
@@ -186,8 +171,7 @@ def gemms(
         RuntimeError: it refuses.
         ValueError: it has no instance of the tile, or of the types.
     """
-    nothing = [None] * len(weights)
-    constants, adds, outs = constants or nothing, adds or nothing, outs or nothing
+    outs = outs or [None] * len(weights)
     library, codes = load(), terms[0].codes
     ys = [
         out if out is not None and _aligned(out) else _empty(codes.shape[0], w.codes.shape[0], codes, dtype)

@@ -8,15 +8,13 @@ An implementation is one function, ``gemms``: all weights of one input at once, 
 exact products, accumulated in FP32, rounded once to ``dtype``. What it may rely on:
 
 * one or two terms, whose global scales, one per row, have the same values: K can be doubled, [codes 1 | codes 2] x [W | W];
-* weights have one global scale, and all block scales are linear (row-major): a kernel that reads them swizzled swizzles them
-  itself;
+* weights have one global scale, and all block scales are linear (row-major);
 * ``constant`` is None or (N,) FP32; ``add`` is None or (M, N) in ``dtype``; an out may be the add (then it accumulates in place);
 * M, N and K are at least 1, every tensor is contiguous.
 
-The low-rank parts join as ``add``. So they are rounded to ``dtype`` once by themselves, before the one rounding of the sum: two
-roundings, the first relative to the smaller part. (Adding them after the product would cost the same traffic, and round the
-larger part twice.) dgrad accumulates linear by linear: one more rounding for each after the first, which
-:mod:`peft_nvfp4.numerics.products` allows.
+The low-rank parts join as ``add``. So they are rounded to ``dtype`` once by themselves, before the one rounding of the sum.
+(Adding them after the product would round the larger part twice.) dgrad accumulates linear by linear: one more rounding for each
+after the first, which :mod:`peft_nvfp4.numerics.products` allows.
 
 Swizzled copies of the weights' scales are not kept: they would take a ninth of the weights' memory again (0.5 GB per layout of an
 8B model), and making them reads and writes N * K / 16 bytes, a small part of what the product itself reads.
@@ -57,9 +55,6 @@ def single(gemms: Gemms) -> Callable[..., Tensor]:
     return gemm
 
 
-# ---------------------------------------------------------------------------------------------- fprop
-
-
 def takes_fprop(p: Fprop) -> bool:
     """Whether a product is one that :func:`fprop` computes: BF16, not empty, weights with one global scale."""
     weights = [item.weight for item in p.linears]
@@ -74,7 +69,7 @@ def fprop(gemms: Gemms, p: Fprop) -> list[Tensor]:
     adds = []
     for item in p.linears:
         hidden, ups = zip(*item.adapters) if item.adapters else ((), ())
-        adds.append(mm(_join(hidden), _join(ups).T, p.dtype) if hidden else None)
+        adds.append(mm(join(hidden), join(ups).T, p.dtype) if hidden else None)
     ys = gemms(
         [_with_row_scales(t) for t in p.terms],
         [_contiguous(item.weight) for item in p.linears],
@@ -85,25 +80,22 @@ def fprop(gemms: Gemms, p: Fprop) -> list[Tensor]:
     return ys if h is None else [*ys, h]
 
 
-def _join(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0]
+def join(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Matrices side by side; None for none."""
+    return torch.cat(list(pieces), dim=1) if len(pieces) > 1 else pieces[0] if pieces else None
 
 
 def _contiguous(q: QuantizedMatrix) -> QuantizedMatrix:
-    return QuantizedMatrix(q.codes.contiguous(), q.scales.contiguous(), q.gscale.contiguous(), q.k)
+    return QuantizedMatrix(*(t.contiguous() for t in q[:3]), q.k)
 
 
 def _with_row_scales(q: QuantizedMatrix) -> QuantizedMatrix:
     return _contiguous(q._replace(gscale=q.gscale.expand(q.codes.shape[0])))
 
 
-# ---------------------------------------------------------------------------------------------- dgrad
-
-
 def takes_dgrad(p: Dgrad) -> bool:
     """Whether a product is one that :func:`dgrad` computes."""
-    weights = [item.weight for item in p.linears]
-    dy = p.linears[0].dy
+    weights, dy = [item.weight for item in p.linears], p.linears[0].dy
     sizes = [dy.shape[0], *(size for w in weights for size in (w.codes.shape[0], w.k))]
     return dy.dtype == torch.bfloat16 and all(sizes) and all(w.gscale.shape[0] == 1 for w in weights)
 

@@ -1,9 +1,7 @@
 """An implementation without a build: NVFP4 GEMMs of cuBLASLt through ``torch.nn.functional.scaled_mm``.
 
-PyTorch takes packed codes as ``float4_e2m1fn_x2`` (the low nibble is the even k, as here), x row-major and W transposed as a
-view, block scales as a flat, swizzled ``float8_e4m3fn`` tensor (:func:`peft_nvfp4.numerics.layout.swizzle_scales`), and one
-global scale per matrix. It asks for K to be a multiple of 32, which the storage has, and N of 16: rows of zero codes are added to
-W and their outputs cut off. M may be anything.
+PyTorch takes packed codes as ``float4_e2m1fn_x2``, block scales as a flat, swizzled ``float8_e4m3fn`` tensor, and one global
+scale per matrix. It asks for N to be a multiple of 16: rows of zero codes are added to W and their outputs cut off.
 
 cuBLASLt knows no global scale per row. So the product comes out in FP32, with W's global scale, and one pass applies the rows'
 scales, adds what is to be added, and rounds once. Two terms under the same global scales are one product with K doubled.

@@ -7,10 +7,9 @@ ceil(t / s) of them, and the launch lasts as long as that SM:
 
 Small tiles waste less in the last wave; large ones load fewer bytes a product and pay the cost of a step and of an epilogue less
 often. The ping-pong schedule hides the epilogue of all tiles but the last behind the next tile's products. Several weights of one
-input are one launch: their tiles are counted together, so the 64 tiles of a (2048 x 512) product, which leave a quarter of 84 SMs
-idle, fill the last wave of a larger one.
+input are one launch: their tiles are counted together.
 
-The rates (:class:`Rates`) are estimates from a data sheet, not measured: only their proportion matters here. ``peft-nvfp4 tune``
+The rates are estimates from a data sheet, not measured: only their proportion matters here. ``peft-nvfp4 tune``
 measures on the card at hand and stores the winners in the user's cache folder (``PEFT_NVFP4_CACHE``, ``XDG_CACHE_HOME`` or
 ``~/.cache``); :func:`choose` then prefers them. One file per GPU model and build.
 """
@@ -59,31 +58,25 @@ class Problem:
         return f"m{rows} n{'+'.join(map(str, self.ns))} k{self.k} terms{self.terms} {'c' if self.c else '-'} {self.d}"
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Microseconds on one SM, estimated (RTX 5080: 900 TFLOP/s dense FP4 on 84 SMs)."""
-
-    block: float = 0.39  # a product of 128 x 128 x 128
-    step: float = 0.04  # barriers of one k tile
-    epilogue: float = 1.0  # 128 x 128 outputs of two bytes
-    addend: float = 0.5  # as many values added
-    start: float = 4.0  # launch, descriptors
-    fill: float = 0.3  # first loads of a tile of 128 x 128 x 128, before anything can be multiplied
-
-
-ESTIMATED = Rates()
+# Microseconds on one SM, estimated (RTX 5080: 900 TFLOP/s dense FP4 on 84 SMs)
+BLOCK_US = 0.39  # a product of 128 x 128 x 128
+STEP_US = 0.04  # barriers of one k tile
+EPILOGUE_US = 1.0  # 128 x 128 outputs of two bytes
+ADDEND_US = 0.5  # as many values added
+START_US = 4.0  # launch, descriptors
+FILL_US = 0.3  # first loads of a tile of 128 x 128 x 128, before anything can be multiplied
 
 
 def modelled_us(problem: Problem, tile: Tile, sms: int) -> float:
     """Time of a launch by the model above."""
     mine = ceil(ceil(problem.m / tile.m) * sum(ceil(n / tile.n) for n in problem.ns) / sms)
     area = tile.m * tile.n / 128**2
-    loop = problem.terms * ceil(problem.k / tile.k) * (area * tile.k / 128 * ESTIMATED.block + ESTIMATED.step)
+    loop = problem.terms * ceil(problem.k / tile.k) * (area * tile.k / 128 * BLOCK_US + STEP_US)
     width = 2 if problem.d == "f32" else 1
-    epilogue = area * width * (ESTIMATED.epilogue + (ESTIMATED.addend if problem.c else 0))
+    epilogue = area * width * (EPILOGUE_US + (ADDEND_US if problem.c else 0))
     exposed = epilogue if tile.schedule == "pingpong" else mine * epilogue
-    fill = ESTIMATED.fill * (tile.m + tile.n) * tile.k / (2 * 128**2)
-    return mine * loop + exposed + fill + ESTIMATED.start
+    fill = FILL_US * (tile.m + tile.n) * tile.k / (2 * 128**2)
+    return mine * loop + exposed + fill + START_US
 
 
 def choose(problem: Problem, tiles: Sequence[Tile], sms: int, measured: dict[str, str] | None = None) -> Tile:
@@ -99,9 +92,6 @@ def choose(problem: Problem, tiles: Sequence[Tile], sms: int, measured: dict[str
 def choose_once(problem: Problem, tiles: tuple[Tile, ...], sms: int, file: Path) -> Tile:
     """:func:`choose` with what ``file`` holds; a training step asks the same questions again and again."""
     return choose(problem, tiles, sms, read(file))
-
-
-# ---------------------------------------------------------------------------------------------- measured
 
 
 def cache_file(gpu: str, source: str) -> Path:

@@ -19,10 +19,12 @@ from .pairs import (
     decode_words,
     divides,
     join_codes,
+    load,
     multiply,
     multiply_add,
     opaque,
     round_pairs,
+    store,
     two_roundings,
     unpack,
 )
@@ -31,7 +33,6 @@ from .rows import BLOCK, HALF, INF, block_amax, block_sum, load_row, padded_k, r
 RULES = {"max6": 0, "four_over_six": 1, "mse": 2}
 MAX6 = tl.constexpr(0)
 FOUR_OVER_SIX = tl.constexpr(1)
-MSE = tl.constexpr(2)
 STOCHASTIC = tl.constexpr(3)
 
 E2M1_MAX: tl.constexpr = tl.constexpr(formats.E2M1_MAX)
@@ -52,12 +53,6 @@ def power_of_two_scale(amax):
     e = tl.minimum(tl.maximum(e, G_MIN), G_MAX)
     e = tl.where(amax > 0.0, e, 0)
     return ((e + 127) << 23).to(tl.float32, bitcast=True), ((127 - e) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def inverse_power(g):
-    """1 / g of a power of two, exact."""
-    return (0x7F000000 - g.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -136,15 +131,6 @@ def round_blocks(x, s, g, finite, NB: tl.constexpr, MODE: tl.constexpr, BOUNDED:
 
 
 @triton.jit
-def on_grid(grid, sg, MODE: tl.constexpr):
-    """D(x) of the grid values under the scale sg (NB,), exact."""
-    if MODE == PAIR:
-        return multiply(grid, both(sg)[:, None])
-    else:
-        return grid[0] * sg[:, None], grid[1] * sg[:, None]
-
-
-@triton.jit
 def remainder(x, grid, sg, MODE: tl.constexpr):
     """x - D(x), exact. Not -sg: Triton computes that as 0 - sg, and the sign of zero would be another."""
     negative = sg * -1.0
@@ -163,21 +149,15 @@ def _candidate(x, s, finite, NB: tl.constexpr, MODE: tl.constexpr, BOUNDED: tl.c
 
 
 @triton.jit
-def search_blocks(
-    x, amax, inverse_g, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, BOUNDED: tl.constexpr
-):  # fmt: skip
+def search_blocks(x, amax, inverse_g, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, BOUNDED: tl.constexpr):
     """(codes, scale bits) under the rules that compare squared errors; otherwise as :func:`quantize_blocks`."""
     if MODE == PAIR and RULE == FOUR_OVER_SIX:
         return four_over_six_pairs(multiply(x, both(inverse_g * PAIR_UNIT)), amax * inverse_g, NB, BOUNDED)
     else:
-        finite = amax < INF
-        amax = tl.where(finite, amax, 0.0)
+        finite, amax = amax < INF, finite_part(amax)
         bits, s = max6_scale(amax * inverse_g, MODE)
         # x / g, exact: g is a power of two (what BF16 rounds off, below 2**-133, has no effect on any code)
-        if MODE == PAIR:
-            x = multiply(x, both(inverse_g))
-        else:
-            x = (x[0] * inverse_g, x[1] * inverse_g)
+        x = multiply(x, both(inverse_g)) if MODE == PAIR else (x[0] * inverse_g, x[1] * inverse_g)
         codes, error = _candidate(x, s, finite, NB, MODE, BOUNDED)
         nearest = bits
         for i in tl.static_range(1 if RULE == FOUR_OVER_SIX else 8):
@@ -200,8 +180,7 @@ PAIR_UNIT: tl.constexpr = tl.constexpr(2.0**-8)
 def four_over_six_pairs(x, amax, NB: tl.constexpr, BOUNDED: tl.constexpr):
     """:func:`search_blocks` of BF16 pairs x, in units of 2**8 g, whose blocks have the maxima amax in units of g. What does not
     depend on the candidate is computed once; the sum of squares, which decides, is 2**-16 of the reference's."""
-    finite = amax < INF
-    amax = tl.where(finite, amax, 0.0)
+    finite, amax = amax < INF, finite_part(amax)
     bits, s = max6_scale(amax, PAIR)
     bits_4, s_4 = encode_e4m3(amax * 0.25, PAIR)
     n, n_4, left, left_4 = two_roundings(x, s * PAIR_UNIT, s_4 * PAIR_UNIT, finite & (s > 0.0), finite & (s_4 > 0.0), BOUNDED)
@@ -217,7 +196,7 @@ def quantize_blocks(x, amax, g, inverse_g, NB: tl.constexpr, MODE: tl.constexpr,
     """All blocks under the global scale g by the rule max6: (codes, scale bits, grid values where GRID, their scale). amax is
     amax_values'. BOUNDED: g need not suit the values."""
     finite = amax < INF
-    bits, s = max6_scale(tl.where(finite, amax, 0.0) * inverse_g, MODE)
+    bits, s = max6_scale(finite_part(amax) * inverse_g, MODE)
     codes, grid = round_blocks(x, s, g, finite, NB, MODE, BOUNDED, GRID)
     return (codes, tl.where(finite, bits, E4M3_NAN), grid, tl.where(finite, s * g, float("nan")))
 
@@ -235,13 +214,8 @@ def store_codes(codes_ptr, scales_ptr, codes, bits, blk, K: tl.constexpr, NB: tl
         at = blk[:, None] * 2 + tl.arange(0, 2)[None, :]
     else:
         at = blk[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    blk = opaque(blk, MODE)
-    if WHOLE:
-        tl.store(codes_ptr + at, codes)
-        tl.store(scales_ptr + blk, bits.to(tl.uint8))
-    else:
-        tl.store(codes_ptr + at, codes, mask=inside[:, None])
-        tl.store(scales_ptr + blk, bits.to(tl.uint8), mask=inside)
+    store(codes_ptr + at, codes, inside[:, None], WHOLE)
+    store(scales_ptr + opaque(blk, MODE), bits.to(tl.uint8), inside, WHOLE)
 
 
 @triton.jit
@@ -255,21 +229,12 @@ def _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K: tl.co
 @triton.jit
 def quantize_store(
     codes_ptr, scales_ptr, gscale_ptr, row, x, amax, largest, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
+):
     """A whole row under the rule max6, with the global scale that follows from its largest magnitude, stored as row ``row`` of a
     matrix."""
     g, inverse_g = power_of_two_scale(largest)
     codes, bits, _, _ = quantize_blocks(x, amax, g, inverse_g, NB, MODE, False, False)
     _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K, NB, MODE)
-
-
-@triton.jit
-def add_term(d, grid, sg, MODE: tl.constexpr):
-    """d + D(second term)."""
-    if MODE == PAIR:  # rounded to BF16 once, as after a sum in FP32
-        return multiply_add(grid, both(sg)[:, None], d)
-    else:
-        return d[0] + grid[0] * sg[:, None], d[1] + grid[1] * sg[:, None]
 
 
 @triton.jit
@@ -291,15 +256,21 @@ def store_terms(
     codes, bits, grid, sg = quantize_blocks(x, amax, g, inverse_g, NB, TERMS_MODE, False, VALUES or TERMS == 2)
     if CODES:
         _store(codes_ptr, scales_ptr, gscale_ptr, row, codes, bits, g, blk, K, NB, TERMS_MODE)
-    if VALUES:
-        d = on_grid(grid, sg, TERMS_MODE)
+    if VALUES:  # exact
+        if TERMS_MODE == PAIR:
+            d = multiply(grid, both(sg)[:, None])
+        else:
+            d = (grid[0] * sg[:, None], grid[1] * sg[:, None])
     if TERMS == 2:
         x = remainder(x, grid, sg, TERMS_MODE)
         codes, bits, grid, sg = quantize_blocks(x, amax_values(x, NB, TERMS_MODE), g, inverse_g, NB, TERMS_MODE, False, VALUES)
         if CODES:
             _store(codes_ptr, scales_ptr, gscale_ptr, row + M, codes, bits, g, blk, K, NB, TERMS_MODE)
         if VALUES:
-            d = add_term(d, grid, sg, TERMS_MODE)
+            if TERMS_MODE == PAIR:  # rounded to BF16 once, as after a sum in FP32
+                d = multiply_add(grid, both(sg)[:, None], d)
+            else:
+                d = (d[0] + grid[0] * sg[:, None], d[1] + grid[1] * sg[:, None])
     if VALUES:
         if HAS_OFFSET:
             d = (d[0] + offset[0], d[1] + offset[1])
@@ -311,20 +282,10 @@ def load_quantized(codes_ptr, scales_ptr, g, blk, K: tl.constexpr, NB: tl.conste
     """Dequantised (lo, hi), FP32, of the row whose storage starts at the pointers."""
     WHOLE: tl.constexpr = divides(NB, K)
     inside = blk * BLOCK < padded_k(K)
-    at = opaque(blk, MODE)
-    if WHOLE:
-        bits = tl.load(scales_ptr + at).to(tl.int32)
-    else:
-        bits = tl.load(scales_ptr + at, mask=inside, other=0).to(tl.int32)
-    sg = decode_e4m3(bits, MODE) * g
+    sg = decode_e4m3(load(scales_ptr + opaque(blk, MODE), inside, WHOLE).to(tl.int32), MODE) * g
     if MODE == PAIR:
-        words = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        at = blk[:, None] * 2 + tl.arange(0, 2)[None, :]
-        if WHOLE:
-            codes = tl.load(words + at)
-        else:
-            codes = tl.load(words + at, mask=inside[:, None], other=0)
-        return decode_words(codes, sg, NB)
+        words = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + blk[:, None] * 2 + tl.arange(0, 2)[None, :]
+        return decode_words(load(words, inside[:, None], WHOLE), sg, NB)
     else:
         byte = blk[:, None] * HALF + tl.arange(0, HALF)[None, :]
         packed = tl.load(codes_ptr + byte, mask=inside[:, None], other=0).to(tl.int32)

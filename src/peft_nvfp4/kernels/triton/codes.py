@@ -29,20 +29,14 @@ TWO23: tl.constexpr = tl.constexpr(8388608.0)
 
 
 @triton.jit
-def quotient(x, sg, r):
-    """x / sg, correctly rounded where it matters (see the module's docstring), from r about 1 / sg; NaN if x r overflows."""
-    q = x * r
-    return tl.fma(tl.fma(q, sg * -1.0, x), r, q)
-
-
-@triton.jit
 def round_e2m1(x, sg, r, ok):
     """Round x (NB, 8) to the grid under the scale sg and its approximate reciprocal r, both (NB, 1).
 
     Returns (nibble in the low 4 bits of an int32, grid value in FP32). Where not ok (NB, 1), both are 0: the cap of the magnitude
     does that at no cost.
     """
-    q = quotient(tl.abs(x), sg, r)
+    q = tl.abs(x) * r
+    q = tl.fma(tl.fma(q, sg * -1.0, tl.abs(x)), r, q)  # the quotient, correctly rounded where it matters; NaN if x r overflows
     n = tl.minimum(tl.fma(q, 2.0, TWO23), q + (TWO23 + 2.0))
     cap = tl.where(ok, TWO23 + 7.0, TWO23)
     n = tl.minimum(n, tl.minimum(tl.fma(q, 0.5, TWO23 + 4.0), cap))

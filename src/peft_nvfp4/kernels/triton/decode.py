@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from .codes import decode_e2m1
+from .pairs import load
 from .rows import BLOCK
-
-# ---------------------------------------------------------------------------------------------- loading
 
 
 @triton.jit
@@ -43,19 +42,12 @@ def load_blocks(
     # codes would be 128 bytes apart. In two dimensions 4: loading ahead (cp.async) wants 4 bytes of scales.
     at = tl.max_contiguous(at, [1, 1, 2] if len(at.shape) == 3 else [1, 4])
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.int64))
-    if MASKED:
-        codes = tl.load(codes_ptr + at, mask=blk < end, other=0)
-        bits = tl.load(scales_ptr + at, mask=blk < end, other=0)
-    else:
-        codes = tl.load(codes_ptr + at)
-        bits = tl.load(scales_ptr + at)
+    codes = load(codes_ptr + at, blk < end, not MASKED)
+    bits = load(scales_ptr + at, blk < end, not MASKED)
     g = tl.load(gscale_ptr + row * g_stride)
     if SPLIT:
         g = (g.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return codes, _scale(bits) * g
-
-
-# ---------------------------------------------------------------------------------------------- signed bytes
 
 
 def _codes_asm(codes: str, lines: Callable[[int], list[str]]) -> tl.constexpr:
@@ -84,9 +76,7 @@ BYTES_ASM: tl.constexpr = _codes_asm(
 def signed_bytes(codes, PTX: tl.constexpr):
     """Twice the values of 16 codes (int64) as signed bytes: four int32. Without PTX the codes, four times."""
     if PTX:
-        return tl.inline_asm_elementwise(
-            BYTES_ASM, "=&r,=&r,=&r,=&r,l", [codes], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(BYTES_ASM, "=&r,=&r,=&r,=&r,l", [codes], dtype=(tl.int32,) * 4, is_pure=True, pack=1)
     else:
         return codes, codes, codes, codes
 
@@ -123,9 +113,6 @@ def block_product(x, w, PTX: tl.constexpr):
         return total * 4.0
 
 
-# ---------------------------------------------------------------------------------------------- BF16
-
-
 PAIRS_ASM: tl.constexpr = _codes_asm(
     "$8",
     lambda four: [
@@ -137,17 +124,8 @@ PAIRS_ASM: tl.constexpr = _codes_asm(
         *(f"fma.rn.bf16x2 ${2 * four + i}, ${2 * four + i}, $9, z;" for i in range(2)),
     ],
 )
-"""p and n are the high and low bytes of the magnitudes. fma with -0 is a product: before SM90 the only one."""
-
-
-@triton.jit
-def _bf16_pairs(codes, scale):
-    """Scaled values of 16 codes (int64) as eight int32, each a pair of BF16 numbers; scale (int32): such a pair, twice the
-    same."""
-    return tl.inline_asm_elementwise(
-        PAIRS_ASM,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r", [codes, scale], dtype=(tl.int32,) * 8, is_pure=True, pack=1,
-    )  # fmt: skip
+"""Scaled values of 16 codes as eight words, each a pair of BF16 numbers; the scale is such a pair, twice the same. p and n are
+the high and low bytes of the magnitudes. fma with -0 is a product: before SM90 the only one."""
 
 
 @triton.jit
@@ -160,7 +138,10 @@ def operand(
     codes, scale = load_blocks(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, blk, end, NB, MASKED, SPLIT)
     if PTX:
         half = (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF  # exact: 4 significant bits
-        a0, a1, a2, a3, a4, a5, a6, a7 = _bf16_pairs(codes, half | (half << 16))
+        a0, a1, a2, a3, a4, a5, a6, a7 = tl.inline_asm_elementwise(
+            PAIRS_ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r", [codes, half | (half << 16)], dtype=(tl.int32,) * 8,
+            is_pure=True, pack=1,
+        )  # fmt: skip
         even, odd = tl.join(tl.join(a0, a4), tl.join(a2, a6)), tl.join(tl.join(a1, a5), tl.join(a3, a7))
         pairs = tl.join(even, odd)  # joining adds a last axis inside the thread: the block in order
         pairs = tl.join((pairs & 0xFFFF).to(tl.int16), (pairs >> 16).to(tl.int16))

@@ -1,21 +1,27 @@
-"""Dequantisation in Triton: ``dequantize`` and ``dequantize_terms``.
+"""Dequantisation in Triton: ``dequantize`` and ``dequantize_terms``, and the operands of emulated products.
 
 A thread turns one 32-bit word of codes into 8 values and writes them with one 16-byte store (BF16); neighbouring threads take
 neighbouring words. Two terms and an offset are summed in FP32, in the reference's order, and rounded once.
+
+A GPU without FP4 tensor cores multiplies dequantised operands. Several products that are summed (two terms of an input, linears
+that read one input, the low-rank product of an adapter) are one product of matrices laid side by side along K: one GEMM, summed
+in FP32, rounded once. :func:`write_operand` fills columns of such a matrix, so that laying side by side costs nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...numerics.formats import padded_k
-from .blocks import decode_e4m3
+from ...numerics.formats import QuantizedMatrix, padded_k
+from .blocks import decode_e4m3, store_terms
 from .codes import decode_e2m1
-from .launch import launch_words
-from .rows import BLOCK
+from .launch import launch_rows, launch_words, mode_for, rows_contiguous
+from .rows import BLOCK, load_values
 
 
 @triton.jit
@@ -48,24 +54,76 @@ def dequantize_kernel(
     tl.store(out_ptr + row * K + k, value.to(out_ptr.dtype.element_ty), mask=k < K)
 
 
-# ---------------------------------------------------------------------------------------------- launches
+@triton.jit
+def operand_kernel(
+    codes_ptr, scales_ptr, gscale_ptr,  # (R, KP / 8) int32, (R, KP / 16) uint8, (R,) or (1,) float32
+    extra_ptr,  # (R, E) by its strides extra_row, extra_column
+    out_ptr,  # (R, columns), rows out_stride apart
+    K, KP, g_stride,
+    E, extra_row, extra_column,
+    out_stride,
+    extra_at,  # column of out where the extra columns start ...
+    extra_first,  # ... their window: E columns from here on, zeros in the others
+    extra_width,
+    NW: tl.constexpr, COPIES: tl.constexpr,
+    EXTRA: tl.constexpr,  # extra_width, rounded up to a power of two; 0: none
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * NW + tl.arange(0, NW)
+    value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW).to(out_ptr.dtype.element_ty)
+    k = word[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for copy in tl.static_range(COPIES):
+        tl.store(out_ptr + row * out_stride + copy * K + k, value, mask=k < K)
+    if EXTRA:
+        if tl.program_id(1) == 0:
+            column = tl.arange(0, EXTRA)
+            at = column - extra_first
+            extra = tl.load(extra_ptr + row * extra_row + at * extra_column, mask=(at >= 0) & (at < E), other=0.0)
+            tl.store(out_ptr + row * out_stride + extra_at + column, extra, mask=column < extra_width)
 
 
-def dequantize_terms(
-    codes: list[Tensor], scales: list[Tensor], gscale: list[Tensor], offset: Tensor | None, k: int, dtype: torch.dtype
-) -> Tensor:
+@triton.jit
+def rounded_kernel(x_ptr, out_ptr, x_stride, out_stride, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
+    """D(Q(x)) of a row, without the codes in between."""
+    row = tl.program_id(0).to(tl.int64)
+    blk = tl.arange(0, NB)
+    x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+    out_ptr += row * (out_stride - K)
+    store_terms(out_ptr, out_ptr, out_ptr, out_ptr, out_ptr, row, x, blk, 0, K, NB, MODE, 1, False, False, True)
+
+
+def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Sum of one or two terms and the offset, (R, K) in ``dtype``."""
-    rows, kp = codes[0].shape[0], padded_k(k)
-    out = codes[0].new_empty(rows, k, dtype=dtype)
-    if out.numel() == 0:
-        return out
-    terms = [(c.contiguous().view(torch.int32), s.contiguous(), g) for c, s, g in zip(codes, scales, gscale)]
-    tensors = (*terms[0], *terms[-1], out if offset is None else offset, out)
-    numbers = (k, kp, int(gscale[0].shape[0] > 1), int(gscale[-1].shape[0] > 1))
-    launch_words(dequantize_kernel, rows, k, tensors, numbers, {"TERMS": len(terms), "HAS_OFFSET": offset is not None})
+    rows, k = terms[0].codes.shape[0], terms[0].k
+    out = terms[0].codes.new_empty(rows, k, dtype=dtype)
+    if out.numel():
+        packed = [(q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale) for q in terms]
+        tensors = (*packed[0], *packed[-1], out if offset is None else offset, out)
+        numbers = (k, padded_k(k), int(terms[0].gscale.shape[0] > 1), int(terms[-1].gscale.shape[0] > 1))
+        launch_words(dequantize_kernel, rows, k, tensors, numbers, {"TERMS": len(terms), "HAS_OFFSET": offset is not None})
     return out
 
 
-def dequantize(codes: Tensor, scales: Tensor, gscale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+def dequantize(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """The operator ``dequantize``."""
-    return dequantize_terms([codes], [scales], [gscale], None, k, dtype)
+    return dequantize_terms([q], None, dtype)
+
+
+def write_operand(
+    out: Tensor, q: QuantizedMatrix, copies: int = 1, extra: Tensor | None = None, first: int = 0, width: int = 0
+) -> None:
+    """D(q) (R, K) into the first columns of out (R, >= copies * K + width), ``copies`` times side by side; after them ``width``
+    columns: zeros, but for extra (R, E) from the column ``first`` of them on."""
+    source, columns = (out, 0) if extra is None else (extra, extra.shape[1])
+    tensors = (q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale, source, out)
+    numbers = (q.k, padded_k(q.k), int(q.gscale.shape[0] > 1), columns, *source.stride(), out.stride(0))
+    numbers += (copies * q.k, first, width)
+    constants = {"COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0}
+    launch_words(operand_kernel, q.codes.shape[0], q.k, tensors, numbers, constants)
+
+
+def write_rounded(out: Tensor, x: Tensor) -> None:
+    """D(Q(x)) of x (M, K), a row's global scale, to nearest, into out (M, K); both with rows of any stride."""
+    x = rows_contiguous(x)
+    mode = mode_for(x.dtype, x.shape[1], x, out)
+    launch_rows(rounded_kernel, "terms", x.shape, mode, (x, out), (x.stride(0), out.stride(0)), {})

@@ -19,7 +19,7 @@ BLOCKS_PER_THREAD = {"terms": 2, "quantize": 1, "norm": 2, "norm_backward": 1, "
 REGISTERS = {"mlp": 80, "mlp_backward": 64}
 """Caps per thread under PAIR: room for two or three programs of 8,192 values on a multiprocessor, at a few spilled words."""
 MAX_BLOCKS = 2048
-"""Rows wider than 16 * 2048 = 32,768 do not fit in one program."""
+"""Of a row that fits in one program: 32,768 values."""
 CHUNK_BLOCKS = 128
 """Blocks per program where the row need not be in one program."""
 DEQUANTIZE = {"words": 256, "words_per_thread": 2}
@@ -64,9 +64,6 @@ def options_for(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
     if mode == PAIR and kernel in REGISTERS:
         options["maxnreg"] = min(REGISTERS[kernel], 65536 // (32 * warps))  # all that a multiprocessor has
     return options
-
-
-# ---------------------------------------------------------------------------------------------- launching
 
 
 def launch_rows(
@@ -121,19 +118,13 @@ def launch(
 
     Triton's own way finds out at every call what to specialise a kernel on, and reads its settings from the environment. On a
     host where a BF16 GEMM call takes 23 us that took 25 us of 43 (H200 machine, Triton 3.6), for a kernel that runs for 3. Here a
-    compiled kernel is remembered by all that it depends on: the function, the device, types and 16-byte alignment of the tensors,
-    :func:`_number_kind`, constants and options. Hooks of a launch (profilers) are called as always. Triton's settings
+    compiled kernel is remembered by all that it depends on. Hooks of a launch (profilers) are called as always. Triton's settings
     (``TRITON_DEBUG``, instrumentation) count at the first launch of a kind. Triton's interpreter, and a kernel with hooks of its
     own, take Triton's way every time.
 
     Args:
-        kernel: its parameters are the tensors, the numbers and the constants, in this order.
-        grid: up to three numbers of programs.
-        numbers: int or float, no bool.
-        constants: ``tl.constexpr`` parameters by name, in the order of the kernel; a name always has values of one type.
-
-    Raises:
-        TypeError: the constants are not the kernel's.
+        kernel: its parameters are the tensors, the numbers (no bool) and the constants, in this order.
+        constants: ``tl.constexpr`` parameters by name; a name always has values of one type.
     """
     direct = not INTERPRETED and not kernel.pre_run_hooks
     if direct:

@@ -7,8 +7,8 @@ FP32; the order of the sum depends on nothing but the shapes (no atomics).
 
 *Very few rows* (``matmul_vector_kernel``). Both operands are in NVFP4. Twice a grid value is an integer of at most 12, so the sum
 of a block's 16 products is an integer of at most 16 * 144: four DP4A instructions give it exactly, and one fused multiply-add by
-the product of the two block scales adds it to the FP32 sum (:mod:`.decode` has the bytes). All threads of a program work
-along K on the same ``BN`` rows of w: the codes of x are decoded once for BN rows, and one reduction at the end joins the threads.
+the product of the two block scales adds it to the FP32 sum. All threads of a program work along K on the same ``BN`` rows of w:
+the codes of x are decoded once for BN rows, and one reduction at the end joins the threads.
 
 *More rows* (``matmul_tile_kernel``). A tile of w is decoded to BF16 in registers, also by byte permutation, and multiplied by
 tensor cores. The block scale and the powers of two are folded into the BF16 operand, which holds every D exactly. (A global scale
@@ -60,8 +60,6 @@ TILE = {"rows_of_w": 64, "blocks": 8, "warps": 4, "stages": 3, "enough": 112, "p
 30 us instead of 40 with one, for 4096 x 14336). With more, splitting gains less than its second launch costs the host."""
 DOWN = {"columns": 2048, "columns_per_thread": 8}
 
-# ---------------------------------------------------------------------------------------------- launches
-
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
@@ -72,14 +70,10 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length() if n else 0
 
 
-def _words(t: Tensor) -> Tensor:
-    """t, contiguous and on an address that 64-bit words may have."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 8 == 0 else t.clone()
-
-
-def _stride(gscale: Tensor) -> int:
-    return int(gscale.shape[0] > 1)
+def _parts(q: QuantizedMatrix) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and global scales, contiguous, the codes on an address that 64-bit words may have."""
+    codes = q.codes.contiguous()
+    return codes if codes.data_ptr() % 8 == 0 else codes.clone(), q.scales.contiguous(), q.gscale
 
 
 def _vector_launch(tensors: list, numbers: tuple, constants: dict) -> None:
@@ -125,14 +119,13 @@ def many_rows(
     factor: that multiplies the FP32 sum before the constant joins. FP32 results are computed so, too: FP32 operands would be
     slower, and the TF32 switch would round them."""
     wd = ops.dequantize(without_scale_factor(w, factor), torch.bfloat16).T
+    single = len(terms) == 1
+    x = values.to(torch.bfloat16) if single and values is not None else ops.dequantize(terms[0], torch.bfloat16)
     with full_precision_sums():
-        if len(terms) == 1:
-            x = ops.dequantize(terms[0], torch.bfloat16) if values is None else values.to(torch.bfloat16)
-            if constant is None and dtype == torch.bfloat16:
-                return x @ wd if factor == 1.0 else x.new_empty(len(x), wd.shape[1]).addmm_(x, wd, beta=0, alpha=factor)
-            y = torch.mm(x, wd, out_dtype=torch.float32)
-        else:
-            y = torch.mm(ops.dequantize(terms[0], torch.bfloat16), wd, out_dtype=torch.float32)
+        if single and constant is None and dtype == torch.bfloat16:
+            return x @ wd if factor == 1.0 else x.new_empty(len(x), wd.shape[1]).addmm_(x, wd, beta=0, alpha=factor)
+        y = torch.mm(x, wd, out_dtype=torch.float32)
+        if not single:
             y += torch.mm(ops.dequantize(terms[1], torch.bfloat16), wd, out_dtype=torch.float32)
     if factor != 1.0:
         y *= factor
@@ -151,13 +144,8 @@ def matmul(
     scaling: float = 1.0,
 ) -> Tensor:
     """``sum_t D(x_t) @ D(w).T + constant + hidden @ (scaling * up).T``, rounded once to ``dtype`` for up to :data:`ROWS` rows;
-    for more, the adapter is added to the rounded product.
-
-    Args:
-        values: D(x) (M, K) of a single term, if the caller has it.
-        factor: significand of w's global scale; see :func:`peft_nvfp4.numerics.reference.matmul`.
-        hidden, up: (M, r) in BF16 and (N, r), together or not at all; scaling * up is rounded to BF16.
-    """
+    for more, the adapter is added to the rounded product. hidden (M, r) in BF16 and up (N, r) are given together or not at all;
+    scaling * up is rounded to BF16. The rest is as of :func:`peft_nvfp4.numerics.reference.matmul`."""
     if not (0 < terms[0].codes.shape[0] <= ROWS and w.codes.numel()):
         y = many_rows(terms, w, constant, dtype, values, factor)
         return y if up is None else y.addmm_(hidden, (up * scaling if scaling != 1.0 else up).to(dtype).T)
@@ -168,12 +156,10 @@ def matmul(
     if rank:
         hidden, up = rows_contiguous(hidden), up.contiguous()
     tensors = [
-        *(_words(first.codes), first.scales.contiguous(), first.gscale),
-        *(_words(last.codes), last.scales.contiguous(), last.gscale),
-        *(_words(w.codes), w.scales.contiguous(), w.gscale),
+        *(t for q in (first, last, w) for t in _parts(q)),
         *(out if constant is None else constant.contiguous(), hidden if rank else out, up if rank else out, out),
     ]
-    strides = (hidden.stride(0) if rank else 0, *(_stride(q.gscale) for q in (first, last, w)))
+    strides = (hidden.stride(0) if rank else 0, *(int(q.gscale.shape[0] > 1) for q in (first, last, w)))
     numbers = (m, n, float(scaling), *strides)
     constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": constant is not None}
     constants |= {"SPLIT": factor != 1.0, "PTX": not INTERPRETED}
@@ -211,8 +197,7 @@ def linear(
     Args:
         branches: (A (r, K), B (N, r), scaling) of every adapter, in any dtype.
         x: D(x~) (M, K) in BF16, what the adapters see; not read without adapters.
-        values: x again if it is the sum of the terms, unrounded; see :func:`peft_nvfp4.numerics.reference.matmul`.
-        factor: of w; see there.
+        values, factor: as of :func:`peft_nvfp4.numerics.reference.matmul`.
     """
     if w.codes.is_cuda and w.codes.device.index != torch.cuda.current_device():
         with torch.cuda.device(w.codes.device):  # Triton launches on the current device, wherever its arguments live

@@ -7,45 +7,38 @@ instead of 6) and writes both gradients. ``gated_values`` makes D(h~) anew from 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...numerics import fused_reference
 from ...numerics.formats import QuantizedMatrix
-from ...ops.linear import empty_terms
+from ...numerics.fused_reference import GatedGrads, GatedOutput
+from ...ops.linear import empty_terms, matrices
 from .blocks import amax_values, finite_part, load_quantized, quantize_store, store_terms
 from .codes import PAIR
-from .launch import MAX_BLOCKS, launch_rows, mode_for, row_blocks, rows_contiguous
-from .rows import BLOCK, load_values, padded_k, reciprocal, rounded, store_values, to_floats, two_row_max
+from .launch import launch_rows, mode_for, rows_contiguous
+from .rows import BLOCK, load_values, padded_k, reciprocal, rounded, row_max, store_values, to_floats
 
 SCALE: tl.constexpr = tl.constexpr(fused_reference.EXP2_SCALE)
 START: tl.constexpr = tl.constexpr(fused_reference.EXP2_START)
 SPAN: tl.constexpr = tl.constexpr(-fused_reference.EXP2_SPAN)
 MAGIC: tl.constexpr = tl.constexpr(fused_reference.EXP2_MAGIC)
-C4: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[0])
-C3: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[1])
-C2: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[2])
-C1: tl.constexpr = tl.constexpr(fused_reference.EXP2_COEFFICIENTS[3])
+C4, C3, C2, C1 = map(tl.constexpr, fused_reference.EXP2_COEFFICIENTS)
 GELU_C0: tl.constexpr = tl.constexpr(fused_reference.GELU_C0)
 GELU_C1: tl.constexpr = tl.constexpr(fused_reference.GELU_C1)
 
 
 @triton.jit
-def _saturated(v, MODE: tl.constexpr):
-    """v + START, clamped to 0..1, which the GPU does at no cost but only if told so."""
-    if MODE == PAIR:
-        return tl.inline_asm_elementwise(
-            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [v, tl.full(v.shape, START, tl.float32)], dtype=tl.float32,
+def _sigmoid(z, MODE: tl.constexpr):
+    if MODE == PAIR:  # clamped to 0 .. 1, which the GPU does at no cost but only if told so
+        v = tl.inline_asm_elementwise(
+            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [z * SCALE, tl.full(z.shape, START, tl.float32)], dtype=tl.float32,
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        return tl.minimum(tl.maximum(v + START, 0.0), 1.0)
-
-
-@triton.jit
-def _sigmoid(z, MODE: tl.constexpr):
-    v = _saturated(z * SCALE, MODE)
+        v = tl.minimum(tl.maximum(z * SCALE + START, 0.0), 1.0)
     magic = tl.fma(v, SPAN, MAGIC)
     f = tl.fma(v, SPAN, (magic - MAGIC) * -1.0)
     p = tl.fma(tl.fma(tl.fma(tl.fma(f, C4, C3), f, C2), f, C1), f, 1.0)
@@ -91,7 +84,7 @@ def gated_kernel(
     gate = load_values(gate_ptr + row * gate_stride, blk, K, NB, MODE)
     up = load_values(up_ptr + row * up_stride, blk, K, NB, MODE)
     gate_amax, up_amax = amax_values(gate, NB, MODE), amax_values(up, NB, MODE)
-    gate_max, up_max = two_row_max(finite_part(gate_amax), finite_part(up_amax))
+    gate_max, up_max = tl.split(row_max(tl.join(finite_part(gate_amax), finite_part(up_amax))))  # one exchange between warps
     quantize_store(gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, row, gate, gate_amax, gate_max, blk, K, NB, MODE)
     quantize_store(up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, up, up_amax, up_max, blk, K, NB, MODE)
     lo_g, hi_g = to_floats(gate, MODE)
@@ -137,8 +130,7 @@ def gated_backward_kernel(
     lo_a, hi_a = lo_g * lo_s, hi_g * hi_s
     dup = rounded(lo_d * lo_a, hi_d * hi_a, dtype, MODE)
     store_values(dup_ptr + row * K, dup, blk, K, NB, MODE)
-    lo = (lo_d * lo_u) * _gate_gradient(lo_g, lo_s, GELU)
-    hi = (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
+    lo, hi = (lo_d * lo_u) * _gate_gradient(lo_g, lo_s, GELU), (hi_d * hi_u) * _gate_gradient(hi_g, hi_s, GELU)
     dgate = rounded(lo, hi, dtype, MODE)
     store_values(dgate_ptr + row * K, dgate, blk, K, NB, MODE)
 
@@ -158,47 +150,39 @@ def gated_values_kernel(
         gate_codes_ptr, gate_scales_ptr, gate_gscale_ptr, up_codes_ptr, up_scales_ptr, up_gscale_ptr, row, blk, K, NB, MODE
     )
     h = _product(lo_g, hi_g, lo_u, hi_u, out_ptr.dtype.element_ty, GELU, MODE)
-    store_terms(
-        out_ptr, out_ptr, out_ptr, out_ptr, offset_ptr, row, h, blk, 0, K, NB, MODE, TERMS, HAS_OFFSET, False, True
-    )
+    store_terms(out_ptr, out_ptr, out_ptr, out_ptr, offset_ptr, row, h, blk, 0, K, NB, MODE, TERMS, HAS_OFFSET, False, True)
 
 
-# ---------------------------------------------------------------------------------------------- launches
-
-
-def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool) -> tuple[Tensor, ...]:
-    """(codes, scales, gscale, h, then the same three of gate and of up); see :mod:`peft_nvfp4.ops.fused` for the shapes."""
+def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool) -> GatedOutput:
+    """The operator ``silu_mul_quantize``."""
     m, k = gate.shape
     gate, up = rows_contiguous(gate), rows_contiguous(up)
     parts = empty_terms(gate, terms, m, k)
     h = gate.new_empty((m, k) if keep_h else (0,))
-    kept = [t[0] for _ in range(2) for t in empty_terms(gate, 1, m, k)]
-    tensors = (gate, up, gate if offset is None else offset, *parts, h, *kept)
+    kept_gate, kept_up = (QuantizedMatrix(*(t[0] for t in empty_terms(gate, 1, m, k)), k) for _ in range(2))
+    tensors = (gate, up, gate if offset is None else offset, *parts, h, *kept_gate[:3], *kept_up[:3])
     constants = {"TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh", "KEEP_H": keep_h}
     mode = mode_for(gate.dtype, k, gate, up)
     launch_rows(gated_kernel, "mlp", (m, k), mode, tensors, (m, gate.stride(0), up.stride(0)), constants)
-    return *parts, h, *kept
+    return GatedOutput(matrices(*parts, k), h, kept_gate, kept_up)
 
 
-def silu_mul_backward(dh: Tensor, *gate_up_act: Tensor | str) -> tuple[Tensor, Tensor]:
-    """(dgate, dup) of dh (M, K), codes, scales and gscale of gate, those of up, and the activation's name."""
-    *kept, act = gate_up_act
-    dh, kept = rows_contiguous(dh), [t.contiguous() for t in kept]
-    dgate, dup = dh.new_empty(dh.shape), dh.new_empty(dh.shape)
+def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, act: str) -> GatedGrads:
+    """The operator ``silu_mul_backward``."""
+    dh, dgate, dup = rows_contiguous(dh), dh.new_empty(dh.shape), dh.new_empty(dh.shape)
+    tensors = (dh, *(t.contiguous() for t in (*gate[:3], *up[:3])), dgate, dup)
     mode, constants = mode_for(dh.dtype, dh.shape[1], dh), {"GELU": act == "gelu_tanh"}
-    launch_rows(gated_backward_kernel, "mlp_backward", dh.shape, mode, (dh, *kept, dgate, dup), (dh.stride(0),), constants)
-    return dgate, dup
+    launch_rows(gated_backward_kernel, "mlp_backward", dh.shape, mode, tensors, (dh.stride(0),), constants)
+    return GatedGrads(dgate, dup)
 
 
-def gated_values(*arguments) -> Tensor:
-    """D(h~) (M, K) of codes, scales and gscale of gate, those of up, offset, activation, number of terms, K and dtype."""
-    *kept, offset, act, terms, k, dtype = arguments
-    kept, m = [t.contiguous() for t in kept], kept[0].shape[0]
-    if row_blocks(k) > MAX_BLOCKS or k == 0:
-        gate, up = QuantizedMatrix(*kept[:3], k), QuantizedMatrix(*kept[3:], k)
-        return fused_reference.gated_values(gate, up, offset, act, terms, dtype)
-    out = kept[0].new_empty(m, k, dtype=dtype)
+def gated_values(
+    gate: QuantizedMatrix, up: QuantizedMatrix, offset: Tensor | None, act: str, terms: int, dtype: torch.dtype
+) -> Tensor:
+    """The operator ``gated_values``."""
+    m, k = gate.codes.shape[0], gate.k
+    out = gate.codes.new_empty(m, k, dtype=dtype)
     constants = {"TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh"}
-    tensors = (*kept, out if offset is None else offset, out)
+    tensors = (*(t.contiguous() for t in (*gate[:3], *up[:3])), out if offset is None else offset, out)
     launch_rows(gated_values_kernel, "mlp", (m, k), mode_for(dtype, k, out), tensors, (), constants)
     return out

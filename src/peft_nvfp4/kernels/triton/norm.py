@@ -7,16 +7,18 @@ once and writes the codes, D(y~) and the statistic; the backward reads dy and th
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...numerics import fused_reference
 from ...numerics.formats import BLOCK as BLOCK_SIZE
+from ...numerics.formats import QuantizedMatrix
 from ...numerics.formats import padded_k as padded
-from ...ops.linear import empty_terms
+from ...numerics.fused_reference import GAMMA_RANGE, NormOutput
+from ...ops.linear import empty_terms, matrices
 from .blocks import load_quantized, store_terms
 from .codes import EXACT, PAIR
 from .launch import launch_rows, mode_for, rows_contiguous
@@ -29,8 +31,8 @@ def _shifted_bits(x: float) -> int:
     return 2 * struct.unpack("i", struct.pack("f", x))[0]
 
 
-LEAST: tl.constexpr = tl.constexpr(_shifted_bits(fused_reference.GAMMA_RANGE[0]))
-RANGE: tl.constexpr = tl.constexpr(_shifted_bits(fused_reference.GAMMA_RANGE[1]) - _shifted_bits(fused_reference.GAMMA_RANGE[0]))
+LEAST: tl.constexpr = tl.constexpr(_shifted_bits(GAMMA_RANGE[0]))
+RANGE: tl.constexpr = tl.constexpr(_shifted_bits(GAMMA_RANGE[1]) - _shifted_bits(GAMMA_RANGE[0]))
 
 
 @triton.jit
@@ -47,13 +49,6 @@ def _inverse(w, SHORT: tl.constexpr):
     inverse = reciprocal(w, 3, PAIR) if SHORT else reciprocal(w, 1, EXACT)
     above = (w.to(tl.int32, bitcast=True) << 1) - LEAST  # without the sign, numbers compare like their bits; NaN is largest
     return tl.where(above.to(tl.uint32, bitcast=True) <= RANGE, inverse, 0.0)
-
-
-@triton.jit
-def _rstd(d):
-    """1 / d of d = sqrt(variance + eps): 0, Inf and NaN apart, which Newton's steps turn into NaN."""
-    limit = tl.where(d == 0.0, INF, tl.where(d == INF, 0.0, float("nan")))
-    return tl.where((d > 0.0) & (d < INF), reciprocal(d, 1, EXACT), limit)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -74,7 +69,9 @@ def norm_kernel(
     x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
     lo, hi = to_floats(x, MODE)
     variance = row_sum(lo * lo, hi * hi, NB) * inverse_k
-    rstd = _rstd(tl.sqrt_rn(variance + eps))
+    d = tl.sqrt_rn(variance + eps)
+    limit = tl.where(d == 0.0, INF, tl.where(d == INF, 0.0, float("nan")))  # Newton's steps turn 0 and Inf into NaN
+    rstd = tl.where((d > 0.0) & (d < INF), reciprocal(d, 1, EXACT), limit)
     tl.store(rstd_ptr + row, rstd)
     lo, hi = lo * rstd, hi * rstd
     if MODE == PAIR and WEIGHT_MODE == PAIR and not PLUS_ONE:
@@ -87,13 +84,8 @@ def norm_kernel(
         y = rounded(lo, hi, dtype, MODE)
     if PADDED:  # a row with Inf or NaN has rstd 0, Inf or NaN, and 0 * NaN would spoil blocks that are padding alone
         inside = (blk * BLOCK < K)[:, None]
-        if MODE == PAIR:
-            y = tl.where(inside, y, 0)
-        else:
-            y = (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
-    store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, y_ptr, offset_ptr, row, y, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, True
-    )
+        y = tl.where(inside, y, 0) if MODE == PAIR else (tl.where(inside, y[0], 0.0), tl.where(inside, y[1], 0.0))
+    store_terms(codes_ptr, scales_ptr, gscale_ptr, y_ptr, offset_ptr, row, y, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, True)
 
 
 @triton.jit
@@ -132,40 +124,28 @@ def norm_backward_kernel(
     store_values(dx_ptr + row * K, rounded(lo, hi, dtype, MODE), blk, K, NB, MODE)
 
 
-# ---------------------------------------------------------------------------------------------- launches
-
-
-def rmsnorm_quantize(
-    x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int
-) -> tuple[Tensor, ...]:
-    """(codes, scales, gscale, y, rstd); see :mod:`peft_nvfp4.ops.fused` for the shapes."""
+def rmsnorm_quantize(x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
+    """The operator ``rmsnorm_quantize``."""
     m, k = x.shape
     x, gamma = rows_contiguous(x), gamma.contiguous()
-    out = (*empty_terms(x, terms, m, k), x.new_empty(m, k), x.new_empty(m, dtype=torch.float32))
+    parts, y, rstd = empty_terms(x, terms, m, k), x.new_empty(m, k), x.new_empty(m, dtype=torch.float32)
     constants = {"TERMS": terms, "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
     constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None]), "PADDED": padded(k) - k >= BLOCK_SIZE}
-    tensors = (x, gamma, x if offset is None else offset, *out)
+    tensors = (x, gamma, x if offset is None else offset, *parts, y, rstd)
     launch_rows(norm_kernel, "norm", (m, k), mode_for(x.dtype, k, x), tensors, (m, x.stride(0), eps, 1.0 / k), constants)
-    return out
+    return NormOutput(matrices(*parts, k), y, rstd)
 
 
 def rmsnorm_backward(
-    dy: Tensor,
-    codes: list[Tensor],
-    scales: list[Tensor],
-    gscale: list[Tensor],
-    offset: Tensor | None,
-    gamma: Tensor,
-    rstd: Tensor,
-    plus_one: bool,
+    dy: Tensor, parts: Sequence[QuantizedMatrix], offset: Tensor | None, gamma: Tensor, rstd: Tensor, plus_one: bool
 ) -> Tensor:
     """dx (M, K) in dy's dtype."""
     k = dy.shape[1]
     dy, gamma = rows_contiguous(dy), gamma.contiguous()
     dx = dy.new_empty(dy.shape)
-    first, *others = ([t.contiguous() for t in term] for term in zip(codes, scales, gscale))
-    tensors = (dy, *first, *(others[0] if others else first), dy if offset is None else offset, gamma, rstd.contiguous(), dx)
-    constants = {"TERMS": len(codes), "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
+    kept = [[t.contiguous() for t in part[:3]] for part in parts]
+    tensors = (dy, *kept[0], *kept[-1], dy if offset is None else offset, gamma, rstd.contiguous(), dx)
+    constants = {"TERMS": len(parts), "HAS_OFFSET": offset is not None, "PLUS_ONE": plus_one}
     constants |= {"WEIGHT_MODE": mode_for(gamma.dtype, k, gamma[None])}
     mode = mode_for(dy.dtype, k, dy)
     launch_rows(norm_backward_kernel, "norm_backward", dy.shape, mode, tensors, (dy.stride(0), 1.0 / k), constants)

@@ -23,8 +23,6 @@ from . import launch
 
 PAIR = tl.constexpr(launch.PAIR)
 
-# ---------------------------------------------------------------------------------------------- in and out
-
 
 @triton.constexpr_function
 def divides(NB, K):
@@ -33,15 +31,30 @@ def divides(NB, K):
 
 
 @triton.jit
+def load(ptr, inside, WHOLE: tl.constexpr):
+    """Numbers at the pointers, 0 where not inside. WHOLE: everything is inside, and the load is not masked."""
+    if WHOLE:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=inside, other=0)
+
+
+@triton.jit
+def store(ptr, x, inside, WHOLE: tl.constexpr):
+    """Where inside; see :func:`load`."""
+    if WHOLE:
+        tl.store(ptr, x)
+    else:
+        tl.store(ptr, x, mask=inside)
+
+
+@triton.jit
 def load_pairs(ptr, blk, K: tl.constexpr, NB: tl.constexpr):
     """Words (NB, 8) of the blocks ``blk`` (NB,) of the BF16 row at ``ptr``, 4-byte aligned; 0 beyond K, which is even."""
     words = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     at = blk[:, None] * 8 + tl.arange(0, 4)[None, :]
-    if divides(NB, K):
-        a, b = tl.load(words + at), tl.load(words + at + 4)
-    else:
-        a = tl.load(words + at, mask=at < K // 2, other=0)
-        b = tl.load(words + at + 4, mask=at + 4 < K // 2, other=0)
+    WHOLE: tl.constexpr = divides(NB, K)
+    a, b = load(words + at, at < K // 2, WHOLE), load(words + at + 4, at + 4 < K // 2, WHOLE)
     return tl.reshape(tl.permute(tl.join(a, b), [0, 2, 1]), [NB, 8])
 
 
@@ -50,10 +63,7 @@ def store_pairs(ptr, w, blk, K: tl.constexpr, NB: tl.constexpr):
     """Inverse of :func:`load_pairs`."""
     words = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     at = blk[:, None] * 8 + tl.arange(0, 8)[None, :]  # the compiler exchanges words so that a warp writes without gaps
-    if divides(NB, K):
-        tl.store(words + at, w)
-    else:
-        tl.store(words + at, w, mask=at < K // 2)
+    store(words + at, w, at < K // 2, divides(NB, K))
 
 
 @triton.jit
@@ -200,7 +210,8 @@ JOIN_NIBBLES = [  # of z0 .. z3, with codes in the low bytes of both halves
 ]
 
 
-def _round_asm(bounded: bool, grid: bool) -> tl.constexpr:
+@triton.constexpr_function
+def _round_asm(bounded, grid):
     """PTX of :func:`round_pairs` for half a block: 4 words to 8 codes and, with ``grid``, 4 words of grid values."""
     x0 = 5 if grid else 1
     e, base, r, sign, top = (f"${x0 + 4 + i}" for i in range(5))
@@ -235,23 +246,16 @@ def _round_asm(bounded: bool, grid: bool) -> tl.constexpr:
                 f"fma.rn.bf16x2 ${i + 1}, t, power, zero;",
             ]
     lines += JOIN_NIBBLES
-    return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
+    return "\n".join(["{", *lines, "}"])
 
 
 FACTOR: tl.constexpr = tl.constexpr(0x39800000 - 700)
 """2**-12, a little less: of 2**12 / 1.375 = 2978.9 the right neighbour in FP16 is 2980. Else it is the nearest."""
 
 
-def _registers(outputs: int, inputs: int) -> tl.constexpr:
-    return tl.constexpr(",".join(["=&r"] * outputs + ["r"] * inputs))
-
-
-CODES: tl.constexpr = _round_asm(False, False)
-CODES_BOUNDED: tl.constexpr = _round_asm(True, False)
-CODES_GRID: tl.constexpr = _round_asm(False, True)
-CODES_BOUNDED_GRID: tl.constexpr = _round_asm(True, True)
-REGISTERS: tl.constexpr = _registers(1, 9)
-REGISTERS_GRID: tl.constexpr = _registers(5, 9)
+@triton.constexpr_function
+def _registers(outputs, inputs, kind="r"):
+    return ",".join([f"=&{kind}"] * outputs + ["r"] * inputs)
 
 
 @triton.jit
@@ -266,36 +270,34 @@ def round_pairs(w, sg, ok, NB: tl.constexpr, BOUNDED: tl.constexpr, GRID: tl.con
     args = [w0, w1, w2, w3, e[:, None], (e * -8)[:, None], r[:, None], sign[:, None], top[:, None]]
     if GRID:
         codes, g0, g1, g2, g3 = tl.inline_asm_elementwise(
-            CODES_BOUNDED_GRID if BOUNDED else CODES_GRID, REGISTERS_GRID, args,
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            _round_asm(BOUNDED, True), _registers(5, 9), args,
+            dtype=(tl.int32,) * 5, is_pure=True, pack=1,
         )  # fmt: skip
         return codes, join_words(g0, g1, g2, g3, NB)
     else:
         codes = tl.inline_asm_elementwise(
-            CODES_BOUNDED if BOUNDED else CODES, REGISTERS, args, dtype=tl.int32, is_pure=True, pack=1
+            _round_asm(BOUNDED, False), _registers(1, 9), args, dtype=tl.int32, is_pure=True, pack=1
         )  # fmt: skip
         return codes, w
 
 
-def _two_asm(bounded: bool) -> tl.constexpr:
+@triton.constexpr_function
+def _two_asm(bounded):
     """PTX of :func:`two_roundings` for a word."""
     lines = [
         ".reg .b32 a, t, q, n, two, half, four, six, eight, cap;",
         "mov.b32 two, 0x40004000; mov.b32 half, 0x38003800;",
         "mov.b32 four, 0x64006400; mov.b32 six, 0x64026402; mov.b32 eight, 0x64046404; mov.b32 cap, 0x64076407;",
         "abs.bf16x2 a, $4;",
-        "min.bf16x2 a, a, $11;" if bounded else "",
-        "max.bf16x2 t, a, $5;",
+        "min.bf16x2 n, a, $11;" if bounded else "mov.b32 n, a;",  # what is left is that of x itself
+        "max.bf16x2 t, n, $5;",
         "mad.lo.s32 t, t, 8, $6;",
     ]
-    if bounded:  # what is left is that of x itself
-        lines.insert(-2, "mov.b32 n, a; abs.bf16x2 a, $4;")
-        lines[-2] = "max.bf16x2 t, n, $5;"
     for i in range(2):
         lines += [
             f"mul.rn.f16x2 q, t, ${7 + i};",
             "fma.rn.f16x2 n, q, two, four;",
-            "add.rn.f16x2 $X, q, six;".replace("$X", f"${i}"),
+            f"add.rn.f16x2 ${i}, q, six;",
             f"min.f16x2 n, n, ${i};",
             "fma.rn.f16x2 q, q, half, eight;",
             "min.f16x2 n, n, q;",
@@ -304,19 +306,16 @@ def _two_asm(bounded: bool) -> tl.constexpr:
             "and.b32 n, n, 0x01C001C0;",
             f"fma.rn.bf16x2 ${2 + i}, n, ${9 + i}, a;",
         ]
-    return tl.constexpr("\n".join(["{", *lines, "}"]))
+    return "\n".join(["{", *lines, "}"])
 
 
-def _with_signs_asm() -> tl.constexpr:
-    lines = [".reg .b32 z0, z1, z2, z3, t, n;"]
-    lines += [f"shr.u32 t, ${1 + i}, 12; lop3.b32 z{i}, t, $9, ${5 + i}, 0xEA;" for i in range(4)]
-    return tl.constexpr("\n".join(["{", *lines, *JOIN_NIBBLES, "}"]))
+@triton.constexpr_function
+def _with_signs_asm():
+    """PTX of :func:`join_codes`."""
+    lines = [f"shr.u32 t, ${1 + i}, 12; lop3.b32 z{i}, t, $9, ${5 + i}, 0xEA;" for i in range(4)]
+    return "\n".join(["{", ".reg .b32 z0, z1, z2, z3, t, n;", *lines, *JOIN_NIBBLES, "}"])
 
 
-TWO: tl.constexpr = _two_asm(False)
-TWO_BOUNDED: tl.constexpr = _two_asm(True)
-TWO_REGISTERS: tl.constexpr = _registers(4, 8)
-WITH_SIGNS: tl.constexpr = _with_signs_asm()
 FACTOR_6: tl.constexpr = tl.constexpr(0x3B000000 - 700)
 """As FACTOR, for 6 instead of 3: 2**-9."""
 MINUS_2_126: tl.constexpr = tl.constexpr(-(2.0**126))
@@ -332,12 +331,12 @@ def two_roundings(x, s, s_4, ok, ok_4, BOUNDED: tl.constexpr):
     r = tl.where(ok, half_pair(reciprocal_approx(m)), 0)
     top = tl.minimum((e & 0xFFFF) + 0x0F7F, 0x7F7F) * 0x10001 if BOUNDED else e
     return tl.inline_asm_elementwise(
-        TWO_BOUNDED if BOUNDED else TWO, TWO_REGISTERS,
+        _two_asm(BOUNDED), _registers(4, 8),
         [
             x, e[:, None], (e * -8)[:, None], r[:, None], r_4[:, None], both(s * MINUS_2_126)[:, None],
             both(s_4 * MINUS_2_126)[:, None], top[:, None],
         ],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        dtype=(tl.int32,) * 4, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -347,7 +346,7 @@ def join_codes(x, n, ok, NB: tl.constexpr):
     x0, x1, x2, x3 = split_words(x, NB)
     n0, n1, n2, n3 = split_words(n, NB)
     return tl.inline_asm_elementwise(
-        WITH_SIGNS, "=&r,r,r,r,r,r,r,r,r,r", [x0, x1, x2, x3, n0, n1, n2, n3, tl.where(ok, 0x00080008, 0)[:, None]],
+        _with_signs_asm(), "=&r,r,r,r,r,r,r,r,r,r", [x0, x1, x2, x3, n0, n1, n2, n3, tl.where(ok, 0x00080008, 0)[:, None]],
         dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -367,7 +366,8 @@ def multiply(a, b):
     return multiply_add(a, b, tl.full(a.shape, -2147450880, tl.int32))
 
 
-def _nibbles(source: str, j: int, target: str) -> list[str]:
+@triton.constexpr_function
+def _nibbles(source, j, target):
     """PTX: grid values of the codes at the bits 4 j and 4 j + 16 of a word."""
     move = lambda to: f"shl.b32 {{}}, {source}, {to - 4 * j};" if to >= 4 * j else f"shr.u32 {{}}, {source}, {4 * j - to};"
     return [
@@ -379,12 +379,14 @@ def _nibbles(source: str, j: int, target: str) -> list[str]:
     ]
 
 
-def _asm(lines: list[str]) -> tl.constexpr:
+@triton.constexpr_function
+def _asm(lines):
     constants = ".reg .b32 t, u, power, zero; mov.b32 power, 0x7E807E80; mov.b32 zero, 0x80008000;"
-    return tl.constexpr("\n".join(["{", constants, *lines, "}"]))
+    return "\n".join(["{", constants, *lines, "}"])
 
 
-def _decode_asm() -> tl.constexpr:
+@triton.constexpr_function
+def _decode_asm():
     """PTX of :func:`decode_words`: the values k and k + 4 make a pair, since their codes are 16 bits apart."""
     lines = []
     for k in range(4):
@@ -393,21 +395,17 @@ def _decode_asm() -> tl.constexpr:
     return _asm(lines)
 
 
-DECODE: tl.constexpr = _decode_asm()
-DECODE_REGISTERS: tl.constexpr = tl.constexpr(",".join(["=&f"] * 8 + ["r", "r"]))
-NIBBLES_0: tl.constexpr = _asm(_nibbles("$1", 0, "$0"))
-NIBBLES_1: tl.constexpr = _asm(_nibbles("$1", 1, "$0"))
-NIBBLES_2: tl.constexpr = _asm(_nibbles("$1", 2, "$0"))
-NIBBLES_3: tl.constexpr = _asm(_nibbles("$1", 3, "$0"))
+@triton.constexpr_function
+def _nibbles_asm(j):
+    """PTX of :func:`decode_nibbles`."""
+    return _asm(_nibbles("$1", j, "$0"))
 
 
 @triton.jit
 def decode_words(codes, sg, NB: tl.constexpr):
     """FP32 values (lo, hi) of the codes (NB, 2), 8 in a word, times sg (NB,), which BF16 holds exactly."""
     v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-        DECODE, DECODE_REGISTERS, [codes, both(sg)[:, None]],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True, pack=1,
+        _decode_asm(), _registers(8, 2, "f"), [codes, both(sg)[:, None]], dtype=(tl.float32,) * 8, is_pure=True, pack=1,
     )  # fmt: skip
     return join_words(v0, v2, v4, v6, NB), join_words(v1, v3, v5, v7, NB)
 
@@ -415,8 +413,7 @@ def decode_words(codes, sg, NB: tl.constexpr):
 @triton.jit
 def decode_nibbles(codes, J: tl.constexpr):
     """Grid values, as a pair, of the codes at the bits 4 J and 4 J + 16 of a word."""
-    asm: tl.constexpr = NIBBLES_0 if J == 0 else (NIBBLES_1 if J == 1 else (NIBBLES_2 if J == 2 else NIBBLES_3))
-    return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(_nibbles_asm(J), "=r,r", [codes], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

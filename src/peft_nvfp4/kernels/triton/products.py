@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from .decode import block_product, load_blocks, operand, scale_factor, signed_bytes
+from .pairs import load
 from .rows import BLOCK
-
-# ---------------------------------------------------------------------------------------------- very few rows
 
 
 @triton.jit
@@ -68,9 +67,6 @@ def matmul_vector_kernel(
     tl.store(out + m.to(tl.int64) * N + n, y.to(out.dtype.element_ty), mask=(m < M) & (n < N))
 
 
-# ---------------------------------------------------------------------------------------------- more rows
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def matmul_tile_kernel(
     x_codes, x_scales, x_gscale, x2_codes, x2_scales, x2_gscale, w_codes, w_scales, w_gscale, bias, hidden, up,  # as above
@@ -99,10 +95,7 @@ def matmul_tile_kernel(
         w = operand(w_codes, w_scales, w_gscale, w_row, w_stride, blk, end, NB, BN, KB, MASKED, PTX, SPLIT)
         if HAS_VALUES:
             k = start * BLOCK + tl.arange(0, KB * BLOCK)[None, :]
-            if MASKED:
-                x = tl.load(values + x_row * K + k, mask=k < tl.minimum(end * BLOCK, K), other=0.0).to(w_dtype)
-            else:
-                x = tl.load(values + x_row * K + k).to(w_dtype)
+            x = load(values + x_row * K + k, k < tl.minimum(end * BLOCK, K), not MASKED).to(w_dtype)
         else:
             x = operand(x_codes, x_scales, x_gscale, x_row, x_stride, blk, end, NB, BM, KB, MASKED, PTX)
         acc = tl.dot(w, tl.trans(x), acc)
@@ -128,9 +121,6 @@ def matmul_sum_kernel(parts, out, M, N, PARTS: tl.constexpr, BN: tl.constexpr):
     for part in range(PARTS):
         y += tl.load(parts + (part * M + m) * N + n, mask=n < N, other=0.0)
     tl.store(out + m * N + n, y.to(out.dtype.element_ty), mask=n < N)
-
-
-# ---------------------------------------------------------------------------------------------- adapters
 
 
 @triton.jit

@@ -17,16 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...numerics.formats import ACTIVATION, NVFP4Format, QuantizedMatrix
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import padded_k as padded
-from ...ops.linear import empty_terms
+from ...ops.linear import empty_terms, matrices
 from .blocks import (
     MAX6,
     RULES,
     STOCHASTIC,
     amax_values,
     finite_part,
-    inverse_power,
     power_of_two_scale,
     quantize_blocks,
     search_blocks,
@@ -37,7 +37,7 @@ from .launch import CHUNK_BLOCKS, MAX_BLOCKS, launch, launch_rows, mode_for, opt
 from .random import round_stochastically, seed_arguments
 from .rows import BLOCK, load_values, padded_k, row_max
 
-OWN, GIVEN, FROM_AMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FROM_ROW, GIVEN, FROM_AMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Where quantize_kernel finds the global scale: the row in its registers, an argument, or a maximum from amax_kernel."""
 
 
@@ -52,9 +52,7 @@ def terms_kernel(
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
     x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
-    store_terms(
-        codes_ptr, scales_ptr, gscale_ptr, x_ptr, offset_ptr, row, x, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, False
-    )
+    store_terms(codes_ptr, scales_ptr, gscale_ptr, x_ptr, offset_ptr, row, x, blk, M, K, NB, MODE, TERMS, HAS_OFFSET, True, False)
 
 
 @triton.jit
@@ -62,8 +60,7 @@ def amax_kernel(x_ptr, amax_ptr, x_stride, amax_stride, K: tl.constexpr, NB: tl.
     """Largest magnitude of the finite blocks, as the bits of a float32: of every row (amax_stride 1) or of the tensor (0)."""
     row = tl.program_id(0).to(tl.int64)
     x = load_values(x_ptr + row * x_stride, tl.program_id(1) * NB + tl.arange(0, NB), K, NB, MODE)
-    amax = amax_values(x, NB, MODE)
-    largest = row_max(finite_part(amax))
+    largest = row_max(finite_part(amax_values(x, NB, MODE)))
     tl.atomic_max(amax_ptr + row * amax_stride, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -87,18 +84,16 @@ def quantize_kernel(
     amax = amax_values(x, NB, MODE)
     if GLOBAL == GIVEN:
         g = tl.load(given_ptr + row * g_stride)
-        inverse_g = inverse_power(g)
+        inverse_g = (0x7F000000 - g.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # 1 / g of a power of two, exact
     else:
-        if GLOBAL == OWN:
+        if GLOBAL == FROM_ROW:
             largest = row_max(finite_part(amax))
         else:
             largest = tl.load(given_ptr + row * g_stride).to(tl.float32, bitcast=True)
         g, inverse_g = power_of_two_scale(largest)
         tl.store(gscale_ptr + row * g_stride, g)  # one for all: every program stores the same number
     if RULE == STOCHASTIC:
-        codes, bits = round_stochastically(
-            x, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1, NB, MODE, SEED_ON_DEVICE
-        )  # fmt: skip
+        codes, bits = round_stochastically(x, amax, g, inverse_g, row, blk, KP, seed_ptr, key0, key1, NB, MODE, SEED_ON_DEVICE)
     elif RULE == MAX6:
         codes, bits, _, _ = quantize_blocks(x, amax, g, inverse_g, NB, MODE, GLOBAL == GIVEN, False)
     else:
@@ -106,46 +101,43 @@ def quantize_kernel(
     store_codes(codes_ptr + row * (KP // 2), scales_ptr + row * (KP // BLOCK), codes, bits, blk, K, NB, MODE)
 
 
-# ---------------------------------------------------------------------------------------------- launches
-
-
-def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, K) as ``terms`` NVFP4 terms with a global scale per row: codes (T, M, Kp/2), scales (T, M, Kp/16), gscale (T, M)."""
+def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[QuantizedMatrix, ...]:
+    """x (M, K) as ``terms`` NVFP4 terms with a global scale per row."""
     m, k = x.shape
     x, out = rows_contiguous(x), empty_terms(x, terms, m, k)
     tensors, constants = (x, x if offset is None else offset, *out), {"TERMS": terms, "HAS_OFFSET": offset is not None}
     launch_rows(terms_kernel, "terms", (m, k), mode_for(x.dtype, k, x), tensors, (m, x.stride(0)), constants)
-    return out
+    return matrices(*out, k)
 
 
-def quantize(x: Tensor, gscale: Tensor | None, seed: Tensor | None, rule: str, per_row: bool, stochastic: bool):
-    """The operator ``quantize``: (codes, scales, gscale)."""
+def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | None) -> QuantizedMatrix:
+    """The operator ``quantize``."""
     m, k = x.shape
-    nb = row_blocks(k)
-    if per_row and gscale is None and rule == "max6" and not stochastic and k and nb <= MAX_BLOCKS:
-        return tuple(t[0] for t in quantize_terms(x, None, 1))
+    nb, per_row = row_blocks(k), fmt.global_scale == "row"
+    if fmt == ACTIVATION and gscale is None and k and nb <= MAX_BLOCKS:
+        return quantize_terms(x, None, 1)[0]
     x = rows_contiguous(x)
-    codes, scales, own = (t[0] for t in empty_terms(x, 1, m, k))
+    codes, scales, row_gscale = (t[0] for t in empty_terms(x, 1, m, k))
     if gscale is not None:
         where, out, given = GIVEN, gscale.clone(), gscale.contiguous()
     elif per_row and nb <= MAX_BLOCKS:
-        where, out, given = OWN, own, own
+        where, out, given = FROM_ROW, row_gscale, row_gscale
     else:
-        where, out = FROM_AMAX, own if per_row else x.new_empty(1, dtype=torch.float32)
+        where, out = FROM_AMAX, row_gscale if per_row else x.new_empty(1, dtype=torch.float32)
         given = x.new_zeros(out.shape[0], dtype=torch.int32)
     if m == 0 or k == 0:
-        return codes, scales, out if gscale is not None else out.fill_(1.0)
+        return QuantizedMatrix(codes, scales, out if gscale is not None else out.fill_(1.0), k)
     g_stride = int(out.shape[0] > 1)
-    chunk = nb if where == OWN else min(nb, CHUNK_BLOCKS)
-    chunks = 1 if where == OWN else triton.cdiv(padded(k), BLOCK_SIZE * chunk)
+    chunk = nb if where == FROM_ROW else min(nb, CHUNK_BLOCKS)
+    chunks = 1 if where == FROM_ROW else triton.cdiv(padded(k), BLOCK_SIZE * chunk)
     mode = mode_for(x.dtype, k, x)
     options = options_for(chunk, "quantize", mode)
     if where == FROM_AMAX:
         constants = {"K": k, "NB": chunk, "MODE": mode}
         launch(amax_kernel, (m, chunks), (x, given), (x.stride(0), g_stride), constants, **options)
-    pointer, key0, key1, on_device = seed_arguments(seed, x) if stochastic else (x, 0, 0, False)
-    constants = {"K": k, "NB": chunk, "RULE": STOCHASTIC.value if stochastic else RULES[rule], "MODE": mode}
+    pointer, key0, key1, on_device = seed_arguments(seed, x) if fmt.stochastic else (x, 0, 0, False)
+    constants = {"K": k, "NB": chunk, "RULE": STOCHASTIC.value if fmt.stochastic else RULES[fmt.rule], "MODE": mode}
     constants |= {"GLOBAL": where.value, "SEED_ON_DEVICE": on_device}
     tensors, numbers = (x, given, codes, scales, out, pointer), (key0, key1, x.stride(0), g_stride)
     launch(quantize_kernel, (m, chunks), tensors, numbers, constants, **options)
-    return codes, scales, out
+    return QuantizedMatrix(codes, scales, out, k)

@@ -20,14 +20,11 @@ from .launch import EXACT_MATH, RANDOM_CHUNK, launch
 from .pairs import JOIN_NIBBLES, both, exponent_factor, split_words
 from .rows import INF
 
-M0: tl.constexpr = tl.constexpr(PHILOX_M[0])
-M1: tl.constexpr = tl.constexpr(PHILOX_M[1])
-W0: tl.constexpr = tl.constexpr(PHILOX_W[0])
-W1: tl.constexpr = tl.constexpr(PHILOX_W[1])
+M0, M1, W0, W1 = map(tl.constexpr, PHILOX_M + PHILOX_W)
 
 
 @triton.jit
-def load_key(seed_ptr, key0, key1, SEED_ON_DEVICE: tl.constexpr):
+def _load_key(seed_ptr, key0, key1, SEED_ON_DEVICE: tl.constexpr):
     """The two 32-bit halves of the seed, from device memory or from the launch arguments."""
     if SEED_ON_DEVICE:
         seed = tl.load(seed_ptr)
@@ -39,18 +36,14 @@ def load_key(seed_ptr, key0, key1, SEED_ON_DEVICE: tl.constexpr):
 @triton.jit
 def philox(counter, k0, k1):
     """Four uint32 tensors for every 32-bit counter."""
-    c0 = counter
-    c1 = tl.zeros_like(c0)
-    c2 = tl.zeros_like(c0)
-    c3 = tl.zeros_like(c0)
+    c0, c1, c2, c3 = counter, tl.zeros_like(counter), tl.zeros_like(counter), tl.zeros_like(counter)
     for _ in tl.static_range(10):
         h0 = tl.umulhi(c0, tl.full(c0.shape, M0, tl.uint32))
         h1 = tl.umulhi(c2, tl.full(c0.shape, M1, tl.uint32))
         l0 = c0 * tl.full(c0.shape, M0, tl.uint32)
         l1 = c2 * tl.full(c0.shape, M1, tl.uint32)
         c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
-        k0 = k0 + tl.full([], W0, tl.uint32)
-        k1 = k1 + tl.full([], W1, tl.uint32)
+        k0, k1 = k0 + tl.full([], W0, tl.uint32), k1 + tl.full([], W1, tl.uint32)
     return c0, c1, c2, c3
 
 
@@ -67,7 +60,8 @@ def _round(x, sg, bits, ok):
     return tl.where(ok, (low + up.to(tl.int32)) | ((x.to(tl.int32, bitcast=True) >> 28) & 8), 0)
 
 
-def _philox_asm() -> tl.constexpr:
+@triton.constexpr_function
+def _philox_asm():
     """PTX of :func:`philox`. In Triton the two halves of a product are two instructions."""
     lines = [".reg .b32 a, b, c, d, k, l, h, g, m; .reg .b64 p;", "mov.b32 a, $4; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;"]
     lines += ["mov.b32 k, $5; mov.b32 l, $6;"]
@@ -77,10 +71,8 @@ def _philox_asm() -> tl.constexpr:
             "lop3.b32 a, g, b, k, 0x96; mov.b32 b, c; lop3.b32 c, h, d, l, 0x96; mov.b32 d, m;",
             f"add.u32 k, k, {W0.value}; add.u32 l, l, {W1.value};",
         ]
-    return tl.constexpr("\n".join(["{", *lines, "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;", "}"]))
+    return "\n".join(["{", *lines, "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;", "}"])
 
-
-PHILOX: tl.constexpr = _philox_asm()
 
 ROUND: tl.constexpr = tl.constexpr(
     """{
@@ -129,18 +121,15 @@ ROUND: tl.constexpr = tl.constexpr(
     lop3.b32 $0, t, $7, q, 0xEA;
     }"""
 )
-JOIN: tl.constexpr = tl.constexpr(
-    "\n".join(
-        [
-            "{ .reg .b32 z0, z1, z2, z3, t, n;",
-            "mov.b32 z0, $1; mov.b32 z1, $2; mov.b32 z2, $3; mov.b32 z3, $4;",
-            *JOIN_NIBBLES,
-            "}",
-        ]
-    )
-)
 BELOW: tl.constexpr = tl.constexpr(0x40800000 - 8192)
 """4, less 2**-10 of it."""
+
+
+@triton.constexpr_function
+def _join_asm():
+    """PTX of the codes of a half block, from those of its four words."""
+    moves = "mov.b32 z0, $1; mov.b32 z1, $2; mov.b32 z2, $3; mov.b32 z3, $4;"
+    return "\n".join(["{ .reg .b32 z0, z1, z2, z3, t, n;", moves, *JOIN_NIBBLES, "}"])
 
 
 @triton.jit
@@ -159,7 +148,7 @@ def _round_pairs(w, r0, r1, r2, r3, sg, ok, NB: tl.constexpr):
         dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
     z0, z1, z2, z3 = split_words(z, NB)
-    return tl.inline_asm_elementwise(JOIN, "=&r,r,r,r,r", [z0, z1, z2, z3], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(_join_asm(), "=&r,r,r,r,r", [z0, z1, z2, z3], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -172,12 +161,11 @@ def round_stochastically(
     finite = amax < INF
     bits, s = max6_scale_up(tl.where(finite, amax, 0.0) * inverse_g, MODE)
     sg, ok = s * g, finite & (s > 0.0)
-    k0, k1 = load_key(seed_ptr, key0, key1, SEED_ON_DEVICE)
+    k0, k1 = _load_key(seed_ptr, key0, key1, SEED_ON_DEVICE)
     counter = (row * (KP // 4)).to(tl.uint32) + (blk[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.uint32)
     if MODE == PAIR:
         r0, r1, r2, r3 = tl.inline_asm_elementwise(
-            PHILOX, "=&r,=&r,=&r,=&r,r,r,r", [counter, k0, k1], dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True,
-            pack=1,
+            _philox_asm(), "=&r,=&r,=&r,=&r,r,r,r", [counter, k0, k1], dtype=(tl.uint32,) * 4, is_pure=True, pack=1,
         )  # fmt: skip
         codes = _round_pairs(x, r0, r1, r2, r3, sg, ok, NB)
     else:
@@ -196,16 +184,13 @@ def dropout_kernel(
 ):  # fmt: skip
     """out = x * mask; mask: 0 where the element's random number is below the threshold, else keep_value."""
     counter = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    k0, k1 = load_key(seed_ptr, key0, key1, SEED_ON_DEVICE)
+    k0, k1 = _load_key(seed_ptr, key0, key1, SEED_ON_DEVICE)
     r0, r1, r2, r3 = philox(counter.to(tl.uint32), k0, k1)
     random = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [CHUNK * 4])
     at = tl.program_id(0).to(tl.int64) * (CHUNK * 4) + tl.arange(0, CHUNK * 4)
     mask = tl.where(random >= threshold.to(tl.uint32), keep_value, 0.0)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, (x * mask).to(out_ptr.dtype.element_ty), mask=at < n)
-
-
-# ---------------------------------------------------------------------------------------------- launches
 
 
 def _signed(word: int) -> int:
@@ -225,7 +210,7 @@ def seed_arguments(seed: Tensor, like: Tensor) -> tuple[Tensor, int, int, bool]:
 @lru_cache(maxsize=64)
 def _keep_value(p: float) -> float:
     """1 / (1 - p) as the reference holds it: rounded to FP32."""
-    return (torch.ones((), dtype=torch.float32) / (1.0 - p)).item()
+    return (torch.ones((), dtype=torch.float32, device="cpu") / (1.0 - p)).item()
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:

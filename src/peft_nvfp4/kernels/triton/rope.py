@@ -90,21 +90,18 @@ def rotary_kernel(
         )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- launch
-
-
-def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-    """Rotated q and k, or the gradients of the unrotated ones; without k the second result is empty."""
-    q_out = rotary_output(q, backward)
-    k_out = q.new_empty(0) if k is None else rotary_output(k, backward)
+def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor | None]:
+    """The operator ``rotary_embedding``."""
+    q_out, k_out = (None if x is None else rotary_output(x, backward) for x in (q, k))
+    outputs = [t for t in (q_out, k_out) if t is not None and t.numel()]
     b, heads, s, d = q.shape
     k_heads = 0 if k is None else k.shape[1]
-    if not q_out.numel() + k_out.numel():
+    if not outputs:
         return q_out, k_out
-    if any(t.numel() and t.stride(-1) != 1 for t in (q_out, k_out)):  # a layout that no attention has: eager keeps it, so do we
-        q_dense, k_dense = rotary_embedding(q.contiguous(), None if k is None else k.contiguous(), cos, sin, backward)
-        return q_out.copy_(q_dense), k_out.copy_(k_dense)
-    q, k = rows_contiguous(q), q if k is None else rows_contiguous(k)
+    if any(t.stride(-1) != 1 for t in outputs):  # a layout that no attention has: eager keeps it, so do we
+        dense = rotary_embedding(q.contiguous(), None if k is None else k.contiguous(), cos, sin, backward)
+        return q_out.copy_(dense[0]), None if k is None else k_out.copy_(dense[1])
+    queries, keys = rows_contiguous(q), rows_contiguous(k if k_heads else q)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     lanes = triton.next_power_of_2(max(d // 2, 1))
@@ -112,7 +109,7 @@ def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back
     out = k_out if k_heads else q_out
     grid = (triton.cdiv(s * heads, rows) + triton.cdiv(s * k_heads, rows), b)
     of_cos = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
-    numbers = (s, *q.stride()[:3], *k.stride()[:3], *of_cos, *q_out.stride()[:3], *out.stride()[:3])
+    numbers = (s, *queries.stride()[:3], *keys.stride()[:3], *of_cos, *q_out.stride()[:3], *out.stride()[:3])
     constants = {"HQ": heads, "HK": k_heads, "D": d, "ROWS": rows, "LANES": lanes, "BACKWARD": backward}
-    launch(rotary_kernel, grid, (q, k, cos, sin, q_out, out), numbers, constants, num_warps=WARPS, **EXACT_MATH)
+    launch(rotary_kernel, grid, (queries, keys, cos, sin, q_out, out), numbers, constants, num_warps=WARPS, **EXACT_MATH)
     return q_out, k_out

@@ -6,12 +6,10 @@ A program holds a row (or a stretch of one) in one of two forms; the rounding mo
 * mode PAIR: words of two BF16 values, (NB, 8) int32, as in :mod:`.pairs`.
 
 Kernels load, round and store through :func:`load_values` and its companions and need not know the form. All 16 values of a block
-sit in one thread, so the block maximum, the block sums and the packing of nibbles need no exchange between threads, and what
-costs a lot per block (a division, the E4M3 code) is done once per block. K, the width, is a compile-time constant: where the
-programs divide it no load or store of pairs is masked, which saves up to a tenth of all instructions.
-
-Splits and joins of a last axis are register moves here; a reduction written as ``tl.max(axis=1)`` would leave its order, and what
-happens to NaN, to the compiler.
+sit in one thread, so the block maximum, the block sums and the packing of nibbles need no exchange between threads. K, the width,
+is a compile-time constant: where the programs divide it no load or store of pairs is masked, which saves up to a tenth of all
+instructions. Splits and joins of a last axis are register moves here; a reduction written as ``tl.max(axis=1)`` would leave its
+order, and what happens to NaN, to the compiler.
 """
 
 import triton
@@ -25,8 +23,6 @@ from .pairs import load_pairs, pack, reciprocal_approx, store_pairs, unpack
 BLOCK: tl.constexpr = tl.constexpr(formats.BLOCK)
 HALF: tl.constexpr = tl.constexpr(formats.BLOCK // 2)
 INF: tl.constexpr = tl.constexpr(float("inf"))
-
-# ------------------------------------------------------------------------------------------- rows in and out
 
 
 @triton.constexpr_function
@@ -55,17 +51,6 @@ def load_row(ptr, blk, K, NB: tl.constexpr):
 
 
 @triton.jit
-def store_row(ptr, lo, hi, blk, K, NB: tl.constexpr):
-    """Inverse of :func:`load_row`, in the pointer's dtype (FP32 to BF16 rounds to nearest even)."""
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    k = blk[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(ptr + k, tl.reshape(tl.join(lo.to(dtype), hi.to(dtype)), [NB, BLOCK]), mask=k < K)
-
-
-# ------------------------------------------------------------------------------------------- either form
-
-
-@triton.jit
 def load_values(ptr, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
     """Values of the blocks ``blk`` (NB,) of the row at ``ptr``; 0 beyond K."""
     if MODE == PAIR:
@@ -77,11 +62,13 @@ def load_values(ptr, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr)
 
 @triton.jit
 def store_values(ptr, x, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
-    """Inverse of :func:`load_values`, in the pointer's dtype."""
+    """Inverse of :func:`load_values`, in the pointer's dtype (FP32 to BF16 rounds to nearest even)."""
     if MODE == PAIR:
         store_pairs(ptr, x, blk, K, NB)
     else:
-        store_row(ptr, x[0], x[1], blk, K, NB)
+        dtype: tl.constexpr = ptr.dtype.element_ty
+        k = blk[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(ptr + k, tl.reshape(tl.join(x[0].to(dtype), x[1].to(dtype)), [NB, BLOCK]), mask=k < K)
 
 
 @triton.jit
@@ -100,9 +87,6 @@ def rounded(lo, hi, dtype: tl.constexpr, MODE: tl.constexpr):
         return pack(lo, hi)
     else:
         return lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
-
-
-# ------------------------------------------------------------------------------------------- reductions inside a block
 
 
 @triton.jit
@@ -137,15 +121,8 @@ def block_sum(lo, hi, NB: tl.constexpr):
 
 @triton.jit
 def row_max(v):
-    """Maximum of non-negative numbers, as integers, for which there is an instruction that spans a warp."""
+    """Maximum along axis 0 of non-negative numbers, as integers, for which there is an instruction that spans a warp."""
     return tl.max(v.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def two_row_max(a, b):
-    """:func:`row_max` of both, with one exchange between warps."""
-    most = tl.max(tl.join(a, b).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
-    return tl.split(most)
 
 
 @triton.jit

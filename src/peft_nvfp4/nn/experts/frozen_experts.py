@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ...autograd import activation_cache
 from ...autograd.frozen_linear import Branch
 from ...autograd.fused import GatedQuantize, as_parts
+from ...autograd.hosted import Hosted
 from ...numerics.fused_reference import ACTIVATIONS
 from ..frozen_linear import FrozenLinear, FrozenOptions, frozen
 from ..registry import BACKENDS
@@ -86,6 +87,7 @@ class FrozenExperts(nn.Module):
     """
 
     act: str | None = None
+    hosted: Hosted | None = None  # as of a frozen linear
 
     def __init__(self, original: nn.Module, backend: str, options: Mapping[str, FrozenOptions]):
         super().__init__()
@@ -171,7 +173,7 @@ class FrozenExperts(nn.Module):
             if keep:
                 self._layers[name] = cached
         for layer in cached[1]:
-            layer.training = self.training
+            layer.training, layer.hosted = self.training, self.hosted
         return cached[1]
 
     def dequantize(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -229,6 +231,8 @@ class FrozenExperts(nn.Module):
         An index of E or more is an expert of another process, and adds nothing here."""
         if top_k_index.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the rows of every expert are counted on the host, which a CUDA graph cannot record")
+        if self.hosted is not None:
+            self.hosted.fetch()
         tokens, k = top_k_index.shape
         order, counts = by_expert(top_k_index, self.experts)
         rows = SortedRows.apply(hidden_states, order, k)
@@ -262,7 +266,7 @@ class FrozenExperts(nn.Module):
         from FP32, and what backward keeps of gate and up are codes, a quarter of the memory. Returns why not, where it cannot."""
         if self.backend != "nvfp4" or first_of(self) != "gate_up_proj":
             return "its experts are no gated MLPs frozen in nvfp4"
-        z = 2 * torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        z = 2 * torch.randn(3, 64, generator=torch.Generator().manual_seed(0), device="cpu")
         gate, up = z.chunk(2, dim=-1)
         with torch.no_grad():
             value = self._activate(z)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -44,9 +45,8 @@ def base_checksums(model: nn.Module) -> dict[str, int]:
 def _checksum(t: Tensor) -> int:
     """Sum of all words, each mixed and multiplied by an odd number that belongs to its place, modulo 2**64."""
     data = t.detach().reshape(-1).contiguous().view(torch.uint8)
-    if rest := -data.numel() % 8:
-        data = torch.cat([data, data.new_zeros(rest)])
-    words, total = data.view(torch.int64), torch.zeros((), dtype=torch.int64, device=t.device)
+    words = (F.pad(data, (0, rest)) if (rest := -data.numel() % 8) else data).view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
     for start in range(0, words.numel(), CHUNK):
         part = words[start : start + CHUNK]
         odd = torch.arange(2 * start + 1, 2 * (start + part.numel()) + 1, 2, device=t.device)
@@ -103,9 +103,9 @@ def send(tensors: list[Tensor], src: int = 0, group: dist.ProcessGroup | None = 
     on_gpu = dist.get_backend(group) == "nccl"
     for t in tensors:
         data = t.detach()
-        there = data.cuda() if on_gpu and not data.is_cuda else data.contiguous()
-        dist.broadcast(there, src=src, group=group)
-        if there.data_ptr() != data.data_ptr():
-            data.copy_(there)
+        sent = data.cuda() if on_gpu and not data.is_cuda else data.contiguous()
+        dist.broadcast(sent, src=src, group=group)
+        if sent.data_ptr() != data.data_ptr():
+            data.copy_(sent)
         elif not data.is_inference():
             torch.autograd.graph.increment_version(data)  # copies of weights are kept by version

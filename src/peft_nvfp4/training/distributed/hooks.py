@@ -47,9 +47,6 @@ def install() -> None:
         replace(_fsdp_param, "nn", _with_byte_parameters())
 
 
-# ---------------------------------------------------------------------------------------------- DDP, FSDP1
-
-
 def _init_ddp(original: Callable, self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     if frozen := frozen_modules(module):
         check_same_base(module, kwargs.get("process_group"))
@@ -69,9 +66,6 @@ def _init_fsdp1(original: Callable, self: nn.Module, module: nn.Module, *args: A
                 "Trainer), or torch.distributed.fsdp.fully_shard"
             )
     original(self, module, *args, **kwargs)
-
-
-# ---------------------------------------------------------------------------------------------- FSDP2
 
 
 def _init_group(original: Callable, self: Any, params: list, modules: tuple[nn.Module, ...], *args: Any, **kwargs: Any) -> None:

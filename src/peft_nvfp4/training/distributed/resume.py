@@ -7,10 +7,10 @@ FSDP it is ``optimizer.pt``, with parameters by number; FSDP with ``FULL_STATE_D
 that is missing is written from the one that is there (without FSDP into a folder within the checkpoint, since Trainer refuses one
 that holds FSDP's files). What FSDP writes with ``SHARDED_STATE_DICT`` is for FSDP, on any number of processes.
 
-So that the run goes on exactly, a step has to see the same rows: as many rows per process times processes times accumulation.
-Then what goes on is the same sum in another order: equal up to rounding, not bit for bit. States of random generators belong to a
-process, and Trainer restores them only on as many processes as wrote them: with dropout (or stochastic rounding of gradients) a
-run on another number draws other numbers, as good as the first. Every process has to see the checkpoint's folder.
+A step has to see the same rows: as many rows per process times processes times accumulation. Then what goes on is the same sum in
+another order: equal up to rounding, not bit for bit. Trainer restores the states of random generators only on as many processes
+as wrote them: with dropout (or stochastic rounding of gradients) a run on another number draws other numbers, as good as the
+first. Every process has to see the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ ALONE = "without-fsdp"
 
 def last_checkpoint(folder: str | Path) -> str | None:
     """The newest checkpoint of a run that was written to its end (a process may have died while it wrote one); None without."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    whole = [path for path in found if _ended(path / STATE) and any((path / name).exists() for name in OPTIMIZERS)]
-    return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
+    number = lambda path: path.name.partition("-")[2]
+    numbered = [path for path in Path(folder).glob("checkpoint-*") if number(path).isdigit()]
+    whole = [path for path in numbered if _ended(path / STATE) and any((path / name).exists() for name in OPTIMIZERS)]
+    return str(max(whole, key=lambda path: int(number(path)))) if whole else None
 
 
 def _ended(state: Path) -> bool:
@@ -46,11 +47,8 @@ def _ended(state: Path) -> bool:
 
 def make_resumable(trainer: Any, checkpoint: str | Path | None = None) -> str | None:
     """A checkpoint that ``trainer.train(resume_from_checkpoint=...)`` can read here: the given one, or the last whole one of
-    ``trainer.args.output_dir`` (None if there is none). Every process has to call it; the first one writes.
-
-    Raises:
-        ValueError: it was sharded by FSDP, and this run is not; or the other way round.
-    """
+    ``trainer.args.output_dir`` (None if there is none). Every process has to call it; the first one writes. A checkpoint that was
+    sharded by FSDP raises ValueError in a run that is not, and the other way round."""
     checkpoint = checkpoint or last_checkpoint(trainer.args.output_dir)
     if checkpoint is None:
         return None
@@ -107,11 +105,7 @@ def parameter_names(trainer: Any) -> list[list[str]]:
 
 
 def by_name(state: dict, names: list[list[str]]) -> dict:
-    """An optimizer's state dict with names instead of numbers.
-
-    Raises:
-        ValueError: the groups are of other sizes.
-    """
+    """An optimizer's state dict with names instead of numbers; ValueError where the groups are of other sizes."""
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(group) for group in names]:
         raise ValueError(f"the checkpoint's optimizer has groups of {sizes} parameters, this run of {[len(g) for g in names]}")
