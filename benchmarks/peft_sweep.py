@@ -71,6 +71,7 @@ SIZES: dict[str, Any] = {  # pattern of a field's name -> its value (None: as it
     r".*heads?": lambda value: 1 if value == 1 else 4 if value % 4 == 0 else 2,
     r"(global_)?head_dim|.*head_size|d_kv|v_head_dim|qk_(nope|rope)_head_dim|d_head": 16,
     r".*lora_rank": 16,
+    r"rotary_dim": 8,
     r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts": 4,
     r"num_experts_per_tok|moe_k|num_selected_experts|moe_topk|top_k": 2,
     r"n_group|topk_group": 1,
@@ -88,7 +89,14 @@ SIZES: dict[str, Any] = {  # pattern of a field's name -> its value (None: as it
 
 FAMILIES: dict[str, dict[str, Any]] = {  # model type -> fields that the rules above get wrong
     "llama4_text": {"moe_layers": [1], "intermediate_size_mlp": 96},
-    "qwen2_vl": {"depth": 2},
+    "wav2vec2": {"num_conv_pos_embedding_groups": 4},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "qwen2_vl_text": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
+    "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
+    "swin": {"window_size": 4},
+    "swinv2": {"window_size": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_n_groups": 1, "mamba_d_state": 16},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16},
@@ -116,6 +124,8 @@ def shrink(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
             fields[key] = rule(value) if callable(rule) else rule
         elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
             fields[key] = [rule(v) if callable(rule) else rule for v in value]
+    if "kv_lora_rank" in fields:  # multi-head latent attention
+        fields["num_key_value_heads"] = fields.get("num_attention_heads", 4)
     fields |= FAMILIES.get(config.model_type, {}) | changes
     return type(config)(**fields)
 
@@ -378,11 +388,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="", help="regular expression for names of classes")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--add-to", type=Path, help="results of an earlier run, for the classes that are not matched")
     parser.add_argument("--page", type=Path, help="write the Markdown page here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     result = sweep(arguments.match)
+    if arguments.add_to:
+        earlier, again = (
+            json.loads(arguments.add_to.read_text()),
+            {row["class"] for row in result["rows"]} | {*result["left_out"]},
+        )
+        result["rows"] += [row for row in earlier["rows"] if row["class"] not in again]
+        result["left_out"] |= {name: text for name, text in earlier["left_out"].items() if name not in again}
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.page:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from ..nn.experts.frozen_experts import is_experts
 from .freeze import frozen_matrices, frozen_modules
 from .groups import ACCURACY, input_terms
-from .plan import HEADS, kept_dense, skipped
+from .plan import HEADS, kept_dense
 
 
 def accuracy_of(model: nn.Module) -> str | None:
@@ -24,7 +26,7 @@ def skipped_of(model: nn.Module) -> list[str]:
     """``skip_modules`` with which :func:`~.freeze.freeze_model` leaves dense what is dense here: names of modules without a
     frozen one inside, as near to the root as can be."""
     frozen = frozen_modules(model)
-    names = [_plain(name) for name, _ in frozen]
+    matched = {part for name, _ in frozen for part in _parts(_plain(name))}
     experts = bool(frozen) and frozen[0][1].backend != "bf16"
     keep, found = kept_dense(model), {}
     for name, module in model.named_modules():
@@ -34,8 +36,14 @@ def skipped_of(model: nn.Module) -> list[str]:
             continue
         parts = plain.split(".")
         prefixes = (".".join(parts[: i + 1]) for i in range(len(parts)))
-        found[next((p for p in prefixes if not any(skipped(n, (p,)) for n in names)), plain)] = None
+        found[next((prefix for prefix in prefixes if prefix not in matched), plain)] = None
     return list(found)
+
+
+def _parts(name: str) -> Iterator[str]:
+    """Every name in skip_modules that would match this one: its ancestors, itself, and their endings."""
+    parts = name.split(".")
+    return (".".join(parts[i:j]) for j in range(1, len(parts) + 1) for i in range(j))
 
 
 def _plain(name: str) -> str:
