@@ -23,6 +23,7 @@ from transformers.models.llama import modeling_llama
 from peft_nvfp4 import disable_cuda_graphs, enable_cuda_graphs
 from peft_nvfp4.memory import Settings
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
+from peft_nvfp4.training.steps import slow_down_steps
 
 #         hidden, inter, layers, heads, kv heads, head_dim, vocab, tied, RoPE factor
 SHAPES = {
@@ -203,6 +204,7 @@ def build(case: Case, shape: str, device: torch.device):
     if case.stock:  # BF16 adapters: faster and smaller than PEFT's default
         for p in model.parameters():
             p.data = p.data.to(torch.bfloat16) if p.requires_grad else p.data
+    slow_down_steps(model)  # a case says what is on
     if "graphs" in case:
         enable_cuda_graphs(model)
     if "ckpt" in case:

@@ -14,7 +14,7 @@ from ..fusion.loss_attach import attach_loss
 from ..lora.config import NVFP4LoraConfig
 from ..memory import BUILTIN
 from ..quantization.options import Options
-from ..training.cuda_graphs import enable_cuda_graphs
+from ..training.cuda_graphs import disable_cuda_graphs
 from ._run import models, profiling
 from .common import Batch, Dtype, Layers, Outcome, Rank, base_option, command, stacked_bars, table
 
@@ -44,8 +44,8 @@ def profile(
     torch.manual_seed(0)
     adapted = get_peft_model(_random_model(model, models.choose_dtype(dtype), device, layers), config)
     attach_loss(adapted)
-    if cuda_graphs:
-        enable_cuda_graphs(adapted)
+    if not cuda_graphs:
+        disable_cuda_graphs(adapted)
     if checkpointing:
         adapted.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     step = _training_step(adapted.train(), batch, seq, supervised, device)

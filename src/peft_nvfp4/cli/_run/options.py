@@ -44,7 +44,7 @@ class TrainOptions:
     accuracy: str = base_option("accuracy")
     memory: str = base_option("memory")
     calibration: str | None = base_option("calibration")
-    cuda_graphs: bool = option(False, "Replay recorded steps.")
+    cuda_graphs: bool = option(True, "Record steps on a GPU and replay them.")
     rank: int = option(16, "Of the adapter (16).", "--rank", "-r")
     alpha: int = option(32, "LoRA alpha (32).")
     dropout: float = option(0.0, "LoRA dropout (0).")

@@ -28,7 +28,7 @@ from ...kernels import implementations
 from ...memory import Settings, fit, model_shape, parse_bytes
 from ...memory.settings import CONTEXT, OPTIMIZERS
 from ...training.callbacks import StopOnNonFinite, deterministic, memory_advice
-from ...training.cuda_graphs import enable_cuda_graphs
+from ...training.cuda_graphs import disable_cuda_graphs
 from ...training.distributed.resume import last_checkpoint
 from . import models, texts
 from .options import TrainOptions, adapter_config
@@ -92,8 +92,8 @@ def _trainer(options: TrainOptions, say: Say, *callbacks: TrainerCallback) -> tu
             share = (parse_bytes(options.max_memory) - CONTEXT) / torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
     model = get_peft_model(base, config).to(device)
-    if options.cuda_graphs:
-        enable_cuda_graphs(model)
+    if not options.cuda_graphs:
+        disable_cuda_graphs(model)
     if report := getattr(model.base_model, "nvfp4_report", None):
         say(str(report))
     every_turn = train.format == "chat" and _template_marks_turns(tokenizer)
@@ -153,6 +153,7 @@ def _planned(options: TrainOptions, config: Any, rows: texts.Rows, tokenizer: An
     adapter, known = adapter_config(options), {f.name for f in fields(Settings)}
     settings = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
     settings |= {"sequence": -(-longest // 8) * 8, "padded": True}
+    settings["cuda_graphs"] = False  # they exclude weights on the host, which a plan may need
     settings |= {"targets": adapter.target_modules, "skip_modules": tuple(adapter.skip_modules or ())}
     if options.optimizer not in OPTIMIZERS:
         settings["optimizer"] = "adamw_torch_fused"
