@@ -27,6 +27,7 @@ from .training import distributed
 from .training.callbacks import StopOnNonFinite, deterministic, memory_advice
 from .training.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
 from .training.offload.enable import disable_offload, enable_offload, offload_status
+from .training.packing import disable_packing, enable_packing, packing_status
 from .transformers import PactConfig, prepare_model_for_nvfp4_training
 
 __all__ = [
@@ -54,9 +55,11 @@ __all__ = [
     "deterministic",
     "disable_cuda_graphs",
     "disable_offload",
+    "disable_packing",
     "distributed",
     "enable_cuda_graphs",
     "enable_offload",
+    "enable_packing",
     "export_checkpoint",
     "freeze_model",
     "frozen_bytes",
@@ -67,6 +70,7 @@ __all__ = [
     "memory_advice",
     "merge",
     "offload_status",
+    "packing_status",
     "prepare_model_for_nvfp4_training",
     "preprocess_eora",
     "register",

@@ -32,7 +32,9 @@ class NVFP4LoraConfig(LoraConfig):
 
     Where codes are kept for backward, RMSNorms and gated MLPs are fused (:func:`peft_nvfp4.attach`;
     ``model.base_model.nvfp4_report`` says what was found, :func:`peft_nvfp4.detach` undoes it).
-    :func:`peft_nvfp4.enable_cuda_graphs` records training steps. A base that is frozen already keeps its layouts and its rounding
+    The loss is computed at labels, padding is not computed, and steps are recorded on a GPU: ``model.base_model.nvfp4_steps``
+    reports on it, and :func:`peft_nvfp4.detach_loss`, :func:`peft_nvfp4.disable_packing` and
+    :func:`peft_nvfp4.disable_cuda_graphs` undo it. A base that is frozen already keeps its layouts and its rounding
     of gradients.
 
     Raises:
