@@ -129,6 +129,7 @@ class GraphedForward:
         self.entries: dict[tuple, _Entry | str] = {}  # a reason where it cannot be recorded
         self.met: Counter = Counter()  # how often an input's shapes were, and a size of recorded_size
         self.tokens = 0  # of the largest recording
+        self.longer: list[int] = []  # tokens of batches since then that were longer
         self.state: tuple = ()  # of the model that they were made of
         self.pending: weakref.ref[Ticket] | None = None
         self.__signature__ = inspect.signature(decoder.forward)
@@ -286,11 +287,14 @@ class GraphedForward:
 
     def _make_room(self, key: tuple, tensors: dict[str, Tensor]) -> None:
         """For one more recording: the one that is met least gives way to one that is met more often. A recording of more tokens
-        than any before finds no free memory of its size in the pool that they share: all are dropped, and made anew there when
-        they are met again."""
+        than any before finds no free memory of its size in the pool that they share. So all are dropped, and made anew in a
+        larger pool when they are met again; but not before as many such batches came as half of the recordings that it costs."""
         recorded = [k for k, entry in self.entries.items() if isinstance(entry, _Entry)]
         if (tokens := _tokens(tensors)) > self.tokens:
-            self.tokens = tokens
+            self.longer.append(tokens)
+            if len(self.longer) < len(recorded) / 2:
+                raise Unsupported("it has more tokens than all batches that are recorded, and few batches do")
+            self.tokens, self.longer = tokens, []
             for k in recorded:
                 del self.entries[k]
             if recorded and torch.cuda.is_available():
