@@ -28,11 +28,13 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_mod
 from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
+from ..autograd.module_hooks import hooks_of
 from ..calibration.run import apply_calibration
-from ..fusion.attach import attach, attached, detach
+from ..fusion.attach import Report, attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
+from ..nn.plain import report_in
 from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
@@ -166,6 +168,7 @@ def _create_new_module(
             "Name the module in target_modules instead, or list it in skip_modules to leave it dense."
         )
     layer = FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+    base.call_hooks += hooks_of(layer)
     if group := getattr(base, "group", None):  # attached before: the linears of its group are computed with their adapters
         group.members = [layer if base_of(member) is base else member for member in group.members]
     return layer
@@ -220,6 +223,9 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         if asked and _keeps_codes(model, asked[0]) and not attached(model):  # once for all adapters of a model
             with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
                 self.nvfp4_report = attach(model, recompute_mlp=any(options.recompute_mlp for options in asked))
+        if frozen_modules(model):
+            self.nvfp4_report = getattr(self, "nvfp4_report", None) or Report()
+            report_in(model, self.nvfp4_report.fallbacks)
         if any(options.offload for options in asked) or offloaded(model):
             enable_offload(model)
         return result

@@ -19,6 +19,7 @@ from ..autograd.activation_cache import quantized_input
 from ..autograd.frozen_linear import GRADIENTS, Branch, autocast_input
 from ..autograd.hosted import Hosted
 from ..autograd.lora import lora_branch
+from ..autograd.module_hooks import hooks_of
 from ..ops.core import FLOATS
 
 WEIGHT_LAYOUTS = ("cached", "transient")
@@ -70,6 +71,7 @@ class FrozenLinear(nn.Linear):
         calibrated: weight and input spec come from a calibration (:mod:`peft_nvfp4.calibration`), not from a config's preset.
         shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
         hosted: what fetches the packed tensors, where they are elsewhere between uses.
+        call_hooks: :func:`~peft_nvfp4.autograd.module_hooks.hooks_of` of this layer and of a LoRA layer around it.
     """
 
     backend: ClassVar[str]
@@ -86,6 +88,7 @@ class FrozenLinear(nn.Linear):
         self.compute_dtype = compute_dtype
         self.dense_dtype: torch.dtype | None = None
         self.options = options
+        self.call_hooks = hooks_of(self)
 
     # -- what a backend provides
 
@@ -127,7 +130,8 @@ class FrozenLinear(nn.Linear):
         if branches and self.options.activations == "nvfp4" and torch.is_grad_enabled():  # Q(x), kept for backward instead of x
             if cast.dtype not in FLOATS:
                 raise RuntimeError(f"an input that is kept as NVFP4 codes must be float32, bfloat16 or float16, got {x.dtype}")
-            kept = quantized_input(x, cast.reshape(-1, x.shape[-1]), 1, None, self.shares_input).terms[0]
+            x2 = cast.reshape(-1, x.shape[-1])
+            kept = quantized_input(x, x2, 1, None, self.shares_input, self.call_hooks).terms[0]
         for branch in branches:
             y = y + lora_branch(cast, branch, kept).to(y.dtype)
         return y
