@@ -46,6 +46,7 @@ SIZES = {  # pattern of a field's name -> value; the first that fits
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 INDEXER = {f"indexer_{name}": n for name, n in dict(n_heads=2, kv_heads=1, head_dim=16, budget=8, compress_ratio=4).items()}
+TWICE = {"attention_head_dim": 32, "attention_hidden_size": 128}
 OVERRIDES: dict[str, dict[str, Any]] = {  # what a default configuration leaves open, or what must fit together
     "bailing_hybrid": {"num_expert_group": 1, "n_group": 1, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1]},
@@ -54,7 +55,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {  # what a default configuration leaves 
     "dory": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     | {f"n_{part}_layers": 1 for part in ("input", "recurrent", "output")},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"vision_config": {"adapter_in_dim": 64}, "audio_config": {"adapter_input_size": 64}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
@@ -65,6 +66,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {  # what a default configuration leaves 
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2} | TWICE,
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2} | TWICE,
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
 }
