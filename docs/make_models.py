@@ -29,7 +29,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import set_verbosity_error
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.quantization.freeze import dense_share
+from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts
+from peft_nvfp4.nn.frozen_linear import FrozenLinear
 
 PAGE = Path(__file__).with_name("models.md")
 RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "families.json"
@@ -82,6 +83,19 @@ def exercise(model: nn.Module, dense: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def dense_shares(model: nn.Module) -> dict[str, float]:
+    """Last name components of the matrices that stay dense -> their share of all but embeddings and head, the largest first."""
+    head, frozen, dense = model.get_output_embeddings(), 0, Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenLinear | FrozenExperts):
+            frozen += module.elements if isinstance(module, FrozenExperts) else module.in_features * module.out_features
+        elif module is not head and not isinstance(module, nn.Embedding) and "lora_" not in name:
+            matrices = {key: p.numel() for key, p in module._parameters.items() if p is not None and p.dim() > 1}
+            last = name.removesuffix(".base_layer").rpartition(".")[2]
+            dense.update({f"{last}.{key}".removesuffix(".weight"): n for key, n in matrices.items()})
+    return {kind: round(n / (frozen + dense.total()), 4) for kind, n in dense.most_common()}
+
+
 def measure(family: str) -> dict[str, Any]:
     """One row: how far a family comes, and what was found."""
     row: dict[str, Any] = {"class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]}
@@ -105,7 +119,7 @@ def measure(family: str) -> dict[str, Any]:
         model = get_peft_model(copy.deepcopy(model), config)
         if getattr(config, "backend", "") == "nvfp4":
             report = model.base_model.nvfp4_report
-            row["dense"] = {kind: round(share, 4) for kind, share in dense_share(model).items()}
+            row["dense"] = dense_shares(model.get_base_model())
             row["fused"] = dict(Counter(report.fused.values())) | {"linears of one input": sum(map(len, report.groups))}
             row["not fused"] = {re.sub(r"\.\d+(?=\.|$)", ".*", name): reason for name, reason in report.skipped.items()}
         return exercise(model, logits)
@@ -131,10 +145,11 @@ random, in FP32 on a CPU, with `NVFP4LoraConfig(r=4, target_modules="all-linear"
 [accuracy](accuracy.md).
 
 Of {all} families, {works} work: with the backend `bf16` the logits are the dense model's, every backend trains a step with finite
-gradients, generates, and merges. Of the others, {here} fail in this package, {PEFT} in PEFT already, {transformers_} in transformers.
+gradients, generates, and merges. Of the others, {here} fail in this package, {PEFT} in PEFT already, {transformers_} in
+transformers.
 
 * *dense*: share of the matrix weights, embeddings and output head apart, that stays dense (and what does, from 5 % on).
-* *fused*: how many norms, gated MLPs, experts, rotary embeddings (1: those of all layers), and linears that share codes of an input.
+* *fused*: how many norms, gated MLPs, experts, rotary embeddings (1: of all layers), and linears that share codes of an input.
 * *loss*: of the dense model, with `nvfp4`, with `nf4`; *logits*: relative distance from the dense model's, `nvfp4` and `nf4`.
   Weights of 4 bits move the logits of a random model by 20 to 40 %, those of a mixture further where it chooses another expert.
 * *merged*: distance of the logits after `merge_and_unload()` from the adapted model's, `nvfp4`. Its 4-bit activations do not come
@@ -149,7 +164,7 @@ SHORT = ("RMSNorm+quantise", "gated MLP", "experts' gated MLPs", "rotary embeddi
 
 def line(family: str, row: dict[str, Any]) -> str:
     """Row of the table of what works."""
-    large = ", ".join(kind.partition(" ")[0] for kind, share in row["dense"].items() if share >= 0.05)
+    large = ", ".join(kind for kind, share in row["dense"].items() if share >= 0.05)
     fused = ", ".join(str(row["fused"].get(what, 0)) for what in SHORT)
     loss, logits = f"{row['loss']:.2f}", " / ".join(f"{row[b]['logits']:.2f}" for b in ("nvfp4", "nf4"))
     loss += "".join(f" / {row[b]['loss']:.2f}" for b in ("nvfp4", "nf4"))

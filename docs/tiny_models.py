@@ -1,4 +1,4 @@
-"""Small random models of every causal language model of transformers, for ``make_models.py``: the default configuration of a class,
+"""Small random models of every causal language model of transformers, for ``make_models.py``: a class's default configuration,
 made small by the names of its fields, with one layer of every kind."""
 
 from __future__ import annotations

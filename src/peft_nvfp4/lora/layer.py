@@ -121,17 +121,21 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
     def branches(self, adapters: Sequence[str], everywhere: bool = True) -> list[Branch] | Obstacle:
         """Plain branches of these adapters, or what stands against computing them and the base layer without calling a module.
         ``everywhere``: see :func:`~peft_nvfp4.nn.plain.obstacle`."""
-        lora_a, lora_b, lora_dropout = self.lora_A, self.lora_B, self.lora_dropout
-        parts = [(lora_a[name], lora_b[name], lora_dropout[name], self.scaling[name]) for name in adapters]
-        modules = [(self.base_layer, BACKENDS.loaded)]
-        for a, b, dropout, _ in parts:
-            modules += (a, MATRIX), (b, MATRIX), (dropout, DROPOUT)
-            if a._parameters.get("bias") is not None:
-                return Obstacle(a, "it has a bias")
+        below = self._modules  # this is asked in every call, and attributes of a module are slow
+        lora_a, lora_b, lora_dropout = (below[part]._modules for part in ("lora_A", "lora_B", "lora_dropout"))
+        modules = [(below["base_layer"], BACKENDS.loaded)]
+        for name in adapters:
+            modules += (lora_a[name], MATRIX), (lora_b[name], MATRIX), (lora_dropout[name], DROPOUT)
+            if lora_a[name]._parameters.get("bias") is not None:
+                return Obstacle(lora_a[name], "it has a bias")
         if found := obstacle(*modules, everywhere=everywhere):
             return found
-        p = [d.p if d.training and isinstance(d, nn.Dropout) else 0.0 for _, _, d, _ in parts]
-        return [Branch(a.weight, b.weight, scaling, p) for (a, b, _, scaling), p in zip(parts, p)]
+        branches = []
+        for name in adapters:
+            dropout = lora_dropout[name]
+            p = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
+            branches.append(Branch(lora_a[name].weight, lora_b[name].weight, self.scaling[name], p))
+        return branches
 
     def _active(self) -> list[str]:
         """The adapters that a call adds now."""
@@ -154,8 +158,9 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
         return self._with_lora_biases(self.base_layer.forward_codes(x, branches, quantized), self._active())
 
     def _with_lora_biases(self, y: Tensor, adapters: Sequence[str]) -> Tensor:
+        b = self._modules["lora_B"]._modules
         for name in adapters:
-            if (bias := self.lora_B[name].bias) is not None:
+            if (bias := b[name].bias) is not None:
                 y = y + (bias * self.scaling[name]).to(y.dtype)
         return y
 

@@ -38,7 +38,8 @@ class FrozenOptions:
     Attributes:
         weight_layouts: ``"cached"`` keeps forward and backward layout (faster), ``"transient"`` makes the backward one when it
             is needed (half the weight memory, the same bits).
-        gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` (stochastic) or ``"bf16"`` (none).
+        gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` (stochastic; to nearest in evaluation mode) or
+            ``"bf16"`` (none).
         terms: NVFP4 terms of the layer's input, 1 or 2.
         activations: (nf4, bf16) what is kept for backward: ``"bf16"``, the input as it is, or ``"nvfp4"``, its codes.
     """

@@ -22,8 +22,9 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,6 +188,19 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         if state.nested:
             tensors.update(nested_absmax=state.state2.absmax, nested_code=state.state2.code, offset=state.offset)
         return tensors
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Codes come with their scales: bitsandbytes writes them beside the weight, and does not read them again."""
+        inside, after = f"{prefix}weight.", len(prefix) + len("weight.")
+        stats = {key[after:]: state_dict.pop(key) for key in [key for key in state_dict if key.startswith(inside)]}
+        weight = state_dict.get(f"{prefix}weight")
+        if stats and weight is not None and weight.shape == self.weight.shape:
+            state = bnb.functional.QuantState.from_dict(stats, self.weight.device)
+            if state.shape != self._state.shape:
+                shapes = tuple(state.shape), tuple(self._state.shape)
+                raise ValueError(f"{prefix}weight is packed from {shapes[0]}, and this layer's from {shapes[1]}")
+            self.weight.quant_state = self.quant_state = state
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def snapshot(self) -> dict:
         return {"weight": self.weight, "bias": None if self.bias is None else self.bias.data.clone()}

@@ -269,8 +269,9 @@ class NVFP4FrozenLinear(FrozenLinear):
         return x.reshape(-1, self.in_features)
 
     def operands(self, branches: Sequence[Branch]) -> Linear:
-        """This layer with its branches as the autograd Function takes it, its weights on the device."""
-        there = None if self.hosted is None else self.hosted.fetch()
+        """This layer with its branches as the autograd Function takes it, its weights on the device. Gradients are rounded
+        stochastically in training only, as dropout is: evaluation draws no random numbers."""
+        there, gradients = None if self.hosted is None else self.hosted.fetch(), self.options.gradients
         constant = self.output_offset
         return Linear(
             self.forward_layout,
@@ -278,7 +279,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.bias,
             None if constant is None else constant.view(torch.float32),
             self._scale_factor or self.scale_factor,
-            self.options.gradients,
+            "nvfp4" if gradients == "nvfp4_sr" and not self.training else gradients,
             tuple(branches),
             there=there,
         )

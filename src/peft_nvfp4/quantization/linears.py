@@ -23,6 +23,16 @@ def is_plain_linear(module: nn.Module) -> bool:
     return module._parameters.keys() <= {"weight", "bias"} and not module._buffers and not module._modules and _same_forward(cls)
 
 
+def is_another_product(module: nn.Module) -> bool:
+    """Whether it is a linear of transformers with a forward of its own that computes, takes or returns something else, so that no
+    adapter of a linear fits: a router (Llama 4), a grouped product (DeepSeek 4)."""
+    cls = type(module)
+    own = (
+        issubclass(cls, nn.Linear) and cls.__module__.startswith("transformers.models.") and cls.forward is not nn.Linear.forward
+    )
+    return own and not is_plain_linear(module)
+
+
 @functools.cache
 @torch.no_grad()
 def _same_forward(cls: type[nn.Linear]) -> bool:

@@ -1,15 +1,12 @@
 """What of a model is to be frozen, and the checks that can fail: before anything changes.
 
-Not frozen: output heads, linears whose weight is an embedding's (tied), what the caller excludes, what the model's class wants
-kept in FP32, linears to whose weight's dtype a modeling file casts something (a packed weight's is ``uint8``), everything inside
-a tuner layer (LoRA's own A and B), and subclasses of ``nn.Linear`` (their forward may do more).
+Not frozen: output heads, linears whose weight is an embedding's (tied) or is read past the layer (:mod:`.direct_reads`), what
+the caller excludes, what the model's class wants kept in FP32, everything inside a tuner layer (LoRA's own A and B), and
+subclasses of ``nn.Linear`` that may do more (:mod:`.linears`).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +18,7 @@ from ..nn.experts.frozen_experts import DOWN, FrozenExperts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.wrapping import warn_caller
 from ..ops.core import FLOATS
+from .direct_reads import read_directly
 from .groups import input_terms
 from .linears import is_plain_linear
 
@@ -118,39 +116,25 @@ def _refuse_other_quantisation(model: nn.Module) -> None:
 
 
 def kept_dense(model: nn.Module) -> set[int]:
-    """ids of linears that stay: output heads, tied to an embedding, wanted in FP32 by the model's class, read for their dtype."""
+    """ids of linears that stay: output heads, tied to an embedding, wanted in FP32 by the model's class, read directly."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     fp32 = _kept_in_fp32(model)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    keep = set() if head is None else {id(head)}
+    head = output_embeddings(model)
+    keep = read_directly(model) | (set() if head is None else {id(head)})
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (
             name.rpartition(".")[2] in HEADS or id(getattr(module, "weight", None)) in embeddings or skipped(name, fp32)
         ):
             keep.add(id(module))
-        for path in _asked_for_dtype(type(module)):
-            try:
-                keep.add(id(module.get_submodule(path)))
-            except AttributeError:  # an instance without it
-                continue
     return keep
 
 
-@functools.cache
-def _asked_for_dtype(cls: type) -> frozenset[str]:
-    """Dotted names, in an instance, of the modules whose ``weight.dtype`` the class's own code reads, as SigLIP 2 does with
-    ``pixel_values.to(dtype=self.patch_embedding.weight.dtype)``. Not where it asks whether that is ``uint8``, or floating."""
-    found = set()
-    for function in (f for base in cls.__mro__ for f in map(inspect.unwrap, vars(base).values()) if inspect.isfunction(f)):
-        if not {"weight", "dtype"} <= {*function.__code__.co_names}:
-            continue
-        try:
-            source = inspect.getsource(function)
-        except OSError:  # made in an interpreter
-            continue
-        paths = re.findall(r"\bself\.([\w.]+)\.weight\.dtype\b(?!\)?\.is_floating_point)", source)
-        found |= {path for path in paths if f"{path}.weight.dtype != torch.uint8" not in source}
-    return frozenset(found)
+def output_embeddings(model: nn.Module) -> nn.Module | None:
+    """What the model calls its output embeddings; None where it has none, or none in its variant."""
+    try:
+        return getattr(model, "get_output_embeddings", lambda: None)()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def skipped(name: str, skip_modules: tuple[str, ...]) -> bool:
