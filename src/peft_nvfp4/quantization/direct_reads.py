@@ -37,13 +37,6 @@ def read_directly(model: nn.Module, values_only: bool = False) -> set[int]:
             linear = linear.get_base_layer() if isinstance(linear, BaseTunerLayer) else linear
             if isinstance(linear, nn.Linear):
                 found.add(id(linear))
-        if reads.edited:
-            edited = tuple(f".{path}" for path in reads.edited)
-            found |= {
-                id(m)
-                for name, m in module.named_modules()
-                if name.removesuffix(".base_layer").endswith(edited) and isinstance(m, nn.Linear)
-            }
     return found
 
 
@@ -73,13 +66,11 @@ class _Reads(ast.NodeVisitor):
 
     Attributes:
         values, dtypes: names of which the weight, or nothing but its dtype, is read.
-        edited: names, below some other module, whose weight is edited in place (RWKV's ``block.attention.output.weight.div_``).
     """
 
     def __init__(self) -> None:
         self.values: set[str] = set()
         self.dtypes: set[str] = set()
-        self.edited: set[str] = set()
 
     def visit_If(self, node: ast.If) -> None:
         test = ast.unparse(node.test)
@@ -97,10 +88,7 @@ class _Reads(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        source = ast.unparse(node)
-        if (match := re.fullmatch(r"(?!self\.)\w+\.([\w.]+)\.weight\.(\w+_)", source)) and match[2] not in HARMLESS:
-            self.edited.add(match[1])
-        match = re.fullmatch(r"self\.(\w+(?:\.\w+)*)\.weight(?:\.(\w+))?", source)
+        match = re.fullmatch(r"self\.(\w+(?:\.\w+)*)\.weight(?:\.(\w+))?", ast.unparse(node))
         if match is None:
             self.generic_visit(node)
         elif match[2] not in HARMLESS:
