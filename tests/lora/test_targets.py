@@ -120,6 +120,17 @@ def test_weights_that_are_read_past_their_layer_are_not_packed(backend):
     assert "intermediate_dense" in names and not names & {"q_proj", "k_proj", "v_proj", "out_proj"}
 
 
+@pytest.mark.parametrize("family", ("Rwkv", "LayoutLMv3"))
+def test_weights_that_a_parent_or_a_helper_reads_are_not_packed(backend, family):
+    """RWKV rescales those of its blocks, LayoutLMv3 looks up positions in one that it hands to a method."""
+    rwkv = lambda: hf.RwkvModel(hf.RwkvConfig(hidden_size=64, num_hidden_layers=2, vocab_size=128, rescale_every=1))
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    layout = lambda: hf.LayoutLMv3Model(hf.LayoutLMv3Config(**sizes, visual_embed=False, coordinate_size=8, shape_size=16))
+    model = freeze_model({"Rwkv": rwkv, "LayoutLMv3": layout}[family]().eval(), backend, progress=False)
+    with torch.no_grad():
+        assert model(IDS).last_hidden_state.isfinite().all() and frozen_layers(model)
+
+
 @pytest.mark.parametrize("family", ("Llama", "Bloom", "Umt5"))
 def test_weights_that_are_not_read_are_packed(family):
     """Bloom reads some where it repeats the rounding of its pretraining, T5's kin ask for a dtype."""
