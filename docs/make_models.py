@@ -91,7 +91,8 @@ def dense_shares(model: nn.Module) -> dict[str, float]:
             frozen += module.elements if isinstance(module, FrozenExperts) else module.in_features * module.out_features
         elif module is not head and not isinstance(module, nn.Embedding) and "lora_" not in name:
             matrices = {key: p.numel() for key, p in module._parameters.items() if p is not None and p.dim() > 1}
-            last = name.removesuffix(".base_layer").rpartition(".")[2]
+            last = re.sub(r"(\.base_layer)+$", "", name).split(".")
+            last = ".".join(last[-2:] if last[-1].isdigit() else last[-1:])
             dense.update({f"{last}.{key}".removesuffix(".weight"): n for key, n in matrices.items()})
     return {kind: round(n / (frozen + dense.total()), 4) for kind, n in dense.most_common()}
 
@@ -149,6 +150,7 @@ gradients, generates, and merges. Of the others, {here} fail in this package, {P
 transformers.
 
 * *dense*: share of the matrix weights, embeddings and output head apart, that stays dense (and what does, from 5 % on).
+  These are shares of a tiny model's: a real one has other proportions.
 * *fused*: how many norms, gated MLPs, experts, rotary embeddings (1: of all layers), and linears that share codes of an input.
 * *loss*: of the dense model, with `nvfp4`, with `nf4`; *logits*: relative distance from the dense model's, `nvfp4` and `nf4`.
   Weights of 4 bits move the logits of a random model by 20 to 40 %, those of a mixture further where it chooses another expert.

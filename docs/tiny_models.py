@@ -17,6 +17,7 @@ SIZES = {  # pattern of a field's name -> value; the first that fits
     r"(key_value|kv)_heads$|^n_groups$": 2,
     r"^(n|topk)_group$": 1,
     r"^rotary_dim$": 8,
+    r"lora_rank$": 32,
     r"head_dim$|^d_kv$|^head_size$": 16,
     r"heads$|n_head$": 4,
     r"experts_per_tok(en)?$|top_?k(_experts)?$": 2,
