@@ -59,8 +59,15 @@ MAMBA2 = dict(mamba_num_heads=8, mamba_head_dim=16, n_groups=1, ssm_state_size=1
 BLOCKS = dict(layers_block_type=["mamba", "attention"])
 BAMBA = dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
 FALCON = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, mamba_d_state=16, head_dim=16)
+DEEPSEEK = dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16, q_lora_rank=32, o_lora_rank=16, o_groups=2
+)
+DEEPSEEK |= dict(
+    index_n_heads=2, index_head_dim=16, layer_types=["heavily_compressed_attention"] * 2, mlp_layer_types=["moe"] * 2
+)
 LEFT_OUT = {  # model, linears without an adapter, why
-    "llama4": (llama4, {"router"}, "returns more than a tensor"),
+    "llama4": (llama4, {"router"}, "computes something else"),
+    "deepseek-v4": (causal("DeepseekV4", **DEEPSEEK), {"o_a_proj"}, "computes something else"),
     "nemotron-h": (causal("NemotronH", **MAMBA2, **BLOCKS), {"out_proj"}, "PEFT refuses it"),
     "falcon-h1": (causal("FalconH1", **FALCON), {"out_proj"}, "PEFT refuses it"),
     "bamba": (causal("Bamba", **BAMBA), {"out_proj"}, "reads its weight"),
@@ -110,6 +117,17 @@ def test_weights_that_are_read_past_their_layer_are_not_packed(backend):
     assert model(torch.randn(1, 400)).last_hidden_state.isfinite().all()
     names = {name.rpartition(".")[2] for name, _ in frozen_layers(model)}
     assert "intermediate_dense" in names and not names & {"q_proj", "k_proj", "v_proj", "out_proj"}
+
+
+@pytest.mark.parametrize("family", ("Rwkv", "LayoutLMv3"))
+def test_weights_that_a_parent_or_a_helper_reads_are_not_packed(backend, family):
+    """RWKV rescales those of its blocks, LayoutLMv3 looks up positions in one that it hands to a method."""
+    rwkv = lambda: hf.RwkvModel(hf.RwkvConfig(hidden_size=64, num_hidden_layers=2, vocab_size=128, rescale_every=1))
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    layout = lambda: hf.LayoutLMv3Model(hf.LayoutLMv3Config(**sizes, visual_embed=False, coordinate_size=8, shape_size=16))
+    model = freeze_model({"Rwkv": rwkv, "LayoutLMv3": layout}[family]().eval(), backend, progress=False)
+    with torch.no_grad():
+        assert model(IDS).last_hidden_state.isfinite().all() and frozen_layers(model)
 
 
 @pytest.mark.parametrize("family", ("Llama", "Bloom", "Umt5"))

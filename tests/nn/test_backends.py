@@ -3,8 +3,10 @@
 A test that takes ``backend`` runs for each word of BACKENDS (nf4 where bitsandbytes is installed) and speaks to the base class
 only."""
 
+import contextlib
 import copy
 import re
+import types
 
 import pytest
 import torch
@@ -332,3 +334,15 @@ def test_repr_names_backend_and_sizes(backend):
     text = repr(freeze(backend, dense()))
     assert f"in_features={IN}, out_features={OUT}, bias=True, backend={backend}" in text
     assert ("terms=1, weight_layouts=cached, gradients=nvfp4" in text) == (backend == "nvfp4")
+
+
+@pytest.mark.parametrize("hosted", (False, True), ids=("here", "hosted"))
+def test_what_a_layer_returns_can_be_edited_in_place(backend, hosted):
+    """As Falcon does with the output of its MLP: autograd forbids it of a view that a Function returns."""
+    layer = freeze(backend, dense(torch.float32, True))
+    if hosted:
+        layer.hosted = types.SimpleNamespace(fetch=contextlib.nullcontext)
+    x = torch.randn(2, 3, IN, requires_grad=True)
+    (expected,) = torch.autograd.grad((layer(x) + 1.0).square().sum(), x)
+    (found,) = torch.autograd.grad(layer(x).add_(1.0).square().sum(), x)
+    assert torch.equal(found, expected)

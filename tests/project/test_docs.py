@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import peft_nvfp4
 from peft_nvfp4.memory import CARDS, Settings, estimate
@@ -63,6 +65,24 @@ def test_files_and_names_that_are_mentioned_exist(page):
 def test_the_configuration_page_is_what_the_code_says():
     module = script("make_configuration")
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run python docs/make_configuration.py"
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3_next", "gpt_oss"))
+def test_the_page_of_models_says_what_they_do(family, monkeypatch):
+    """What is frozen and fused is a matter of structure, the rest of arithmetic that a CPU may round in its own way."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    module = script("make_models")
+    results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(results), "run python docs/make_models.py"
+    if results["versions"]["transformers"] != transformers.__version__:
+        return  # another version has other families, and other modules in them
+    assert results["families"].keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    row, now = results["families"][family], module.measure(family)
+    assert module.fault(now) is None, now["failures"]
+    for what in ("class", "dense", "fused", "not fused"):
+        assert now[what] == row[what], f"run python docs/make_models.py {family}"
+    for backend in ("bf16", "nvfp4", "nf4"):
+        assert now[backend] == pytest.approx(row[backend], rel=0.2, abs=1e-4)
 
 
 def test_the_plan_of_a_70b_is_the_estimators():

@@ -10,10 +10,12 @@ from _frozen_models import ALL, Unchanged, by_backend, by_packed_backend, config
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, freeze_model, frozen_bytes
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.quantization.freeze import frozen_layers
+from peft_nvfp4.quantization.linears import is_plain_linear
 
 
 @by_backend
@@ -115,6 +117,20 @@ def test_subclasses_of_linear_keep_their_own_forward(backend):
         freeze_model(model, backend)
     assert names(model) == {"out"}
     assert torch.equal(model(x), expected)
+
+
+@by_backend
+def test_a_subclass_that_computes_a_linear_is_frozen(backend):
+    """Falcon's: the same product, written out. DeepSeek 4's is another product."""
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64, bias=True)
+    model, ids = hf.FalconForCausalLM(hf.FalconConfig(**sizes)).eval(), torch.arange(12)[None]
+    expected = model(ids).logits
+    linears = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    freeze_model(model, backend)
+    assert names(model) == {f"transformer.h.0.{name}" for name in linears}
+    error = (model(ids).logits - expected).norm() / expected.norm()
+    assert error < (1e-6 if backend == "bf16" else 0.2) and (backend == "bf16" or error > 1e-4)
+    assert not is_plain_linear(DeepseekV4GroupedLinear(16, 32, n_groups=2))
 
 
 def test_a_bare_linear_is_refused():

@@ -31,7 +31,7 @@ def version(t: Tensor) -> int:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """y (..., N) = ``product(x, bias)`` of x (..., K), with the dense weight W (N, K) computed anew in backward: dx = dy @ W.
+    """y (T, N) = ``product(x, bias)`` of x (T, K), with the dense weight W (N, K) computed anew in backward: dx = dy @ W.
 
     Args:
         weight: the parameter that both are made of.
@@ -66,5 +66,5 @@ class FrozenProduct(torch.autograd.Function):
                 with ctx.there:
                     dx = (dy @ ctx.dense(dy.dtype)).to(ctx.dtypes[0])
             if needs_bias:
-                dbias = dy.flatten(0, -2).sum(0).to(ctx.dtypes[1])
+                dbias = dy.sum(0).to(ctx.dtypes[1])
         return dx, dbias, None, None, None, None

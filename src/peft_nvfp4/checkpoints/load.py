@@ -25,6 +25,7 @@ from ..nn.frozen_linear import FrozenOptions
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import BLOCK, E4M3_MAX_BITS, GSCALE_EXPONENTS
 from ..ops import dequantize
+from ..quantization.linears import is_plain_linear
 from .layouts import COMPRESSED_TENSORS, MODELOPT, PARTS, REFUSED, Layout
 from .settings import INSTEAD, Published
 
@@ -146,7 +147,7 @@ def _check_linear(model: nn.Module, stem: str, layout: Layout, parts: dict[str, 
         if leaf in REFUSED:
             raise ValueError(f"{part}: this linear cannot be represented, {REFUSED[leaf]}. {INSTEAD}")
     module = submodule(model, stem)
-    if type(module) is not nn.Linear or first.converted:
+    if module is None or not is_plain_linear(module) or first.converted:
         kind = "nothing" if module is None else type(module).__name__
         why = "transformers rearranges this weight on loading" if first.converted else f"{type(model).__name__} has {kind} there"
         raise ValueError(

@@ -24,6 +24,7 @@ from ..nn.experts.frozen_experts import is_experts
 from ..nn.wrapping import warn_caller
 from ..quantization.freeze import frozen_matrices, frozen_modules
 from ..quantization.frozen_as import accuracy_of, skipped_of
+from ..quantization.linears import is_plain_linear
 from ..quantization.plan import kept_dense
 from . import side_files
 
@@ -82,7 +83,7 @@ def source_fingerprint(model: nn.Module) -> str | None:
 def _dense_linears(model: nn.Module) -> dict[str, Tensor]:
     """Dotted name -> weight of the linears that freezing would replace."""
     keep = kept_dense(model)
-    return {name: m.weight for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in keep}
+    return {name: m.weight for name, m in model.named_modules() if is_plain_linear(m) and id(m) not in keep}
 
 
 def _dense_experts(model: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import (
     BaseTuner,
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 
 from ..nn.wrapping import warn_caller
 from ..quantization.direct_reads import read_directly
+from ..quantization.linears import is_another_product
 
 
 def trained_in_full(config: LoraConfig, model: nn.Module) -> list[str]:
@@ -55,7 +55,7 @@ def _resolved(config: LoraConfig, model: nn.Module) -> LoraConfig:
 
 def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
     """Take out of "all-linear" what an adapter cannot work on, and warn of it: linears that PEFT refuses (Mamba's ``out_proj``),
-    whose weight is read past the layer, that return something else than a tensor (Llama 4's router), or that are trained in full.
+    whose weight is read past the layer, that compute something else (Llama 4's router), or that are trained in full.
     Other values of ``target_modules`` are the user's choice."""
     if not _is_all_linear(config):
         return
@@ -74,8 +74,8 @@ def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
             continue
         if id(base) in read:
             left[name] = "the model reads its weight without calling it"
-        elif not _returns_a_tensor(base):
-            left[name] = "it returns more than a tensor"
+        elif is_another_product(base):
+            left[name] = "it computes something else than a linear"
         elif name in saved:
             left[name] = "it is trained in full (modules_to_save)"
     if left:
@@ -85,20 +85,6 @@ def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
             f"target_modules='all-linear' leaves out {len(left)} linears that LoRA does not work on: {first} ({left[first]})"
             + (f", {', '.join(list(left)[1:4])}{', ...' if len(left) > 4 else ''}" if len(left) > 1 else "")
         )
-
-
-@torch.no_grad()
-def _returns_a_tensor(module: nn.Module) -> bool:
-    """Whether a linear of a class with a forward of its own gives what a linear gives."""
-    weight = getattr(module, "weight", None)
-    known = not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward or weight is None
-    if known or not type(module).__module__.startswith("transformers.models") or weight.is_meta:
-        return True
-    try:
-        y = module(torch.zeros(1, module.in_features, dtype=weight.dtype, device=weight.device))
-    except Exception:  # it takes more than x: PEFT hands that through, whatever it may be
-        return True
-    return isinstance(y, torch.Tensor)
 
 
 def towers_without_adapter(config: LoraConfig, model: nn.Module) -> list[str]:

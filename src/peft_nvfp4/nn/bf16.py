@@ -42,4 +42,6 @@ class DenseFrozenLinear(FrozenLinear):
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
             return F.linear(x, weight, bias)
 
-        return FrozenProduct.apply(x, self.bias, weight, product, lambda dtype: weight.detach().to(dtype), there)
+        rows = x.reshape(-1, self.in_features)  # of more dimensions, PyTorch's product is a view: no edit in place then
+        y = FrozenProduct.apply(rows, self.bias, weight, product, lambda dtype: weight.detach().to(dtype), there)
+        return y.view(*x.shape[:-1], self.out_features)

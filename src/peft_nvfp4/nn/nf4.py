@@ -232,12 +232,14 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         state = self._state
         if state.absmax.device != x.device:  # FSDP2 has moved the parameter only
             state.to(x.device)
+        rows = compute.reshape(-1, self.in_features)  # of more dimensions, PyTorch's product is a view: no edit in place then
         if self.hosted is not None:
-            return self._hosted_product(compute, bias, state).to(x.dtype)
-        if _avoids_rows(x.device.type, self.in_features, compute.dtype, state.blocksize):
-            y = _MatmulInBlocks.apply(compute.reshape(-1, self.in_features), self.weight, bias, state)
-            return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
-        return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=state).to(x.dtype)
+            y = self._hosted_product(rows, bias, state)
+        elif _avoids_rows(x.device.type, self.in_features, compute.dtype, state.blocksize):
+            y = _MatmulInBlocks.apply(rows, self.weight, bias, state)
+        else:
+            y = bnb.matmul_4bit(rows, self.weight, bias=bias, quant_state=state)
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def _hosted_product(self, x: Tensor, bias: Tensor | None, state: bnb.functional.QuantState) -> Tensor:
         """As above, with the packed weight fetched again for backward. (bitsandbytes' own reads it whenever autograd comes.)"""

@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import textwrap
+from collections import defaultdict
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -29,7 +30,8 @@ def read_directly(model: nn.Module, values_only: bool = False) -> set[int]:
     found = set()
     for module in model.modules():
         reads = _reads(type(module))
-        for path in reads.values if values_only else reads.values | reads.dtypes:
+        inside = [name for name, _ in module.named_modules() if reads.endings and name.endswith(tuple(reads.endings))]
+        for path in (*inside, *reads.values, *(() if values_only else reads.dtypes)):
             try:
                 linear = module.get_submodule(path)
             except AttributeError:  # of another variant of the class
@@ -44,13 +46,20 @@ def read_directly(model: nn.Module, values_only: bool = False) -> set[int]:
 def _reads(cls: type[nn.Module]) -> _Reads:
     """What the methods of a class read. (PyTorch's own classes are not looked at: their linears are handled by class.)"""
     visitor = _Reads()
+    functions = {name: f for owner in cls.__mro__ for name, f in vars(owner).items() if inspect.isfunction(f)}
+    helpers = {name for name, f in functions.items() if name != "forward" and "weight" in inspect.unwrap(f).__code__.co_names}
     for owner in cls.__mro__:
         if owner.__module__.startswith("torch.") or not issubclass(owner, nn.Module):
             continue
         for name, method in vars(owner).items():
             method = inspect.unwrap(method) if inspect.isfunction(method) else None
-            if method is not None and "weight" in method.__code__.co_names and not re.match("_*init|reset|tie", name):
-                visitor.visit(ast.parse(_source(method)))
+            if (
+                method is not None
+                and not re.match("_*init|reset|tie", name)
+                and {"weight", *helpers} & {*method.__code__.co_names}
+            ):
+                visitor.visit_method(name, _source(method))
+    visitor.values.update(*(visitor.passed[name] for name in visitor.reads_its_argument & visitor.passed.keys()))
     return visitor
 
 
@@ -66,11 +75,24 @@ class _Reads(ast.NodeVisitor):
 
     Attributes:
         values, dtypes: names of which the weight, or nothing but its dtype, is read.
+        endings: of names of modules somewhere inside, of which another one's method reads it (RWKV's blocks).
+        passed: method -> names that are given to it as arguments.
+        reads_its_argument: methods that read the weight of an argument.
     """
 
     def __init__(self) -> None:
         self.values: set[str] = set()
         self.dtypes: set[str] = set()
+        self.endings: set[str] = set()
+        self.passed: dict[str, set[str]] = defaultdict(set)
+        self.reads_its_argument: set[str] = set()
+        self.method, self.arguments = "", frozenset()
+
+    def visit_method(self, name: str, source: str) -> None:
+        tree = ast.parse(source)
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        self.method, self.arguments = name, frozenset(a.arg for a in found[0].args.args) if found else frozenset()
+        self.visit(tree)
 
     def visit_If(self, node: ast.If) -> None:
         test = ast.unparse(node.test)
@@ -84,12 +106,25 @@ class _Reads(ast.NodeVisitor):
                 self.visit(child)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if ast.unparse(node.func) not in ("isinstance", "hasattr"):
-            self.generic_visit(node)
+        called = ast.unparse(node.func)
+        if called in ("isinstance", "hasattr"):
+            return
+        if called.startswith("self."):
+            given = [ast.unparse(argument) for argument in (*node.args, *(keyword.value for keyword in node.keywords))]
+            self.passed[called.removeprefix("self.")].update(g[5:] for g in given if re.fullmatch(r"self\.[\w.]+", g))
+        self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        match = re.fullmatch(r"self\.(\w+(?:\.\w+)*)\.weight(?:\.(\w+))?", ast.unparse(node))
+        match = re.fullmatch(r"(\w+)((?:\.\w+)*)\.weight(?:\.(\w+))?", ast.unparse(node))
         if match is None:
             self.generic_visit(node)
-        elif match[2] not in HARMLESS:
-            (self.dtypes if match[2] == "dtype" else self.values).add(match[1])
+            return
+        root, path, asked = match[1], match[2][1:], match[3]
+        if asked in HARMLESS or not path and (root == "self" or root not in self.arguments or asked == "dtype"):
+            return
+        if not path:
+            self.reads_its_argument.add(self.method)
+        elif root == "self":
+            (self.dtypes if asked == "dtype" else self.values).add(path)
+        elif "." in path:
+            self.endings.add(f".{path}")

@@ -2,7 +2,7 @@
 
 Not frozen: output heads, linears whose weight is an embedding's (tied) or is read past the layer (:mod:`.direct_reads`), what
 the caller excludes, what the model's class wants kept in FP32, everything inside a tuner layer (LoRA's own A and B), and
-subclasses of ``nn.Linear`` (their forward may do more).
+subclasses of ``nn.Linear`` that may do more (:mod:`.linears`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..nn.wrapping import warn_caller
 from ..ops.core import FLOATS
 from .direct_reads import read_directly
 from .groups import input_terms
+from .linears import is_plain_linear
 
 HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", "output_head", "summary"})
 """Last name component of output heads; besides, whatever ``get_output_embeddings()`` returns."""
@@ -51,7 +52,7 @@ def plan(model: nn.Module, backend: str, skip_modules: tuple[str, ...], loaded: 
             )
         if adapted or stays(name, module) or name.startswith(opaque):
             continue
-        if _convertible(name, module, backend) if loaded else type(module) is nn.Linear:
+        if _convertible(name, module, backend) if loaded else is_plain_linear(module):
             names.append(name)
     return names
 
@@ -163,7 +164,7 @@ def _convertible(name: str, module: nn.Linear, backend: str) -> bool:
             f"{name} is a {type(module).__name__} whose weight is already quantised ({stored}); backend={backend!r} starts from "
             f"dense weights. Load the model without quantization_config{adopt}"
         )
-    if type(module) is not nn.Linear:
+    if not is_plain_linear(module):
         return False
     _check_weight(f"the weight of {name}", weight, backend)
     return True
