@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 
 from ..diagnostics.statistics import PERCENT, TITLES, Statistics, TensorStatistics, short, tensor_statistics
 from ..fusion.loss_attach import attach_loss
@@ -53,12 +53,14 @@ def statistics(
         base, tokenizer = models.load(model, dtype, layers, config.options)
     else:
         config, base, tokenizer = models.load_base(adapter, model, dtype, layers)
-    encoded = list(evaluation.encode(data, tokenizer, max_length).values())
+    numbered = evaluation.encode(data, tokenizer, max_length)
+    encoded, places = list(numbered.values()), data.by_turn().data["place"]
+    models.check_tokens(base, ((f"{dataset}, {places[number]}", row["input_ids"]) for number, row in numbered.items()))
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
     if adapter is None:
         adapted = get_peft_model(base, config)
     else:
-        adapted = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)  # trainable: gradients come back
+        adapted = models.put_on(base, adapter, config, is_trainable=True)  # trainable: gradients come back
     attach_loss(adapted.to(models.default_device()).train())
     collate = evaluation.collator(tokenizer)
     batches = (collate(encoded[i : i + batch]) for i in range(0, len(encoded), batch))
