@@ -148,8 +148,8 @@ def _explain_trained(what: str, args: Any, state: Any) -> str:
     checkpoint = last_checkpoint(args.output_dir)
     last = f"the last checkpoint that is finite is {checkpoint}" if checkpoint else "there is no checkpoint that is finite"
     return (
-        f"{what} after step {state.global_step}. Nothing of it was saved; {last}. Lower the learning rate or raise its warm-up, and "
-        "look at the optimizer's settings: epsilon of Adam must not be 0"
+        f"{what} after step {state.global_step}. Nothing of it was saved; {last}. Lower the learning rate or raise its warm-up, "
+        "and look at the optimizer's settings: epsilon of Adam must not be 0"
     )
 
 

@@ -43,8 +43,8 @@ def absolute(name: str) -> str:
 
 
 def check_files(folder: str | Path) -> None:
-    """Raises ValueError for a file of a model or an adapter that is damaged: JSON that is none, tensors that are cut off, a part of
-    the weights that is missing."""
+    """Raises ValueError for a damaged file of a model or an adapter: JSON that is none, tensors that are cut off, a part of the
+    weights that is missing."""
     damaged = "copy it again, or delete it and save or download it again"
     for path in sorted(Path(folder).glob("*.json")):
         try:
@@ -118,13 +118,11 @@ def check_tokens(model: nn.Module, rows: Iterable[tuple[str, Sequence[int]]], fl
     limit, known = positions(model.config), model.get_input_embeddings().weight.shape[0]
     for place, ids in rows:
         if limit is not None and len(ids) > limit:
-            raise ValueError(
-                f"{place} has {len(ids)} tokens, and the model was made for {limit}: {flag} {limit} cuts longer rows"
-            )
+            raise ValueError(f"{place} has {len(ids)} tokens, the model was made for {limit}: {flag} {limit} cuts longer rows")
         if ids and max(ids) >= known:
             raise ValueError(
-                f"{place} has the token {max(ids)}, and the model has {known} embeddings: the tokenizer is another model's, or the "
-                "model's embeddings were not resized for the tokens that were added to it"
+                f"{place} has the token {max(ids)}, and the model has {known} embeddings: the tokenizer is another model's, or "
+                "the model's embeddings were not resized for the tokens that were added to it"
             )
 
 
@@ -235,8 +233,8 @@ def put_on(base: nn.Module, adapter: str, config: NVFP4LoraConfig, **kwargs: Any
             raise
         tensor, there, here = found.groups()
         raise ValueError(
-            f"{adapter} does not fit {base.name_or_path}: {tensor} is {there} in the adapter and {here} in the model. Give the base "
-            "it was trained on with --model; if tokens had been added to that, save it with resize_token_embeddings done"
+            f"{adapter} does not fit {base.name_or_path}: {tensor} is {there} in the adapter and {here} in the model. Give the "
+            "base it was trained on with --model; if tokens had been added to that, save it with resize_token_embeddings done"
         ) from error
 
 

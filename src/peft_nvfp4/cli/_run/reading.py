@@ -1,7 +1,7 @@
 """Rows of data files, each with the place where it stands, so that every later error can name it.
 
-Text files are read by Python's own parsers, which count lines as an editor does: U+2028 within a string ends no line, a byte order
-mark is no text, blank lines count. Parquet files and data sets of the Hub are read by the ``datasets`` library.
+Text files are read by Python's own parsers, with lines as an editor counts them: U+2028 within a string ends no line, a byte
+order mark is no text, blank lines count. Parquet files and data sets of the Hub are read by the ``datasets`` library.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 import datasets
 from trl import maybe_convert_to_chatml
 
-from .reading import Row, read_rows
+from .reading import read_rows
 
 FORMATS = {"chat": ("messages",), "prompt": ("prompt", "completion"), "classification": ("text", "label"), "text": ("text",)}
 """Format -> columns of a row. The first whose columns are all there is what a file is taken for."""
@@ -94,8 +94,8 @@ class Rows:
             words = " ".join(str(error).split())
             system = messages[0]["role"] == "system" and " (the text of a system message can be put before that of the user)"
             raise ValueError(
-                f"{self.name}, {row['place']}: the chat template of this tokenizer refuses the conversation: {words}. Write it as "
-                f"the template wants it{system or ''}, or give the tokenizer another chat_template"
+                f"{self.name}, {row['place']}: the chat template of this tokenizer refuses the conversation: {words}. Write it "
+                f"as the template wants it{system or ''}, or give the tokenizer another chat_template"
             ) from error
 
     def plain(self) -> list[Any]:
@@ -120,7 +120,7 @@ def read(
     limit: int | None = None,
     labels: Iterable[str] = (),
 ) -> Rows:
-    """Rows of a file, or of a data set of the ``datasets`` library. Raises ValueError, with the place, for a row that does not fit.
+    """Rows of a file, or of a data set of the ``datasets`` library. Raises ValueError, with the place, for a row that is wrong.
 
     Args:
         columns: format's column -> name in the file.
@@ -192,8 +192,8 @@ def _format_of(name: str, format: str, there: Sequence[str]) -> str:
 
 
 def _checked(where: str, format: str, row: Mapping[str, Any], extras: Sequence[str]) -> dict[str, Any] | None:
-    """The columns of a row that its format has, numbers as texts; None without any text. Raises ValueError where a value is missing
-    or of a wrong kind."""
+    """The columns of a row that its format has, numbers as texts; None without any text. Raises ValueError where a value is
+    missing or of a wrong kind."""
     result = {}
     for column in FORMATS[format]:
         value = row.get(column)

@@ -88,8 +88,8 @@ def _check_resumed(options: TrainOptions, output: Path) -> None:
     for name in FIXED:
         if (value := getattr(options, name)) != (old := getattr(before, name)):
             raise ValueError(
-                f"{name} was {old!r} in the run in {output}, and its checkpoints cannot go on with {value!r}: resume without it, or "
-                "start a new run in another output folder"
+                f"{name} was {old!r} in the run in {output}, and its checkpoints cannot go on with {value!r}: resume without it, "
+                "or start a new run in another output folder"
             )
 
 
@@ -142,8 +142,8 @@ def _learned(options: TrainOptions, rows: texts.Rows, tokenizer: Any, every_turn
     cuts = given.get("truncation_mode") == "keep_end" or options.packing and given.get("packing_strategy", "bfd") != "bfd"
     if cuts and rows.format != "text":
         raise ValueError(
-            "truncation_mode keep_end, and packing_strategy other than bfd, cut long rows so that their answers are learned without "
-            "what was asked: leave them out, and raise max_length"
+            "truncation_mode keep_end, and packing_strategy other than bfd, cut long rows so that their answers are learned "
+            "without what was asked: leave them out, and raise max_length"
         )
     rows.check_template(tokenizer)
     learned = rows if every_turn else rows.by_turn()
@@ -233,8 +233,8 @@ class Arguments(SFTConfig):
 
 
 class Trainer(SFTTrainer):
-    """TRL's, which goes on from a checkpoint with the learning rate, betas and weight decay, and the steps between checkpoints and
-    lines, of this run: Trainer would take those that were saved."""
+    """TRL's, which goes on from a checkpoint with the learning rate, betas and weight decay of this run, and its steps between
+    checkpoints and lines: Trainer would take those that were saved."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         settings = ("initial_lr", "betas", "eps", "weight_decay")
