@@ -50,9 +50,9 @@ def quantize(
     settings: dict[str, Any] = {"quantization_config": PactConfig(skip_modules=names or None)}
     if device.type == "cuda":
         settings["device_map"] = {"": device}
-    if getattr(models.config_of(model), "quantization_config", None) is not None:
-        raise ValueError(f"{model} is quantised already; peft-nvfp4 export writes it in another layout")
     with new_folder(output) as path:
+        if getattr(models.config_of(model), "quantization_config", None) is not None:
+            raise ValueError(f"{model} is quantised already; peft-nvfp4 export writes it in another layout")
         packed, tokenizer = models.load(model, "bf16", layers, device=torch.device("cpu"), **settings)
         packed.save_pretrained(path)
         content, words = _written(path, packed, tokenizer)
@@ -80,6 +80,7 @@ def calibrate(
     """GPTQ weights, terms and offsets from a few texts, for train --calibration."""
     from ._run import texts  # needs the extra
 
+    models.check_model(model)
     longest = models.positions(models.config_of(model)) or seq or 2048
     if seq is not None and seq > longest:
         raise ValueError(f"--seq {seq}: {model} was made for {longest} tokens, give --seq {longest} or less")

@@ -82,7 +82,9 @@ def config_of(name: str) -> Any:
         ) from error
 
 
-def _check_kind(name: str, config: Any) -> None:
+def check_model(name: str) -> None:
+    """Raises ValueError, or FileNotFoundError, if there is no causal language model of that name."""
+    config = config_of(name)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         other = "it reads images or sound as well" if set(getattr(config, "sub_configs", {})) - {"text_config"} else "no decoder"
         raise ValueError(
@@ -154,7 +156,7 @@ def load(
         kwargs: of ``from_pretrained``.
     """
     name = absolute(name)  # as an adapter will name its base
-    _check_kind(name, config_of(name))
+    check_model(name)
     tokenizer = tokenizer or load_tokenizer(name)
     kwargs, device = _packed(name, options or Options()) | kwargs, device or default_device()
     kwargs |= {"dtype": "auto" if dtype == "stored" else choose_dtype(dtype)}
@@ -204,7 +206,7 @@ def base_of(adapter: str, name: str | None) -> tuple[NVFP4LoraConfig, str]:
     if not base:
         raise ValueError(f"{adapter} does not name its base model: give it with --model")
     try:
-        config_of(base)
+        check_model(base)
     except FileNotFoundError as error:
         if name is not None:
             raise

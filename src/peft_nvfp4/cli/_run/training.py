@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -97,13 +98,14 @@ def _trainer(options: TrainOptions, say: Say, *callbacks: TrainerCallback) -> tu
     """The trainer, after all that can be wrong with the options; and the options with what was chosen to fit ``max_memory``."""
     device = models.default_device()
     models.choose_dtype(options.dtype)  # raise before anything large is loaded
-    models.config_of(options.model)
+    models.check_model(options.model)
     train, test = _rows(options)
     options = replace(options, labels=[label.strip() for label in train.labels] or None)
     config = adapter_config(options)
     tokenizer = models.load_tokenizer(options.model)
     if tokenizer.eos_token is None:
         raise ValueError(f"the tokenizer of {options.model} has no eos_token, so texts would have no end: name one in its files")
+    train.check_template(tokenizer)
     every_turn = train.format == "chat" and _template_marks_turns(tokenizer)
     data, held_out = (None if rows is None else _learned(options, rows, tokenizer, every_turn) for rows in (train, test))
     torch.manual_seed(options.seed)
@@ -172,7 +174,7 @@ def _rows(options: TrainOptions) -> tuple[texts.Rows, texts.Rows | None]:
 def _template_marks_turns(tokenizer: Any) -> bool:
     """Whether TRL can tell the assistant's turns from the others: the template says so, or TRL knows one for it that does."""
     texts.check_chat_template(tokenizer)
-    with suppress(ValueError):
+    with suppress(Exception):  # TRL tries conversations that a template may refuse, with any error
         get_training_chat_template(tokenizer)
         return True
     return False
@@ -191,11 +193,14 @@ def _say_prepared(options: TrainOptions, rows: texts.Rows, given: Dataset, train
             models.check_tokens(trainer.model, ((rows.name, ids[:1]) for ids in data["input_ids"]))
             longest = max(length for row in data["seq_lengths"] for length in row)
             models.check_tokens(trainer.model, [(f"{rows.name}: a row", [0] * longest)])
-    say(f"{len(given)} rows became {len(lengths)} sequences, the longest of {max(lengths)} tokens (at most {options.max_length})")
+    before = (rows if "messages" in given.column_names else rows.by_turn()).data["place"]
+    say(
+        f"{len(before)} rows became {len(lengths)} sequences, the longest of {max(lengths)} tokens (at most {options.max_length})"
+    )
     if rows.empty:
         say(f"{len(rows.empty)} rows were left out, which have no text (the first: {rows.empty[0]})")
-    kept = set(prepared["place"]) if "place" in prepared.column_names else set()
-    if kept and (lost := [place for place in given["place"] if place not in kept]):
+    kept = given if options.packing else prepared
+    if lost := list((Counter(before) - Counter(kept["place"])).elements()):
         say(f"{len(lost)} rows were left out: their prompt alone takes {options.max_length} tokens (the first: {lost[0]})")
 
 
@@ -248,6 +253,7 @@ class Trainer(SFTTrainer):
             schedule.base_lrs = rates
             for group, rate, share in zip(self.optimizer.param_groups, rates, schedule.lr_lambdas):
                 group["lr"] = rate * share(schedule.last_epoch)
+            schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what is logged
             self.state.compute_steps(self.args, self.state.max_steps)
 
 
