@@ -8,6 +8,7 @@ from test_cli_data import CHAT, MARKED, content, learned, write
 from typer.testing import CliRunner
 
 from peft_nvfp4 import cli
+from peft_nvfp4.calibration.data import batches
 
 pytest.importorskip("trl", reason="not run: trl is not installed")
 pytest.importorskip("torchmetrics", reason="not run: torchmetrics is not installed")
@@ -106,6 +107,8 @@ def test_a_column_of_tools_and_calls_without_content(tmp_path):
     assert [row["input_ids"] for row in trainer.train_dataset] == expected
     scored = evaluation.encode(texts.read(name), tokenizer, 64).values()
     assert [row["input_ids"] for row in scored] == expected
+    calibrated = batches(texts.read(name).plain(), tokenizer, samples=99, seq_len=2)
+    assert sum(batch["input_ids"].numel() for batch in calibrated) in (total := sum(map(len, expected)), total - 1)
 
 
 def test_messages_as_prompt_and_completion_and_arguments_of_the_template(tmp_path):

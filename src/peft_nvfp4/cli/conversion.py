@@ -118,14 +118,13 @@ def merge(
         if probe is not None:
             from ._run import evaluation, texts  # need the extra
 
-            rows = texts.read(probe, limit=8)
+            rows = evaluation.first_tokens(texts.read(probe, limit=8), models.tokenizer_of(model, adapter), 128)
         adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers)
         batches = None
         if rows is not None:
-            length = min(128, models.positions(adapted.config) or 128)
-            ids = evaluation.first_tokens(rows, tokenizer, length)
-            models.check_tokens(adapted, zip([f"{probe}, row {number}" for number in range(1, len(ids) + 1)], ids))
-            batches = [{"input_ids": torch.tensor([row], device=adapted.device)} for row in ids]
+            rows = [ids[: models.positions(adapted.config)] for ids in rows]
+            models.check_tokens(adapted, ((f"{probe}: a row", ids) for ids in rows))
+            batches = [{"input_ids": torch.tensor([ids], device=adapted.device)} for ids in rows]
         merged, report = merging.merge(adapted, to, probe=batches)
         if to == "nvfp4":
             export_checkpoint(merged, path, layout)

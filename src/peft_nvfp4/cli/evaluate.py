@@ -39,6 +39,7 @@ def evaluate(
     trained = models.training_options(adapter)
     given = [label.strip() for label in (labels or "").split(",") if label.strip()] + [*(trained.get("labels") or ())]
     rows = texts.read(dataset, format, pairs(columns), template or trained.get("template"), split, limit, given)
+    rows.rendered(models.tokenizer_of(model, adapter))  # raises before weights are loaded
     loaded, tokenizer = models.load_with_adapter(model, adapter, dtype, layers)
     sizes = {"batch": batch, "max_length": max_length, "max_new_tokens": max_new_tokens, "generate": generate}
     results = {}

@@ -44,16 +44,14 @@ def statistics(
 
     if by not in PERCENT:
         raise ValueError(f"--by must be one of {', '.join(PERCENT)}, got {by!r}")
-    if adapter is None and model is None:
-        raise ValueError("give a model, an adapter, or both")
     data = texts.read(dataset, columns=pairs(columns), limit=limit)
+    numbered = evaluation.encode(data, models.tokenizer_of(model, adapter), max_length)
     if adapter is None:
         frozen = {"backend": backend, "accuracy": accuracy, "calibration": calibration}
         config = NVFP4LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **frozen)
         base, tokenizer = models.load(model, dtype, layers, config.options)
     else:
         config, base, tokenizer = models.load_base(adapter, model, dtype, layers)
-    numbered = evaluation.encode(data, tokenizer, max_length)
     encoded, places = list(numbered.values()), data.by_turn().data["place"]
     models.check_tokens(base, ((f"{dataset}, {places[number]}", row["input_ids"]) for number, row in numbered.items()))
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}

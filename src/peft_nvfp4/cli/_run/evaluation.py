@@ -56,7 +56,7 @@ def encode(rows: Rows, tokenizer: Any, max_length: int) -> dict[int, dict[str, l
         if len(ids[:max_length]) > max(start, 1):  # nothing foretells the first token
             encoded[number] = {"input_ids": ids[:max_length], "labels": ([IGNORED] * start + ids[start:])[:max_length]}
     if not encoded:
-        raise ValueError(f"no row has anything to learn or to score within {max_length} tokens: raise --max-length")
+        raise ValueError(f"no row of {rows.name} has anything to learn or score within {max_length} tokens: raise --max-length")
     return encoded
 
 
@@ -160,7 +160,7 @@ def _candidates(rows: Rows, tokenizer: Any, length: int) -> dict[int, list[dict[
         if all(len(ids) <= length for ids, _ in found):
             result[number] = [{"input_ids": ids, "labels": [IGNORED] * start + ids[start:]} for ids, start in found]
     if not result:
-        raise ValueError(f"no row has anything to score within {length} tokens: raise --max-length")
+        raise ValueError(f"no row of {rows.name} has anything to score within {length} tokens: raise --max-length")
     return result
 
 

@@ -222,6 +222,13 @@ def load_base(adapter: str, name: str | None, dtype: str, layers: int | None) ->
     return config, *load(base, dtype, layers or trained_layers(adapter), config.options, tokenizer=tokenizer)
 
 
+def tokenizer_of(name: str | None, adapter: str | None) -> Any:
+    """The tokenizer that comes with a model, with an adapter, or both; to look at rows before weights are loaded."""
+    if adapter is None and name is None:
+        raise ValueError("give a model, an adapter, or both")
+    return load_tokenizer(name if adapter is None else base_of(adapter, name)[1], adapter)
+
+
 SIZES = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", re.DOTALL)
 """Of PyTorch's error: a tensor's name, its shapes in the file and in the model."""
 
@@ -243,8 +250,6 @@ def put_on(base: nn.Module, adapter: str, config: NVFP4LoraConfig, **kwargs: Any
 def load_with_adapter(name: str | None, adapter: str | None, dtype: str, layers: int | None) -> tuple[nn.Module, Any]:
     """(model with the adapter over the frozen base it was trained on, tokenizer); without an adapter, the model as it is."""
     if adapter is None:
-        if name is None:
-            raise ValueError("give a model, an adapter, or both")
         model, tokenizer = load(name, dtype, layers)
     else:
         config, base, tokenizer = load_base(adapter, name, dtype, layers)

@@ -99,8 +99,8 @@ class Rows:
             ) from error
 
     def plain(self) -> list[Any]:
-        """Every row as one text, or as one list of messages."""
-        return list(self.data["messages"]) if self.format == "chat" else [prompt + end for prompt, end in self.pairs()]
+        """Every row as one text, or with its messages and tools."""
+        return list(self.data) if self.format == "chat" else [prompt + end for prompt, end in self.pairs()]
 
 
 def check_chat_template(tokenizer: Any) -> None:

@@ -185,7 +185,7 @@ def _say_prepared(options: TrainOptions, rows: texts.Rows, given: Dataset, train
     prepared = trainer.train_dataset
     lengths = [len(ids) for ids in prepared["input_ids"]]
     if not lengths:
-        raise ValueError(f"no row has anything to learn within {options.max_length} tokens: raise max_length")
+        raise ValueError(f"no row of {rows.name} has anything to learn within {options.max_length} tokens: raise max_length")
     for data in (prepared, trainer.eval_dataset):
         if data is not None and "place" in data.column_names:
             models.check_tokens(trainer.model, ((f"{rows.name}, {row['place']}", row["input_ids"]) for row in data))
