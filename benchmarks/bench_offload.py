@@ -35,7 +35,7 @@ from transformers.models.llama import modeling_llama
 from peft_nvfp4 import NVFP4LoraConfig, enable_offload, freeze_model
 from peft_nvfp4.memory.settings import CONTEXT
 from peft_nvfp4.training.offload.enable import _owner, offload_status
-from peft_nvfp4.training.offload.layers import Offload
+from peft_nvfp4.training.offload.transfers import Offload
 
 ACCURACY, LAYOUTS = "balanced", "transient"
 CAPS = {"tiny": 1, "8b": 6, "30b": 16}

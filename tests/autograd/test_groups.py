@@ -42,7 +42,8 @@ class Three(nn.Module):
 
 @pytest.fixture(autouse=True)
 def empty_table():
-    """Whatever the traceback of a failed test keeps alive."""
+    """Whatever the traceback of a failed test keeps alive, or a test itself."""
+    yield
     activation_cache._LOCAL.table.clear()
 
 
@@ -238,6 +239,11 @@ def edits(model, x):
     return dict(
         step=step,
         replace=replace,
+        data=lambda: setattr(layer.lora_A["default"].weight, "data", layer.lora_A["default"].weight.data * 3),
+        scales=lambda: base.weight_scales.copy_(base.weight_scales.flip(0)),
+        gscale=lambda: base.weight_gscale.view(torch.float32).mul_(2),
+        offset=lambda: base.input_offset.view(torch.float32).add_(1),
+        constant=lambda: base.output_offset.view(torch.float32).add_(1),
         scaling=lambda: layer.set_scale("default", 5.0),
         dropout=lambda: setattr(layer.lora_dropout["default"], "p", 0.0),
         requantised=lambda: base.requantize_(torch.flip(base.dequantize(torch.float32), [0])),
@@ -250,15 +256,23 @@ def edits(model, x):
     )
 
 
-EDITS = "step replace scaling dropout requantised centred bias evaluation merged disabled input".split()
+EDITS = "data scales gscale offset constant step replace scaling dropout requantised centred bias evaluation merged disabled"
 
 
-@pytest.mark.parametrize("what", EDITS)
+@pytest.mark.parametrize("what", [*EDITS.split(), "input"])
 def test_a_linear_that_changes_between_the_calls(what):
     """As when q was computed alone: k is what it is when it is called."""
     outputs = []
     for grouped in (True, False):
-        model, x = three(made(dict(lora_dropout=0.3), grouped=grouped)).train(), data()[0].detach()
+        model, x = made(dict(lora_dropout=0.3), grouped=False), data()[0].detach()
+        if what in ("offset", "constant"):
+            base_of(three(model).q_proj).set_offset(torch.ones(64))
+            for layer in three(model).layers()[1:]:
+                base_of(layer).set_offset(torch.ones(64))
+                base_of(layer).input_offset = base_of(three(model).q_proj).input_offset
+        if grouped:
+            attach(model, run=lambda: model(data()[0]))
+        model = three(model).train()
         torch.manual_seed(3)
         model.q_proj(x)
         edits(model, x)[what]()
@@ -277,6 +291,57 @@ def test_a_linear_that_is_never_called():
     assert activation_cache.live() == 1
     del x
     assert activation_cache.live() == 0
+
+
+@pytest.mark.parametrize("called", [["q_proj"], ["v_proj", "k_proj"]], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_linear_whose_output_is_not_used_has_no_gradient(called, dropout):
+    """Not zeros: an optimizer with weight decay would move its adapter. The others' gradients are those of single linears."""
+    outcomes = []
+    for grouped in (True, False):
+        model = made(dict(lora_dropout=dropout), grouped=grouped)
+        torch.manual_seed(3)
+        x, dy = data()
+        h = x * 1.5
+        with torch.random.fork_rng():  # the group draws seeds for all its members
+            ys = {name: getattr(three(model), name)(h) for name in (called if dropout == 0 else NAMES)}
+        torch.autograd.backward([ys[name] for name in called], [dy[..., : ys[name].shape[-1]] for name in called])
+        outcomes.append(dict(dx=x.grad, **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
+        assert all((gradient is None) == (name not in called) for name, gradient in grads_by_linear(outcomes[-1]))
+    assert_close(*outcomes)
+
+
+def grads_by_linear(outcome):
+    return [(next(n for n in NAMES if n in name), gradient) for name, gradient in outcome.items() if "lora" in name]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_an_input_that_is_never_freed_keeps_no_graph(backward):
+    """A hook of x that refers to x keeps x for ever (PyTorch does not find the cycle), and with it x's entry, but not the outputs
+    that wait there: a backward pass ends that, or the next input. The last one's are kept, at most."""
+    model = three(made({}))
+    for _ in range(5):
+        x = data()[0] * 1.5
+        x.register_hook(lambda gradient, x=x: gradient / x.norm())
+        y = model.q_proj(x) + model.v_proj(x).sum() + model.v_proj(x).sum()  # k_proj is never called
+        if backward:
+            y.sum().backward()
+        del x, y
+    waiting = [len(entry.outputs) for entry in activation_cache._LOCAL.table.values()]
+    assert waiting == [0, 0, 0, 0, 0 if backward else 2]  # of the last call of v_proj, which computes them once more
+
+
+def test_a_linear_that_is_called_after_a_backward_pass():
+    """Its output had been computed in the graph that backward has freed."""
+    model, single = three(made({})), three(made({}, grouped=False))
+    outcomes = []
+    for layers in (model, single):
+        x = data(requires_grad=False)[0]
+        layers.q_proj(x).sum().backward()
+        k = layers.k_proj(x)
+        k.sum().backward()
+        outcomes.append(dict(y=k.detach(), a=layers.k_proj.lora_A["default"].weight.grad))
+    assert_close(*outcomes)
 
 
 @pytest.mark.parametrize("ndim", [2, 3])

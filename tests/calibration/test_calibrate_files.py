@@ -120,6 +120,10 @@ def test_applied_to_another_copy(tmp_path):
     write_manifest(tmp_path, manifest)
     with pytest.raises(ValueError, match="not finished.*model.layers.1"):
         apply_calibration(tiny_llama(), tmp_path)
+    for version in (float("nan"), True, -1, 2.0):
+        (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": version}))
+        with pytest.raises(ValueError, match="manifest.json is not a valid manifest.*format_version"):
+            apply_calibration(tiny_llama(), tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
     with pytest.raises(ValueError, match="upgrade"):
         apply_calibration(tiny_llama(), tmp_path)

@@ -1,16 +1,20 @@
 """The command line on a tiny model: every command, its errors, its JSON."""
 
 import importlib
+import io
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from _tiny_models import save_tiny
+from rich.console import Console
 from typer.testing import CliRunner
 
 from peft_nvfp4 import cli
 from peft_nvfp4.cli._run import profiling
+from peft_nvfp4.cli.common import table
 
 ROWS = [{"text": f"the film is {word}", "label": label} for word, label in (("good", "positive"), ("bad", "negative"))] * 4
 
@@ -97,6 +101,15 @@ def test_estimate(app, tmp_path):
     found = json_of(app, "estimate", "llama-1b", "--batch", "64", "--max-memory", "16GiB")
     assert not found["fits"] and found["plan"]["batch"] * found["plan"]["accumulation"] == 64
     assert found["peak_bytes"] == sum(found["categories"].values())
+
+
+@pytest.mark.parametrize("name", ["m[bold]", "m[link=x]y", "[red]:cat:", "m[b]\\\\"])
+def test_texts_of_a_user_are_no_markup(app, world, name):
+    shutil.copytree(world / "model", world / name, dirs_exist_ok=True)
+    assert name in run(app, "estimate", world / name).stdout.replace("\n", "")
+    shown = Console(file=io.StringIO(), width=200)
+    shown.print(table(f"{name}[/b]", (f"{name}[/b]", "n"), [(f"{name}[/b]", "1")]), markup=False)
+    assert shown.file.getvalue().count(f"{name}[/b]") == 3
 
 
 def test_estimate_reads_a_config_and_says_what_is_wrong(app, world):
@@ -259,7 +272,8 @@ def test_calibrate_and_train_on_it(app, world, tmp_path):
     assert len(json_of(app, *args)["layers"]) == 2
     args = ("train", world / "model", world / "data.jsonl", "-o", tmp_path / "o", "--steps", "2")
     assert json_of(app, *args, "--calibration", tmp_path / "cal")["finished"]
-    found = json_of(app, "inspect", tmp_path / "o")
+    assert "--calibration" in plain(run(app, "inspect", tmp_path / "o", code=1).stderr)
+    found = json_of(app, "inspect", tmp_path / "o", "--calibration", tmp_path / "cal")
     assert found["binds"] and not found["warnings"]
 
 

@@ -123,21 +123,21 @@ def test_gated_gradients_are_those_at_the_kept_codes(act):
     assert ((h.detach().double() - exact).norm() / exact.norm()).item() < 0.12  # one NVFP4 term: 9.5 % on Gaussian data
 
 
-@pytest.mark.parametrize("how", ["compiled", "hooked", "global hook"])
+@pytest.mark.parametrize("how", ["compiled", "hooked"])
 def test_whoever_looks_at_the_product_of_the_mlp_finds_values(how):
     """down's input has no values where nobody but down reads it; a compiler, and hooks, are somebody."""
     model, seen = tuned("Llama", accuracy="balanced"), []  # one term at down: quantised again, its values give the same codes
     attach(model)
+    if how == "global hook":  # with hooks, norms run as they were
+        for norm in (m for m in model.modules() if isinstance(m, NVFP4RMSNorm)):
+            norm.register_forward_hook(lambda module, args, y: None)
     expected = loss_and_gradients(model)
     down = model.base_model.model.model.layers[0].mlp.down_proj
     handle = None
     if how == "compiled":
         down.compile(backend="eager")
-    elif how == "hooked":
-        handle = down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     else:
-        hook = lambda module, args: seen.append(args[0]) if module is down else None  # noqa: E731
-        handle = torch.nn.modules.module.register_module_forward_pre_hook(hook)
+        handle = down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     try:
         got = loss_and_gradients(model)
     finally:

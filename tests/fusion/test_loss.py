@@ -10,8 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peft_nvfp4.fusion import loss, loss_attach
+from peft_nvfp4.fusion.lazy_logits import LazyLogits
 from peft_nvfp4.fusion.loss import Transform, linear_cross_entropy
-from peft_nvfp4.fusion.loss_attach import LazyLogits, attach_loss, detach_loss
+from peft_nvfp4.fusion.loss_attach import attach_loss, detach_loss
 
 
 def ordinary(hidden, weight, labels, bias=None, transform=None, num_items=None, **kwargs):

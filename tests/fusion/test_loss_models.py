@@ -2,6 +2,7 @@
 cannot have it, what attaching leaves as it was, and the logits of a training output, computed when somebody reads them."""
 
 import re
+import threading
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 from peft_nvfp4.fusion import loss_attach
-from peft_nvfp4.fusion.loss_attach import LazyLogits, attach_loss, detach_loss
+from peft_nvfp4.fusion.lazy_logits import LazyLogits
+from peft_nvfp4.fusion.loss_attach import attach_loss, detach_loss
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -194,7 +196,7 @@ def test_lazy_logits_are_the_logits():
     )
     assert lazy.to(torch.bfloat16).dtype == torch.bfloat16 and not hasattr(lazy, "no_such_thing")
     with torch.no_grad():
-        assert not lazy[0].requires_grad
+        assert not (lazy + 1).requires_grad
 
 
 def test_gradients_flow_through_lazy_logits():
@@ -220,3 +222,119 @@ def test_asking_about_lazy_logits_computes_nothing():
     assert hasattr(lazy, "argmax") and callable(lazy.view) and lazy.shape[-1] == 4
     with pytest.raises(AssertionError, match="computed"):
         lazy[0]
+
+
+def edited(logits):
+    logits.mul_(0.5)
+    logits[..., 0] = 7.0
+    logits -= 1
+    torch.relu_(logits)
+    return logits
+
+
+def with_a_cast(logits):
+    """A cast is of what there was, whenever it is computed."""
+    double = logits.to(torch.float64)
+    logits.mul_(3.0)
+    return double + logits
+
+
+def watched(logits):
+    logits.register_hook(lambda g: 2 * g)
+    logits.retain_grad()
+    (logits.float().square().mean()).backward(retain_graph=True)
+    return logits.grad
+
+
+def first_used_without_gradients(logits):
+    with torch.no_grad():
+        assert logits.argmax() >= 0
+    logits.backward(torch.ones(logits.shape))
+    return logits
+
+
+@pytest.mark.parametrize("use", [edited, with_a_cast, watched, first_used_without_gradients])
+def test_what_is_done_to_lazy_logits_is_done_to_a_tensor(use):
+    found = []
+    for attached in (False, True):
+        model = build()
+        if attached:
+            attach_loss(model)
+        output = model(**batch())
+        assert isinstance(output.logits, LazyLogits) == attached
+        used = use(output.logits)
+        found.append((used + 0, output.logits + 0, model.model.embed_tokens.weight.grad))
+    for expected, got in zip(*found):
+        assert (expected is None) == (got is None) and (got is None or distance(got, expected) <= EXACT)
+
+
+def test_attributes_of_lazy_logits_are_the_tensors():
+    lazy = LazyLogits(lambda: torch.ones(2, 2), (2, 2), torch.float32, torch.device("cpu"))
+    lazy.requires_grad = True
+    lazy.sum().backward()
+    assert torch.equal(lazy.grad, torch.ones(2, 2)) and lazy.requires_grad_(False) is lazy.tensor()
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(lazy)
+
+
+# ---------------------------------------------------------------------------------------------- calls within and beside calls
+
+
+@pytest.mark.parametrize("labels", [False, True], ids=["without labels", "with labels"])
+@pytest.mark.parametrize("way", ["nested", "thread"])
+def test_a_call_inside_another_call(way, labels):
+    """A hook in the middle of a training forward calls the model, in the same thread or in another one."""
+    model = build()
+    x, y = batch(), {"input_ids": batch()["input_ids"].flip(0)}
+    y |= {"labels": y["input_ids"]} if labels else {}
+    expected, wanted = step(model, **x), step(model, **y)[0] if labels else model(**y)
+    inner, left = [], [1]
+
+    def call():
+        inner.append(model(**y))
+
+    def between(*args):
+        if left and left.pop():
+            if way == "nested":
+                return call()
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+
+    attach_loss(model)
+    model.model.register_forward_hook(between)
+    got = step(model, **x)
+    assert_same_step(got, expected)
+    assert distance(inner[0].logits.float(), wanted.logits.float()) <= EXACT
+    assert isinstance(inner[0].logits, LazyLogits) == labels
+    assert not labels or distance(inner[0].loss.detach(), wanted.loss.detach()) <= EXACT
+    assert "forward" not in model.lm_head.__dict__ and "_loss_function" not in model.__dict__
+
+
+def test_threads_train_one_model():
+    model, batches = build(), [batch(rows, 11) for rows in range(2, 6)]
+    expected = [model(**b).loss.item() for b in batches]
+    attach_loss(model)
+    losses = [[] for _ in batches]
+
+    def run(i):
+        for _ in range(10):
+            losses[i].append(model(**batches[i]).loss.item())
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found, value in zip(losses, expected):
+        assert len(found) == 10 and max(abs(loss - value) for loss in found) <= EXACT * value
+
+
+def test_lazy_logits_that_are_read_within_another_call():
+    model = build()
+    expected = step(model)
+    attach_loss(model)
+    lazy = model(**batch()).logits
+    model.model.register_forward_hook(lambda *args: (lazy.sum(), None)[1])
+    assert_same_step(step(model), expected)
+    assert torch.equal(lazy.tensor(), expected[0].logits)

@@ -15,7 +15,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from peft_nvfp4 import NVFP4LoraConfig
-from peft_nvfp4.fusion.loss_attach import LazyLogits, attach_loss, detach_loss
+from peft_nvfp4.fusion.lazy_logits import LazyLogits
+from peft_nvfp4.fusion.loss_attach import attach_loss, detach_loss
 
 KINDS = {
     "frozen_head": NVFP4LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear"),

@@ -120,6 +120,25 @@ def test_does_not_bind(tmp_path, changes, problem):
     assert "DOES NOT BIND" in str(report)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [3, 5]},
+        {},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("tied", (False, True))
+def test_saved_embeddings_have_their_place(tmp_path, settings, tied):
+    """PEFT saves them beside the adapter, in its own form or in the base's."""
+    model = get_peft_model(tiny_llama(tie_word_embeddings=tied), config(**settings))
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    report = inspect_adapter(freeze_model(tiny_llama(tie_word_embeddings=tied), progress=False), tmp_path)
+    assert report.binds and report.problems == [] and report.logit_change > 0
+
+
 def test_another_models_adapter_does_not_bind(tmp_path):
     saved(tmp_path, tiny_llama(hidden_size=32, intermediate_size=96))
     report = inspect_adapter(frozen(), tmp_path)

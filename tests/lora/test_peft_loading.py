@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import pickle
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,11 +82,15 @@ def test_configuration_from_the_hub(tmp_path, monkeypatch):
     read = lambda: NVFP4LoraConfig.from_pretrained("someone/adapter", cache_dir=str(tmp_path))
     assert read().r == 4 and (read().backend, read().memory) == ("nf4", "small")
     (repo / "snapshots" / revision / SIDE_CAR).unlink()
-    download = Mock(side_effect=[LocalEntryNotFoundError("offline"), EntryNotFoundError("404")])
-    monkeypatch.setattr("peft_nvfp4.lora.config.hf_hub_download", download)
+    answers = [LocalEntryNotFoundError("offline"), EntryNotFoundError("404")]
+
+    def download(_, name, **kwargs):
+        raise answers.pop(0) if name == SIDE_CAR else EntryNotFoundError("404")
+
+    monkeypatch.setattr("peft_nvfp4.lora.side_files.hf_hub_download", download)
     with pytest.raises(ValueError, match=f"someone/adapter.*{SIDE_CAR}"):
         read()
-    assert read().options == NVFP4LoraConfig().options and download.call_count == 2
+    assert read().options == NVFP4LoraConfig().options and not answers
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,8 @@ def test_configuration_from_the_hub(tmp_path, monkeypatch):
         pytest.param("null", "is damaged", id="null"),
         pytest.param(b"\xff\xfe\x00", "is damaged", id="not-text"),
         pytest.param('{"format_version": "one"}', "", id="version-is-a-word"),
+        *(pytest.param(f'{{"format_version": {v}}}', "format_version", id=v) for v in ("NaN", "true", "-1", "1.0")),
+        pytest.param('{"format_version": 1, "calibration": 7}', "calibration.*strings", id="calibration-is-a-number"),
         pytest.param('{"format_version": 2, "backend": "nvfp4"}', "version 2.*upgrade", id="newer-version"),
         pytest.param('{"format_version": 1, "backend": "nvfp4", "flavour": "sweet"}', "unknown.*flavour", id="unknown-field"),
         pytest.param(

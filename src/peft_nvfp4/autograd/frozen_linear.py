@@ -36,7 +36,8 @@ its input gradient, the adapters' share, and at the end the tools (straight-thro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class Linear(NamedTuple):
     gradients: str  # a word of GRADIENTS
     branches: tuple[Branch, ...]
     rounding_seed: Tensor | None = None  # of stochastic rounding, drawn by :func:`frozen_linear`
+    there: AbstractContextManager | None = None  # within it backward may read the weights (:mod:`.hosted`); None: always
 
 
 class Call(NamedTuple):
@@ -172,6 +174,7 @@ class FrozenLinearFunction(torch.autograd.Function):
         )
         ctx.save_for_backward(*saved)
         ctx.structure, ctx.dtypes = structure, [(branch.a.dtype, branch.b.dtype) for branch in branches]
+        ctx.set_materialize_grads(False)  # a linear whose output nobody used has no gradient: not zeros, with which AdamW decays
         return tuple(ys)
 
     @staticmethod
@@ -180,11 +183,18 @@ class FrozenLinearFunction(torch.autograd.Function):
         saved: Saved = unflatten(ctx.saved_structure, ctx.saved_tensors)
         needs: Call = unflatten(ctx.structure, ctx.needs_input_grad[1:])
         gradients: Call = unflatten(ctx.structure, [None] * (len(ctx.needs_input_grad) - 1))
+        used, dtypes, dx = [dy is not None for dy in dys], ctx.dtypes, None
+        if not any(used):
+            return None, *flatten(gradients)[0]
+        if not all(used):
+            of_branches = [flag for flag, linear in zip(used, needs.linears) for _ in linear.branches]
+            saved, dtypes = only(saved, used, of_branches), list(compress(dtypes, of_branches))
+            needs, dys = needs._replace(linears=tuple(compress(needs.linears, used))), list(compress(dys, used))
         branches = [branch for linear in needs.linears for branch in linear.branches]
-        dtypes_a = [a if need.a else None for need, (a, _) in zip(branches, ctx.dtypes)]
-        dtypes_b = [b if need.b else None for need, (_, b) in zip(branches, ctx.dtypes)]
-        dx = None
-        with no_autocast(dys[0]):
+        dtypes_a = [a if need.a else None for need, (a, _) in zip(branches, dtypes)]
+        dtypes_b = [b if need.b else None for need, (_, b) in zip(branches, dtypes)]
+        # ``there`` after unpacking, for which checkpointing may have run other layers; one call is of one decoder layer
+        with no_autocast(dys[0]), saved.linears[0].there or nullcontext():
             xd = _dequantized_input(saved, dys[0].dtype) if any(dtypes_a) else None
             branch_dys = [dy for dy, linear in zip(dys, needs.linears) for _ in linear.branches]
             dbs = gradients_of_b(branch_dys, saved.hidden, saved.adapters, dtypes_b)
@@ -194,11 +204,24 @@ class FrozenLinearFunction(torch.autograd.Function):
                 dx = _input_gradient(dys, saved.linears, gs.stacked, saved.adapters.stack)
                 dx = add_dropped(dx, saved.adapters, gs.dropped)
             dbias = [dy.sum(0) if linear.bias else None for dy, linear in zip(dys, needs.linears)]
-        pairs, linears = iter(zip(das, dbs)), []
-        for linear, gradient in zip(gradients.linears, dbias):
-            branches = tuple(branch._replace(a=da, b=db) for branch, (da, db) in zip(linear.branches, pairs))
-            linears.append(linear._replace(bias=gradient, branches=branches))
+        pairs, biases, linears = iter(zip(das, dbs)), iter(dbias), []
+        for linear, flag in zip(gradients.linears, used):
+            if flag:
+                branches = tuple(branch._replace(a=da, b=db) for branch, (da, db) in zip(linear.branches, pairs))
+                linear = linear._replace(bias=next(biases), branches=branches)
+            linears.append(linear)
         return None, *flatten(gradients._replace(x=dx, linears=tuple(linears)))[0]
+
+
+def only(saved: Saved, linears: Sequence[bool], branches: Sequence[bool]) -> Saved:
+    """What backward reads where only these linears, with these branches, have a gradient."""
+    stack, items = saved.adapters
+    stacked = [item.a is None for item in items]
+    rows = [] if stack is None else stack.split([item.rank for item in compress(items, stacked)])
+    rows = list(compress(rows, compress(branches, stacked)))
+    adapters = Adapters(torch.cat(rows) if rows else None, tuple(compress(items, branches)))
+    hidden = tuple(compress(saved.hidden, branches))
+    return saved._replace(linears=tuple(compress(saved.linears, linears)), adapters=adapters, hidden=hidden)
 
 
 def total_constant(bias: Tensor | None, constant: Tensor | None) -> Tensor | None:

@@ -33,6 +33,8 @@ class RMSNormQuantize(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, *unused):
+        if dy is None:
+            return (None,) * 6
         gamma, offset, rstd, *flat = ctx.saved_tensors
         parts = as_parts(flat, gamma.shape[0])
         return fused.rmsnorm_backward(dy, parts, offset, gamma, rstd, ctx.plus_one), None, None, None, None, None
@@ -55,12 +57,14 @@ class GatedQuantize(torch.autograd.Function):
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*flat)
         ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        h = gate.new_zeros(1).expand(gate.shape) if placeholder else out.h
+        h = gate.new_full((1,), torch.nan).expand(gate.shape) if placeholder else out.h  # whoever reads it after all is loud
         return h, *flat
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh, *unused):
+        if dh is None:
+            return (None,) * 6
         gate, up = as_parts(ctx.saved_tensors, ctx.k)
         grads = fused.silu_mul_backward(dh, gate, up, ctx.act)
         return grads.dgate, grads.dup, None, None, None, None

@@ -15,4 +15,4 @@ def draw_seed() -> Tensor:
     no synchronisation with a GPU."""
     if not torch.compiler.is_compiling() and TAPES:
         return TAPES[-1].draw()
-    return torch.randint(-(2**62), 2**62, (), dtype=torch.int64)
+    return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu")

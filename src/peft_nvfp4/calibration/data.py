@@ -105,7 +105,7 @@ def _content(row: Any) -> Any:
         if key != "input_ids":
             return row[key]
         ids, mask = _ids(row["input_ids"]).flatten(), row.get("attention_mask")
-        return ids if mask is None else ids[torch.as_tensor(mask).flatten().bool()]
+        return ids if mask is None else ids[_ids(mask).flatten().bool()]
     if isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
         return row
     if not isinstance(row, Sequence | Tensor) and not hasattr(row, "__array_interface__"):
@@ -116,7 +116,7 @@ def _content(row: Any) -> Any:
 def _ids(values: Any) -> Tensor:
     """Token ids as a tensor."""
     try:
-        ids = torch.as_tensor(values)
+        ids = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError) as error:
         raise ValueError(f"token ids are integers, in rows of one length ({error})") from error
     if ids.is_floating_point() and ids.numel():
@@ -143,7 +143,7 @@ def _tokenized(texts: list, tokenizer: Any, wanted: int) -> tuple[list[Tensor], 
             ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         ids = ids[1:] if first is not None and ids[:1] == [first] else ids
         ids += [] if eos is None or ids[-1:] == [eos] else [eos]
-        rows.append(torch.tensor(ids, dtype=torch.long))
+        rows.append(torch.tensor(ids, dtype=torch.long, device="cpu"))
         total += len(ids)
         if total >= wanted:
             break
@@ -154,7 +154,7 @@ def _tokenized(texts: list, tokenizer: Any, wanted: int) -> tuple[list[Tensor], 
 
 def _pack(rows: list[Tensor], samples: int, seq_len: int, first: int | None = None) -> list[Tensor]:
     """Sequences of ``seq_len`` tokens, cut from the rows joined; what is left over is dropped, unless there is nothing else."""
-    head = torch.tensor([] if first is None else [first], dtype=torch.long)
+    head = torch.tensor([] if first is None else [first], dtype=torch.long, device="cpu")
     body = max(seq_len - len(head), 1)
     tokens = torch.cat([row.long() for row in rows])[: samples * body]
     if not tokens.numel():

@@ -91,6 +91,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         version = manifest["format_version"]
+        if type(version) is not int or version < 1:
+            raise ValueError(f"format_version={version!r}")
         newer = version > VERSION
         damaged = not newer and manifest.pop("sha256") != _sha256(json.dumps(manifest).encode())
     except FileNotFoundError:

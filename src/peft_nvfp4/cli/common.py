@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
@@ -105,6 +104,9 @@ def base_option(name: str) -> Any:
     return typer.Option(help=help_of(name))
 
 
+Calibration = Annotated[str | None, base_option("calibration")]
+
+
 def pairs(text: str | None) -> dict[str, str] | None:
     """``a=b,c=d``."""
     if text is None:
@@ -127,12 +129,13 @@ def show(out: Console, item: Any) -> None:
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> Table:
-    """A table whose first columns are ``words``; the others are numbers, to the right."""
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    """A table whose first columns are ``words``; the others are numbers, to the right. Texts are shown as they are, whatever rich
+    would read in their brackets and colons."""
+    result = Table(title=Text(title, "table.title"), title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for number, name in enumerate(header):
-        result.add_column(name, justify="left" if number < words else "right", no_wrap=number > 0, overflow="fold")
+        result.add_column(Text(name), justify="left" if number < words else "right", no_wrap=number > 0, overflow="fold")
     for row in rows:
-        result.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
+        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return result
 
 

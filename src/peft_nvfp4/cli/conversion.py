@@ -21,7 +21,7 @@ from ..transformers.config import PactConfig
 from ..transformers.prepare import num_parameters
 from ._run import models
 from ._run.folders import check_writable, kept_writes, new_folder
-from .common import Base, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs
+from .common import Base, Calibration, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a dense model.")]
 Adapter = Annotated[str, typer.Argument(help="Folder of the adapter.")]
@@ -107,6 +107,7 @@ def merge(
     layout: Annotated[str, typer.Option(help="Of a model in nvfp4: compressed-tensors or modelopt.")] = "compressed-tensors",
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a dense model as model.gguf, too (llama.cpp).")] = False,
     probe: Annotated[str | None, typer.Option(help="Data on which to compare the logits: a file.")] = None,
+    calibration: Calibration = None,
     dtype: Dtype = "auto",
     layers: Layers = None,
 ) -> Outcome:
@@ -119,7 +120,7 @@ def merge(
             from ._run import evaluation, texts  # need the extra
 
             rows = evaluation.first_tokens(texts.read(probe, limit=8), models.tokenizer_of(model, adapter), 128)
-        adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers)
+        adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers, calibration)
         batches = None
         if rows is not None:
             rows = [ids[: models.positions(adapted.config)] for ids in rows]
@@ -160,11 +161,12 @@ def inspect(
     adapter: Adapter,
     model: Base = None,
     probe: Annotated[bool, typer.Option(help="Run a few tokens with and without it.")] = True,
+    calibration: Calibration = None,
     dtype: Dtype = "auto",
     layers: Layers = None,
 ) -> Outcome:
     """Does an adapter fit a base model, and is that the one it was trained on? Exit code 1 if it does not fit."""
-    config, base, _ = models.load_base(adapter, model, dtype, layers)
+    config, base, _ = models.load_base(adapter, model, dtype, layers, calibration)
     if not frozen_modules(base):
         freeze_base(config, base)
     report = inspect_adapter(base.to(models.default_device()), adapter, probe=probe)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ._run import models
-from .common import Base, Batch, Columns, Dtype, Layers, Limit, Outcome, command, pairs, table
+from .common import Base, Batch, Calibration, Columns, Dtype, Layers, Limit, Outcome, command, pairs, table
 
 
 @command
@@ -25,6 +25,7 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 64,
     generate: Annotated[bool, typer.Option(help="Let the model answer (prompt, chat).")] = True,
     base: Annotated[bool, typer.Option("--base", help="Score the base without the adapter as well.")] = False,
+    calibration: Calibration = None,
     dtype: Dtype = "auto",
     layers: Layers = None,
 ) -> Outcome:
@@ -40,7 +41,7 @@ def evaluate(
     given = [label.strip() for label in (labels or "").split(",") if label.strip()] + [*(trained.get("labels") or ())]
     rows = texts.read(dataset, format, pairs(columns), template or trained.get("template"), split, limit, given)
     rows.rendered(models.tokenizer_of(model, adapter))  # raises before weights are loaded
-    loaded, tokenizer = models.load_with_adapter(model, adapter, dtype, layers)
+    loaded, tokenizer = models.load_with_adapter(model, adapter, dtype, layers, calibration)
     sizes = {"batch": batch, "max_length": max_length, "max_new_tokens": max_new_tokens, "generate": generate}
     results = {}
     if base:

@@ -83,7 +83,7 @@ def _training_step(model: nn.Module, batch: int, seq: int, supervised: int, devi
     """A function that does one step over random tokens: forward, backward, AdamW. ``supervised``: labels of the last so many."""
     config = getattr(model.config, "text_config", None) or model.config
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (batch, seq), generator=generator).to(device)
+    ids = torch.randint(config.vocab_size, (batch, seq), generator=generator, device="cpu").to(device)
     labels = ids.clone()
     labels[:, : max(seq - supervised, 0)] = -100
     trained = [p for p in model.parameters() if p.requires_grad]

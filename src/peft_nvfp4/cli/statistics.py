@@ -11,7 +11,7 @@ from ..fusion.loss_attach import attach_loss
 from ..lora.config import NVFP4LoraConfig
 from ..quantization.options import Options
 from ._run import models
-from .common import Base, Batch, Columns, Dtype, Layers, Outcome, base_option, command, pairs, table
+from .common import Base, Batch, Calibration, Columns, Dtype, Layers, Outcome, base_option, command, pairs, table
 
 MEANS = ("tensor", "error %", "underflow %", "saturation %")
 WORST = ("layer", "tensor", "error", "underfl.", "satur.", "amax", "scales")
@@ -24,7 +24,7 @@ def statistics(
     adapter: Annotated[str | None, typer.Option(help="A trained adapter: its base and settings.")] = None,
     backend: Annotated[str, base_option("backend")] = Options.backend,
     accuracy: Annotated[str, base_option("accuracy")] = Options.accuracy,
-    calibration: Annotated[str | None, base_option("calibration")] = None,
+    calibration: Calibration = None,
     limit: Annotated[int, typer.Option(help="Rows of the data.")] = 8,
     batch: Batch = 2,
     max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
@@ -51,7 +51,7 @@ def statistics(
         config = NVFP4LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **frozen)
         base, tokenizer = models.load(model, dtype, layers, config.options)
     else:
-        config, base, tokenizer = models.load_base(adapter, model, dtype, layers)
+        config, base, tokenizer = models.load_base(adapter, model, dtype, layers, calibration)
     encoded, places = list(numbered.values()), data.by_turn().data["place"]
     models.check_tokens(base, ((f"{dataset}, {places[number]}", row["input_ids"]) for number, row in numbered.items()))
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}

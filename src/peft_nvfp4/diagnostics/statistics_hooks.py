@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import ops
 from ..autograd import activation_cache
 from ..autograd.frozen_linear import autocast_input
+from ..autograd.module_hooks import observing
 from ..fusion.compressed import CompressedGatedMLP
 from ..fusion.mlp import FusedGatedMLP
 from ..fusion.norm import NVFP4RMSNorm
@@ -137,14 +138,15 @@ class Measurement:
                 module.forward = forward.original  # the recordings stay as they are
                 self._stack.callback(setattr, module, "forward", forward)
             elif type(module) is NVFP4RMSNorm and "input" in self.sites:
-                self._stack.callback(module.register_forward_hook(self._norm).remove)
+                self._stack.callback(module.register_forward_hook(observing(partial(self._norm))).remove)
             elif isinstance(module, FusedGatedMLP) and not isinstance(module, CompressedGatedMLP):
                 prefix = f"{name}." if name else ""
                 self._first |= {prefix + first: module for first in module.parts.first}
                 self._last[prefix + module.parts.down] = module
         for name, module in self.linears.items():
-            self._stack.callback(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True).remove)
-            self._stack.callback(module.register_forward_hook(partial(self._after, name)).remove)
+            before, after = partial(self._before, name), partial(self._after, name)
+            self._stack.callback(module.register_forward_pre_hook(observing(before), with_kwargs=True).remove)
+            self._stack.callback(module.register_forward_hook(observing(after)).remove)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -170,7 +172,7 @@ class Measurement:
         """A fused norm returned D(Q(y)): compare with y, once for all linears that will read it."""
         if _in_backward() or not self._fused(y, norm._outside[1]):
             return
-        unquantised, _ = fused_reference.rmsnorm(self._some(args[0]), norm.weight, norm.eps, norm.plus_one)
+        unquantised, _ = fused_reference.rmsnorm(self._some(args[0]), norm.weight, norm._eps, norm.plus_one)
         self._produced[y] = sums = Sums()
         _add_input(sums, unquantised, norm._outside[1])
 
@@ -225,7 +227,7 @@ def _add_input(sums: Sums, x: Tensor, layer: FrozenLinear) -> None:
 @torch.no_grad()
 def _add_gradient(sums: Sums, dy: Tensor, layer: FrozenLinear) -> None:
     stochastic = sums.used and layer.options.gradients == "nvfp4_sr"
-    seed = torch.zeros((), dtype=torch.int64) if stochastic else None  # of its own: the training's numbers are not touched
+    seed = torch.zeros((), dtype=torch.int64, device="cpu") if stochastic else None  # not one of the training's
     sums.add(dy, [ops.quantize(dy.contiguous(), GRADIENT_STOCHASTIC if stochastic else GRADIENT, seed=seed)])
 
 

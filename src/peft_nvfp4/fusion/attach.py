@@ -20,40 +20,47 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..autograd.module_hooks import hooks_of
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.group import SharedInputGroup
 from ..nn.nvfp4 import NVFP4FrozenLinear
+from ..nn.plain import fallbacks_of, report_in
+from ..numerics.recognition import limit_of
 from .compressed import CompressedGatedMLP, CompressedRMSNorm
 from .mlp import FusedGatedMLP, looks_like_gated_mlp, recognise
 from .norm import NVFP4RMSNorm, epsilon, looks_like_rmsnorm, plus_one
-from .probe import Readers, base_of, frozen_linears, innermost, observe, special_tokens
+from .probe import Readers, base_of, between, frozen_linears, innermost, observe, special_tokens
 from .rope import FUSED, attach_rope, detach_rope
 
+CUTS_OFF = "it cuts values off ({}), which the fused form does not"
 OTHER_RUN = "attach(model, run=...) takes another run than the one on two text tokens"
 
 
 @dataclass
 class Report:
-    """What :func:`attach` did.
+    """What :func:`attach` did, and where a call went another way since.
 
     Attributes:
         fused: dotted name -> what it is now.
         skipped: dotted name of a norm or MLP, or "(model)", "(linears)" -> why it was left alone.
         groups: dotted names of linears that read one tensor and are computed together.
+        fallbacks: dotted name of a layer that was found, in a call, to have to call the modules below it (they have hooks, were
+            replaced, or set up otherwise), or of a norm that had to run as it was -> what was found first.
     """
 
     fused: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
+    fallbacks: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kinds = Counter(self.fused.values()) + Counter(f"{len(group)} linears of one input" for group in self.groups)
         lines = [f"fused: {', '.join(f'{n} x {what}' for what, n in kinds.items()) or 'nothing'}"]
-        # layers differ in a number only, and share a line
-        reasons = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", name), reason) for name, reason in self.skipped.items())
-        for (name, reason), n in reasons.items():
-            lines.append(f"not fused: {name}{f' ({n})' if n > 1 else ''}: {reason}")
+        for what, entries in (("not fused", self.skipped), ("computed module by module", self.fallbacks)):
+            # layers differ in a number only, and share a line
+            reasons = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", name), reason) for name, reason in entries.items())
+            lines += [f"{what}: {name}{f' ({n})' if n > 1 else ''}: {reason}" for (name, reason), n in reasons.items()]
         return "\n".join(lines)
 
 
@@ -62,11 +69,12 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_
 
     Args:
         run: calls the model on a small input; by default on two tokens, ``model(input_ids=...)``. Needed for a model that takes
-            something else, and for towers (of images, of sound) that such a call does not reach.
+            something else, and for towers (of images, of sound) that such a call does not reach. It runs in evaluation mode: who
+            reads a norm's output in training only is not seen.
         recompute_mlp: (linears in nvfp4) do not keep the codes of the input of an MLP's last linear for its adapter's gradient,
             but recompute it in backward from the kept codes of gate and up. That one gradient is taken at twice-rounded values.
     """
-    report = Report()
+    report = Report(fallbacks=fallbacks_of(model))
     detach(model)
     linears = frozen_linears(model)
     if not any(_keeps_codes(base_of(m)) for m in linears.values()):
@@ -95,6 +103,7 @@ def attach(model: nn.Module, run: Callable[[], object] | None = None, recompute_
         report.skipped["(linears)"] = f"the run does not reach {len(missed)} of them ({missed[0]}, ...); {OTHER_RUN}"
     for name, what in attach_rope(innermost(model)).items():
         (report.fused if what == FUSED else report.skipped)[name] = what
+    report_in(model, report.fallbacks)
     return report
 
 
@@ -168,13 +177,16 @@ def _attach_norm(
         report.skipped[name] = "its readers quantise their input differently"
     elif not readers.simple:
         report.skipped[name] = "it is called with more than one tensor"
+    elif limit := limit_of(norm):
+        report.skipped[name] = CUTS_OFF.format(limit)
     else:
         kind = _checked(plus_one, norm, name, report)
         if kind is None:
             report.skipped.setdefault(name, "it is not an RMSNorm of a known formula")
         else:
             kept = not isinstance(bases[0], NVFP4FrozenLinear)
-            fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted)
+            hooks = [base.call_hooks for base in bases] + [hooks_of(m) for m in between(model, name, readers.linears)]
+            fused = (CompressedRMSNorm if kept else NVFP4RMSNorm)(norm, epsilon(norm), kind, bases[0], readers.converted, hooks)
             model.set_submodule(name, fused)
             report.fused[name] = "RMSNorm, codes kept" if kept else "RMSNorm+quantise"
 
@@ -192,7 +204,9 @@ def _attach_mlp(model: nn.Module, name: str, mlp: nn.Module, recompute: bool, re
     parts = _checked(recognise, mlp, name, report)
     if parts is None:
         return  # something else with linears of these shapes
-    if parts.act is None:
+    if limit := limit_of(mlp):
+        report.skipped[name] = CUTS_OFF.format(limit)
+    elif parts.act is None:
         report.skipped[name] = "it computes something else than down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
     elif not _keeps_codes(down := base_of(mlp.get_submodule(parts.down))):
         report.skipped[name] = f"{parts.down} is not frozen in nvfp4, nor keeps its activations in it"

@@ -46,6 +46,8 @@ class CompressedNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, *unused):
+        if dy is None:
+            return (None,) * 5
         gamma, rstd, *codes = ctx.saved_tensors
         parts = [QuantizedMatrix(*codes, gamma.shape[0])]
         return fused.rmsnorm_backward(dy, parts, None, gamma, rstd, ctx.plus_one), None, None, None, None
@@ -55,11 +57,11 @@ class CompressedRMSNorm(NVFP4RMSNorm):
     """Takes the place of an RMSNorm that only frozen linears with compressed activations read."""
 
     def forward(self, x: Tensor) -> Tensor:
-        original = self.original
-        if not torch.is_grad_enabled() or self.weight.requires_grad or (self.weight.dtype != x.dtype and not self.plus_one):
-            return original.forward(x)
+        foreign = self.weight.requires_grad or (self.weight.dtype != x.dtype and not self.plus_one)
+        if not torch.is_grad_enabled() or foreign or self.was_edited() or self.is_watched():
+            return self.call_original(x)
         x2 = x.reshape(-1, x.shape[-1])
-        y, *codes = CompressedNorm.apply(x2, self.weight, original.forward, self.eps, self.plus_one)
+        y, *codes = CompressedNorm.apply(x2, self.weight, self.call_original, self._eps, self.plus_one)
         y = y.view(x.shape)
         activation_cache.put(y, QuantizedInput((QuantizedMatrix(*codes, x.shape[-1]),), None, y.dtype))
         return y
@@ -78,6 +80,8 @@ class CompressedGate(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh, *unused):
+        if dh is None:
+            return (None,) * 3
         saved = ctx.saved_tensors
         gate, up = QuantizedMatrix(*saved[:3], ctx.k), QuantizedMatrix(*saved[3:], ctx.k)
         grads = fused.silu_mul_backward(dh, gate, up, ctx.act)
@@ -88,8 +92,8 @@ class CompressedGatedMLP(FusedGatedMLP):
     """Takes the place of a gated MLP whose ``down`` has compressed activations. Without autograd it runs the original."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        if args or kwargs or not torch.is_grad_enabled():
-            return self.original.forward(x, *args, **kwargs)
+        if args or kwargs or not torch.is_grad_enabled() or self.was_edited():
+            return self.call_original(x, *args, **kwargs)
         gate, up = self._gate_and_up(x)
         shape, f = gate.shape, gate.shape[-1]
         h, *codes = CompressedGate.apply(gate.reshape(-1, f), up.reshape(-1, f), self.parts.act)

@@ -11,7 +11,10 @@ torch.compile from 2.13 traces all that without a break, with logits at all posi
 that are not a plain linear, get the model's own loss there (:func:`linear_cross_entropy` alone compiles with every version).
 TRL 1.16's SFTTrainer has a fused head of its own and never asks the model for a loss.
 
-The file is long because the trial that decides, the call that it tries and the logits that stay away belong together.
+Calls of one model may be nested (a hook that calls it) and may run in several threads at once. What a call has put on the head
+and on the model asks the context whose turn it is; a call without labels, inside one with labels, gets its logits.
+
+The file is long because the trial that decides and the call that it tries belong together.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ from __future__ import annotations
 import copyreg
 import functools
 import math
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +35,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from .lazy_logits import LazyLogits
 from .loss import Targets, Transform, _compute_dtype, _losses, _shifted, _supervised_loss, _targets
 from .probe import hooked, innermost, modes_kept, special_tokens
 
@@ -101,15 +108,12 @@ def _with_loss(original: type) -> type:
     @functools.wraps(original.forward)  # Trainer and generate read the signature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.__dict__.get(_SETTINGS)
-        if settings is None or not _applies(self, kwargs):
+        call = None if settings is None or not _applies(self, kwargs) else _Call(self, settings)
+        if call is None and (torch.compiler.is_compiling() or not _RUNNING.get()):
             return original.forward(self, *args, **kwargs)
-        call = _Call(self, settings)
-        call.install()
-        try:
+        with call.traced() if call is not None and torch.compiler.is_compiling() else _running(self, call):
             output = original.forward(self, *args, **kwargs)
-        finally:
-            call.remove()
-        return call.finish(output)
+        return output if call is None else call.finish(output)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         reduced = original.__reduce_ex__(self, protocol)
@@ -134,10 +138,67 @@ def _applies(model: nn.Module, kwargs: dict[str, Any]) -> bool:
         and isinstance(keep, int)
         and keep == 0
         and kwargs.get("return_dict", model.config.return_dict) is not False
-        and model.loss_function is ForCausalLMLoss
+        and _loss_of(model) is ForCausalLMLoss
         and not any(map(hooked, head.modules()))
         and not (torch.compiler.is_compiling() and (not TRACEABLE or _plain(head) is None))
     )
+
+
+_RUNNING: ContextVar[tuple[tuple[nn.Module, nn.Module, _Call | None], ...]] = ContextVar("running", default=())
+"""(model, head, call) of every forward that runs in this context, the innermost last; None: one that computes logits."""
+_LOCK = threading.Lock()  # of what is installed
+
+
+class _Dispatcher:
+    """In the place of a head's ``forward`` or a model's ``_loss_function`` while calls of it run, in whatever threads: the method
+    of the call that runs in this context, or else what was there."""
+
+    def __init__(self, module: nn.Module, name: str, method: str):
+        self.module, self.name, self.method, self.users = module, name, method, 0
+        self.before = module.__dict__.get(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        entries = (call for *modules, call in reversed(_RUNNING.get()) if any(m is self.module for m in modules))
+        call = next(entries, None)
+        if call is not None and (self.name != "forward" or call.hidden is None):  # the loss may call the head
+            return getattr(call, self.method)(*args, **kwargs)
+        of_class = ForCausalLMLoss if self.name != "forward" else type(self.module).forward.__get__(self.module)
+        return (self.before or of_class)(*args, **kwargs)
+
+
+def _before(module: nn.Module, name: str) -> Any:
+    """An instance's own attribute, but for a dispatcher; None if there is none."""
+    value = module.__dict__.get(name)
+    return value.before if isinstance(value, _Dispatcher) else value
+
+
+def _loss_of(model: nn.Module) -> Callable:
+    value = model.__dict__.get("_loss_function")
+    return value.before or ForCausalLMLoss if isinstance(value, _Dispatcher) else model.loss_function
+
+
+@contextmanager
+def _running(model: nn.Module, call: _Call | None) -> Iterator[None]:
+    """Within the context, this forward of the model is that of ``call``, or an ordinary one."""
+    head = model.get_output_embeddings()
+    places = () if call is None else ((head, "forward", "head_forward"), (model, "_loss_function", "loss_function"))
+    token = _RUNNING.set((*_RUNNING.get(), (model, head, call)))
+    with _LOCK:
+        for module, name, method in places:
+            if not isinstance(module.__dict__.get(name), _Dispatcher):
+                module.__dict__[name] = _Dispatcher(module, name, method)
+            module.__dict__[name].users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for module, name, _ in places:
+                dispatcher = module.__dict__.get(name)
+                if isinstance(dispatcher, _Dispatcher):  # else somebody has put something else there meanwhile
+                    dispatcher.users -= 1
+                    if not dispatcher.users:
+                        _set(module, name, dispatcher.before)
+        _RUNNING.reset(token)
 
 
 class _Call:
@@ -148,17 +209,20 @@ class _Call:
         self.hidden: Tensor | None = None
         self.loss: Tensor | None = None
 
-    def install(self) -> None:
-        """The head's forward and the model's loss are this call's, on these instances (a replica has its own ``__dict__``)."""
-        self.own = self.head.__dict__.get("forward"), self.model.__dict__.get("_loss_function")  # the former: accelerate's
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """What :func:`_running` does, as a compiler can trace it: nothing else runs then."""
+        before = self.model.__dict__.get("_loss_function")
         self.head.forward, self.model._loss_function = self.head_forward, self.loss_function
-
-    def remove(self) -> None:
-        _set(self.head, "forward", self.own[0])
-        _set(self.model, "_loss_function", self.own[1])
+        try:
+            yield
+        finally:
+            _set(self.head, "forward", None)
+            _set(self.model, "_loss_function", before)
 
     def head_forward(self, hidden: Tensor) -> Tensor:
-        _set(self.head, "forward", self.own[0])  # the loss may call the head
+        if torch.compiler.is_compiling():
+            _set(self.head, "forward", None)
         self.hidden = hidden.detach().requires_grad_() if self.trial else hidden
         return hidden.new_empty(*hidden.shape[:-2], 0, self.settings.vocabulary)
 
@@ -169,6 +233,8 @@ class _Call:
         labels = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
         device = next((p.device for p in self.head.parameters() if not p.is_meta), self.hidden.device)
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1]).to(device)
+        if labels.numel() != len(hidden):
+            raise ValueError(f"labels have shape {tuple(labels.shape)}, the head's input {tuple(self.hidden.shape)}")
         targets = _targets(labels.reshape(-1).to(device), ignore_index, num_items_in_batch)
         self.loss = _head_loss(hidden, self.head, self.settings, targets)
         return self.loss
@@ -180,8 +246,20 @@ class _Call:
             raise RuntimeError(f"{type(self.model).__name__} took its loss from elsewhere this time; call detach_loss(model)")
         if isinstance(output, dict) and "logits" in output:
             replica = getattr(self.model, "_is_replica", False)  # DataParallel would gather them
-            output["logits"] = None if replica else LazyLogits.of(self.head, self.hidden, self.settings)
+            output["logits"] = None if replica else self.logits()
         return output
+
+    def logits(self) -> LazyLogits:
+        model, head, hidden, transform = self.model, self.head, self.hidden, self.settings.transform
+        kind = hidden.device.type
+        autocast = dict(device_type=kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+
+        def compute() -> Tensor:
+            with torch.autocast(**autocast), _running(model, None):  # perhaps within another forward of the model
+                return transform.forward(head(hidden))[0]
+
+        shape = (*hidden.shape[:-1], getattr(head, "out_features", self.settings.vocabulary))
+        return LazyLogits(compute, shape, _compute_dtype(hidden), hidden.device)
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
@@ -206,7 +284,7 @@ def _plain(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         active = [] if head.disable_adapters else [a for a in head.active_adapters if a in head.modules_to_save]
         head = head.modules_to_save[active[0]] if active else head.original_module
     weight = getattr(head, "weight", None)
-    usable = type(head) is nn.Linear and "forward" not in head.__dict__ and type(weight) in (nn.Parameter, Tensor)
+    usable = type(head) is nn.Linear and _before(head, "forward") is None and type(weight) in (nn.Parameter, Tensor)
     return (weight, head.bias) if usable and weight.is_floating_point() and not weight.is_meta else None
 
 
@@ -226,7 +304,7 @@ class _Ordinary(_Call):
         super().head_forward(hidden)
         self.z = self.head(self.hidden)
         if self.noise:
-            self.z = (30 * torch.randn(self.z.shape, generator=torch.Generator().manual_seed(0))).to(self.z)
+            self.z = (30 * torch.randn(self.z.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")).to(self.z)
         return self.z
 
     def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -267,18 +345,14 @@ def _examine(model: nn.Module, chunk: int | None) -> Settings:
 def _try(model: nn.Module, call: _Call) -> Tensor:
     """The model's whole loss on random tokens, router losses and all."""
     generator, special = torch.Generator().manual_seed(0), special_tokens(model.config)
-    ids = torch.tensor([i for i in range(min(model.config.get_text_config().vocab_size, 1000)) if i not in special])
-    ids = ids[torch.randint(len(ids), (2, 8), generator=generator)].to(model.get_input_embeddings().weight.device)
+    ids = torch.tensor([i for i in range(min(model.config.get_text_config().vocab_size, 1000)) if i not in special], device="cpu")
+    ids = ids[torch.randint(len(ids), (2, 8), generator=generator, device="cpu")].to(model.get_input_embeddings().weight.device)
     labels = ids.clone()
     labels[:, :3] = labels[0, 6] = -100
     devices = {p.device for p in model.parameters() if p.is_cuda}
-    call.install()
-    try:
-        # a run to come draws the random numbers that it would have drawn
-        with modes_kept(model), torch.random.fork_rng(list(devices)), torch.enable_grad():
-            loss = model.eval()(input_ids=ids, labels=labels, use_cache=False).loss
-    finally:
-        call.remove()
+    # a run to come draws the random numbers that it would have drawn
+    with _running(model, call), modes_kept(model), torch.random.fork_rng(list(devices)), torch.enable_grad():
+        loss = model.eval()(input_ids=ids, labels=labels, use_cache=False).loss
     if call.hidden is None or call.loss is None:
         raise _Unsuitable("it does not take its loss from model.loss_function and the output of its head")
     return loss
@@ -296,59 +370,3 @@ def _transform_of(z: Tensor, logits: Tensor, config: Any) -> Transform:
             if torch.equal(transform.forward(z)[0].float(), logits):
                 return transform
     raise _Unsuitable("between its head and its loss is more than a scale and a cap of the logits")
-
-
-# ---------------------------------------------------------------------------------------------- logits for whoever still asks
-
-
-class LazyLogits:
-    """The logits of a training output, computed when they are used: at all positions, part of the graph, anew at each use.
-
-    Whatever is done to it (indexing, a method of tensors, a function of torch, arithmetic) is done to the tensor; a move or a
-    cast waits until then. So metrics that read ``output.logits`` stay right and pay for it; who does not read it pays nothing.
-    """
-
-    def __init__(self, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self._compute, self.shape, self.dtype, self.device = compute, torch.Size(shape), dtype, device
-
-    @classmethod
-    def of(cls, head: nn.Module, hidden: Tensor, settings: Settings) -> LazyLogits:
-        kind = hidden.device.type
-        autocast = dict(device_type=kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-
-        def compute() -> Tensor:
-            with torch.autocast(**autocast):
-                return settings.transform.forward(head(hidden))[0]
-
-        shape = (*hidden.shape[:-1], getattr(head, "out_features", settings.vocabulary))
-        return cls(compute, shape, _compute_dtype(hidden), hidden.device)
-
-    def tensor(self) -> Tensor:
-        return self._compute()
-
-    def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
-        like = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        return LazyLogits(lambda: self._compute().to(*args, **kwargs), self.shape, like.dtype, like.device)
-
-    def float(self) -> LazyLogits:
-        return self.to(torch.float32)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        if callable(getattr(Tensor, name)):  # to ask for a method computes nothing
-            return lambda *args, **kwargs: getattr(self.tensor(), name)(*args, **kwargs)
-        return getattr(self.tensor(), name)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.tensor, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-def _operator(name: str) -> Callable:
-    return lambda self, *args: getattr(self.tensor(), name)(*args)
-
-
-for _name in "getitem len add radd sub rsub mul rmul truediv rtruediv neg pow matmul eq ne lt le gt ge".split():
-    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))

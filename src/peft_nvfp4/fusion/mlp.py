@@ -11,14 +11,14 @@ backward keeps a sixth (one term) to a quarter (two) less.
 Source: PACT, Table 7, row SiLU-multiply.
 
 :func:`recognise` finds out whether a module is one, and which of its linears is which, by running it with linears that return
-random numbers: names, halves of a fused ``gate_up_proj`` and activations need no table.
+random numbers of every magnitude: names, halves of a fused ``gate_up_proj`` and activations need no table.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,11 +26,14 @@ from torch import Tensor, nn
 
 from ..autograd import activation_cache
 from ..autograd.activation_cache import GatedSource, QuantizedInput
-from ..autograd.frozen_linear import autocast_input
+from ..autograd.frozen_linear import Branch, autocast_input
 from ..autograd.fused import GatedQuantize, as_parts
+from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear
-from ..numerics.fused_reference import ACTIVATIONS
-from .probe import base_of, hooked, modes_kept, share_hooks, standing_in
+from ..nn.plain import obstacle
+from ..numerics.recognition import activation_of, rows_for, samples
+from .fused_module import FusedModule
+from .probe import base_of, modes_kept, standing_in
 
 
 @dataclass(frozen=True)
@@ -50,37 +53,29 @@ class GatedParts:
     act: str | None
 
 
-class FusedGatedMLP(nn.Module):
+class FusedGatedMLP(FusedModule):
     """Takes the place of a gated MLP. It owns the original's children under their names, so state-dict keys and adapter targets
-    do not change, and runs the original where fusing does not apply (``down`` not in NVFP4 any more, or more than one input).
-    With ``recompute``, h~ is kept all the same where gate and up are not (nothing before them is trained): it is less.
+    do not change, and runs the original where fusing does not apply: ``down`` is not in NVFP4 any more, there is more than one
+    input, the activation has hooks or is another one, or a setting of the original has changed (:mod:`peft_nvfp4.nn.plain`). With
+    ``recompute``, h~ is kept all the same where gate and up are not (nothing before them is trained): it is less.
     """
 
     def __init__(self, original: nn.Module, parts: GatedParts, recompute: bool = False):
-        super().__init__()
-        for name, child in original.named_children():
-            self.add_module(name, child)
-        self.parts, self.recompute, self.training = parts, recompute, original.training
-        self._outside = (original,)
-        share_hooks(original, self)
-
-    @property
-    def original(self) -> nn.Module:
-        """The module this one replaced, with the children as they are now."""
-        module = self._outside[0]
-        module._modules.update(self._modules)
-        module.training = self.training
-        return module
+        super().__init__(original)
+        self.parts, self.recompute = parts, recompute
+        self._take_the_place_of(original, [original.get_submodule(name) for name in (*parts.first, parts.down)])
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         parts = self.parts
-        down = base_of(self._modules[parts.down])
-        if not isinstance(down, NVFP4FrozenLinear) or args or kwargs:
-            return self.original.forward(x, *args, **kwargs)
+        down = self._modules[parts.down]
+        down = down.get_base_layer() if hasattr(down, "get_base_layer") else down  # inside a wrapper, too
+        if not isinstance(down, NVFP4FrozenLinear) or args or kwargs or self.was_edited():
+            return self.call_original(x, *args, **kwargs)
         gate, up = self._gate_and_up(x)
         offset, terms, f, shape = down.input_offset, down.options.terms, gate.shape[-1], gate.shape
         mu = None if offset is None else offset.view(torch.float32)
-        placeholder = _reads_only_codes(self._modules[parts.down], gate)
+        branches = _branches_of_codes(self._modules[parts.down], gate)
+        placeholder = branches is not None and offset is None
         h, *flat = GatedQuantize.apply(gate.reshape(-1, f), up.reshape(-1, f), mu, parts.act, terms, placeholder)
         del gate, up  # the largest activations of a layer: nothing needs them any more
         h = h.view(shape)
@@ -88,6 +83,8 @@ class FusedGatedMLP(nn.Module):
         kept = h.requires_grad  # gate and up are
         source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute and kept else None
         entry = QuantizedInput(tuple(codes), offset, h.dtype, from_producer=True, placeholder=placeholder, source=source)
+        if branches is not None:  # as an argument: nobody can change h in between
+            return self._modules[parts.down].forward_codes(h, branches, entry)
         activation_cache.put(h, entry)
         return self._modules[parts.down](h)
 
@@ -99,18 +96,15 @@ class FusedGatedMLP(nn.Module):
         return pair[parts.gate], pair[1 - parts.gate]
 
 
-def _reads_only_codes(down: nn.Module, like: Tensor) -> bool:
-    """Whether nobody but a plain frozen linear, with plain branches, will look at the tensor that ``down`` is called with; the
-    tensor will be one like ``like``."""
-    if autocast_input(like).dtype != like.dtype:
-        return False
-    if torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
-        return False
-    for module in (down, base_of(down)):
-        if hooked(module) or "forward" in vars(module) or module._compiled_call_impl is not None:
-            return False
-    branches = down.plain_branches() if hasattr(down, "plain_branches") else []
-    return branches is not None and base_of(down).input_offset is None
+def _branches_of_codes(down: nn.Module, like: Tensor) -> Sequence[Branch] | None:
+    """The branches with which ``down.forward_codes`` computes what a call of ``down`` with a tensor like ``like`` would. None
+    where somebody may look at that tensor: a hook, a wrapper, a subclass, autocast, a compiler."""
+    if autocast_input(like).dtype != like.dtype or torch.compiler.is_compiling():
+        return None
+    # of exactly that class: what a wrapper passes on as an attribute is not how it is called
+    if "forward_codes" not in vars(type(down)) or obstacle((down, (type(down),))):
+        return None
+    return down.plain_branches()
 
 
 # ---------------------------------------------------------------------------------------------- recognising one
@@ -150,20 +144,23 @@ def _input_width(linears: dict[str, nn.Module]) -> int | None:
 
 def recognise(module: nn.Module) -> GatedParts | None:
     """The parts of a module that computes down(f(gate(x), up(x))), with ``act`` set if f is that of a gated MLP, in training as
-    in evaluation. None for any other module."""
+    in evaluation, in FP32 as in the model's dtype. None for any other module."""
     linears = _linears(module)
-    device = base_of(next(iter(linears.values()))).weight.device
+    first = base_of(next(iter(linears.values())))
+    device, dtype = first.weight.device, first.compute_dtype if isinstance(first, FrozenLinear) else first.weight.dtype
     with modes_kept(module), torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        evaluated, trained = (_parts(module.train(mode), linears, device) for mode in (False, True))
-    return evaluated if evaluated is None or evaluated == trained else replace(evaluated, act=None)  # a dropout inside, say
+        runs = itertools.product((False, True), dict.fromkeys((torch.float32, dtype)))
+        parts, *others = (_parts(module.train(mode), linears, device, dtype) for mode, dtype in runs)
+    return parts if parts is None or all(other == parts for other in others) else replace(parts, act=None)  # a dropout, say
 
 
-def _parts(module: nn.Module, linears: dict[str, nn.Module], device: torch.device) -> GatedParts | None:
-    generator = torch.Generator().manual_seed(0)
+def _parts(module: nn.Module, linears: dict[str, nn.Module], device: torch.device, dtype: torch.dtype) -> GatedParts | None:
+    """Of one mode of ``module``, by samples in ``dtype``."""
+    generator = torch.Generator("cpu").manual_seed(0)
     calls: list[tuple[str, Tensor, Tensor]] = []  # name of a linear, what it was called with, what it returned
 
     def random(*shape: int) -> Tensor:
-        return 2 * torch.randn(*shape, generator=generator).to(device)
+        return samples(*shape, generator=generator).to(device, dtype)
 
     def stand_in(name: str) -> Callable:
         def forward(x: Tensor, *args, **kwargs) -> Tensor:
@@ -173,7 +170,7 @@ def _parts(module: nn.Module, linears: dict[str, nn.Module], device: torch.devic
 
         return forward
 
-    x = random(1, 3, _input_width(linears))
+    x = random(1, rows_for(min(base_of(linear).out_features for linear in linears.values())), _input_width(linears))
     with standing_in({m: stand_in(name) for name, m in linears.items()}):
         y = module.forward(x.clone())  # without hooks
     if sorted(name for name, *_ in calls) != sorted(linears) or not isinstance(y, Tensor):
@@ -185,8 +182,7 @@ def _parts(module: nn.Module, linears: dict[str, nn.Module], device: torch.devic
     pair = [value for *_, value in first] if len(first) == 2 else first[0][2].chunk(2, dim=-1)
     if h.shape != pair[0].shape:
         return None
-    for gate, (act, function) in itertools.product((0, 1), ACTIVATIONS.items()):
-        expected = function(pair[gate]) * pair[1 - gate]
-        if torch.allclose(h.float(), expected, rtol=1e-5, atol=1e-6):
+    for gate in (0, 1):
+        if act := activation_of(h, pair[gate], pair[1 - gate]):
             return GatedParts(names, down, gate, act)
     return GatedParts(names, down, 0, None)

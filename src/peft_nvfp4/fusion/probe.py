@@ -12,7 +12,7 @@ attention of all decoder layers reads one tensor, too, but each layer is compute
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,8 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nn.frozen_linear import FrozenLinear
 
-HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride data_ptr get_device".split())
-"""Functions that look at a tensor without reading its values."""
+HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride get_device".split())
+"""Functions that look at a tensor without reading its values: those that return no tensor. (Some properties do, such as mT.)"""
 CONVERSIONS = frozenset({"to", "contiguous"})
 """Functions that return the very tensor where there is nothing to do. accelerate moves the input of every module that way when it
 spreads a model over devices."""
@@ -62,10 +62,14 @@ class _Run(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
-        leaves = () if name in HARMLESS else tree_leaves((args, kwargs or {}))
-        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.produced]
         result = func(*args, **(kwargs or {}))
-        for leaf in watched:
+        if name in HARMLESS:
+            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+                return result
+            name = f".{func.__self__.__name__}" if name == "__get__" else name
+        for leaf in tree_leaves((args, kwargs or {})):
+            if not isinstance(leaf, Tensor) or leaf not in self.produced:
+                continue
             readers = self.readers[self.produced[leaf]]
             if name in CONVERSIONS and result is leaf:
                 readers.converted = True
@@ -123,6 +127,18 @@ def observe(
     return dict(seen.readers), seen.groups
 
 
+def between(model: nn.Module, producer: str, readers: Iterable[str]) -> list[nn.Module]:
+    """The modules that a producer's output passes on its way to its readers (dotted names), these included: those that hold the
+    producer, or a reader, but not both."""
+    found = {}
+    for reader in readers:
+        names = producer.split("."), reader.split(".")
+        shared = next((i for i, (a, b) in enumerate(zip(*names)) if a != b), min(map(len, names)))
+        for parts in names:
+            found |= dict.fromkeys(".".join(parts[:end]) for end in range(shared + 1, len(parts) + 1))
+    return [model.get_submodule(name) for name in found if name != producer]
+
+
 @contextmanager
 def standing_in(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
     """Within the context these modules have another ``forward``, on the instance. What stood there (a hook of accelerate's, say)
@@ -170,8 +186,8 @@ def special_tokens(config: object) -> set[int]:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The layer below an adapter, or the module itself."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    """The layer below an adapter, or the module itself. (Also a wrapper that passes attributes on: it is called for itself.)"""
+    return module.get_base_layer() if hasattr(type(module), "get_base_layer") else module
 
 
 def frozen_linears(model: nn.Module) -> dict[str, nn.Module]:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig
 
-from ..nn.wrapping import WRAPPED
+from ..nn.wrapping import WRAPPED, warn_caller
 from ..quantization.options import NAMES, Options, check_known, option
-from . import side_files
+from . import fingerprint, side_calibration, side_files
 from .inits import RESIDUAL_INITS, check_loftq
 from .merge_aware import check_merge_aware
 
@@ -88,41 +87,70 @@ class NVFP4LoraConfig(LoraConfig):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write ``adapter_config.json`` (plain LoRA) and the side-car ``nvfp4_adapter.json``."""
         super().save_pretrained(save_directory, **kwargs)
-        side_files.write(Path(save_directory) / SIDE_CAR, self.options.as_json())
+        folder, own = Path(save_directory), self.options.as_json()
+        own |= {} if self.calibration is None else side_calibration.entries(self.calibration, folder)
+        side_files.write(folder / SIDE_CAR, own)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> NVFP4LoraConfig:
-        """Read a saved adapter's configuration. Without a side-car (an adapter of stock PEFT) the own fields get their defaults.
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str,
+        subfolder: str | None = None,
+        calibration: str | Path | None = None,
+        **kwargs: Any,
+    ) -> NVFP4LoraConfig:
+        """Read a saved adapter's configuration. Without a side-car (an adapter of a plain ``LoraConfig``) the own fields are
+        those of the frozen base that it was trained on, and the defaults where the files say nothing of one.
+
+        Args:
+            calibration: folder of the calibration that the adapter was trained with, where it is not in the adapter's folder.
 
         Raises:
-            ValueError: the side-car is damaged, or written by a newer version of this package.
+            ValueError: a side file is damaged, or written by a newer version of this package.
         """
         base = LoraConfig.from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         if not isinstance(base, LoraConfig):
             raise ValueError(f"{pretrained_model_name_or_path} holds a {base.peft_type} adapter, not LoRA")
         known = {f.name: getattr(base, f.name) for f in fields(LoraConfig) if f.init}
-        path = _find_side_car(pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
+        place = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
+        try:
+            path = side_files.find(*place, SIDE_CAR)
+        except LocalEntryNotFoundError as error:  # offline: whether there is one cannot be known
+            raise ValueError(
+                f"cannot tell which settings {pretrained_model_name_or_path} was trained with: its {SIDE_CAR} is not in the "
+                "local cache and the Hub cannot be reached. Download it once while online, or read the adapter with "
+                "peft.LoraConfig"
+            ) from error
         if path is None:
-            return cls(**known)
+            try:
+                return cls(**known, **_words_of_its_base(*place, calibration))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{fingerprint.BASE_FILE} of {pretrained_model_name_or_path}: {error}") from error
         own = side_files.read(path)
         try:
-            check_known(own, NAMES)
-            return cls(**known, **own)
+            check_known(own, (*NAMES, side_calibration.DIGEST))
+            folder = side_calibration.recorded(own, path.parent, calibration)
+            own.pop(side_calibration.DIGEST, None)
+            return cls(**known, **own | {"calibration": folder})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _find_side_car(adapter: str, subfolder: str | None, hub_options: dict[str, Any]) -> Path | None:
-    """Path of the side-car next to an adapter, local or on the Hub; None if the adapter has none."""
-    folder = Path(adapter, subfolder or "")
-    if folder.is_dir():
-        return folder / SIDE_CAR if (folder / SIDE_CAR).is_file() else None
-    try:
-        return Path(hf_hub_download(str(adapter), SIDE_CAR, subfolder=subfolder, **hub_options))
-    except LocalEntryNotFoundError as error:  # offline: whether there is one cannot be known
-        raise ValueError(
-            f"cannot tell which settings {adapter} was trained with: its {SIDE_CAR} is not in the local cache and the Hub cannot "
-            "be reached. Download it once while online, or read the adapter with peft.LoraConfig"
-        ) from error
-    except EntryNotFoundError:
-        return None
+def _words_of_its_base(
+    adapter: str, subfolder: str | None, hub_options: dict[str, Any], calibration: str | Path | None
+) -> dict[str, Any]:
+    """The fields that freeze a dense model as the base of an adapter of a plain LoraConfig was frozen."""
+    path = side_files.find_quietly(adapter, subfolder, hub_options, fingerprint.BASE_FILE)
+    words: dict[str, Any] = {} if calibration is None else {"calibration": str(calibration)}
+    if path is None:
+        return words
+    record = fingerprint.read_file(path)
+    words |= {"backend": record["format"], "skip_modules": record.get("skip_modules") or []}
+    if record.get("accuracy") is not None:
+        words["accuracy"] = record["accuracy"]
+    elif record["format"] == "nvfp4" and calibration is None:
+        warn_caller(
+            f"{adapter} was trained on a calibrated base, or on one with terms of its own, which {path.name} does not hold: name "
+            "it (calibration=), or load the base as it was in training"
+        )
+    return words

@@ -2,8 +2,8 @@
 
 ``nvfp4_base.json`` holds the format of the base, a hash of what its linears store and, where the base was dense when the adapter
 was made, a hash of those dense weights: an adapter can then be told apart from one of another model even on a base of another
-format. Stock PEFT does not look at the file. (The settings to train on with are in ``nvfp4_adapter.json``; a model loaded with
-``PactConfig`` may carry a plain ``LoraConfig``, which has none.)
+format. Stock PEFT does not look at the file. (The settings to train on with are in ``nvfp4_adapter.json``. An adapter of a plain
+``LoraConfig`` has none: those that its base was frozen with, ``accuracy`` and ``skip_modules``, are here, too.)
 
 Hashed are names, shapes and an evenly spread sample of at most 64 KiB of every tensor: two bases that differ in a few single
 weights only may be taken for the same; different models, calibrations, initialisations that rewrite the base, are not.
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from ..calibration.store import digest
 from ..nn.experts.frozen_experts import is_experts
+from ..nn.wrapping import warn_caller
 from ..quantization.freeze import frozen_matrices, frozen_modules
+from ..quantization.frozen_as import accuracy_of, skipped_of
 from ..quantization.plan import kept_dense
 from . import side_files
 
@@ -31,6 +33,7 @@ DERIVED = ("backward_weight", "backward_scales", "backward_gscale", "output_offs
 """Endings of the names of packed tensors that follow from the others."""
 
 _RECORD = "_peft_nvfp4_base"
+_READ = "_peft_nvfp4_base_read"
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
@@ -60,7 +63,7 @@ def base_record(model: nn.Module) -> dict[str, Any]:
         packed = {key: t for key, t in module.packed_tensors().items() if not key.endswith(DERIVED)}
         stored |= {name if key == "weight" and backend == "bf16" else f"{name}.{key}": t for key, t in packed.items()}
     for name, _, options in frozen_matrices(model) if backend == "nvfp4" else ():
-        stored[f"{name}.terms"] = torch.tensor(options.terms)
+        stored[f"{name}.terms"] = torch.tensor(options.terms, device="cpu")
     weights = _digest(stored)
     return {
         "format": backend,
@@ -96,6 +99,7 @@ def remember(config: LoraConfig, model: nn.Module, source: str | None) -> None:
     record = base_record(model)
     record["source"] = record["source"] or source
     record["init"] = config.init_lora_weights if isinstance(config.init_lora_weights, str) else None
+    record |= {"accuracy": accuracy_of(model), "skip_modules": skipped_of(model)}
     setattr(config, _RECORD, record)  # not a field: adapter_config.json stays what stock PEFT knows
 
 
@@ -113,10 +117,46 @@ def read(folder: str | Path) -> dict[str, Any] | None:
         ValueError: the file is damaged or newer than this package.
     """
     path = Path(folder) / BASE_FILE
-    if not path.is_file():
-        return None
+    return read_file(path) if path.is_file() else None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The record in a file.
+
+    Raises:
+        ValueError: it is damaged or newer than this package.
+    """
     content = side_files.read(path)
-    for key, kind in (("format", str), ("fingerprint", str), ("init", str | None)):
+    for key, kind in (
+        ("format", str),
+        ("fingerprint", str),
+        ("init", str | None),
+        ("accuracy", str | None),
+        ("skip_modules", list | None),
+    ):
         if not isinstance(content.get(key), kind):
             raise ValueError(f"{path} is damaged ({key} is {content.get(key)!r}); delete it to go on without it")
     return content
+
+
+# ---------------------------------------------------------------------------------------------- an adapter on another base
+
+
+def note(config: LoraConfig, record: dict[str, Any]) -> None:
+    """Keep in a config that was read from files what they say of the base; :func:`warn_of_another_base` compares."""
+    setattr(config, _READ, record)
+
+
+def warn_of_another_base(config: LoraConfig, model: nn.Module) -> None:
+    """A saved adapter is about to be put on a base of another format than it was trained on."""
+    record = getattr(config, _READ, None)
+    if record is None:
+        return
+    frozen = frozen_modules(model)
+    now = frozen[0][1].backend if frozen else "nf4" if getattr(model, "is_loaded_in_4bit", False) else "bf16"
+    if now != record["format"]:
+        warn_caller(
+            f"this adapter was trained on a base in {record['format']} and is put on one that is "
+            f"{'dense' if now == 'bf16' else 'in ' + now}: logits will differ. For its own base, pass "
+            "config=NVFP4LoraConfig.from_pretrained(folder) and the dense model to PeftModel.from_pretrained"
+        )

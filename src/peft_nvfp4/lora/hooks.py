@@ -6,7 +6,10 @@
 | ``LoraModel._create_new_module`` | a frozen target gets a :class:`FrozenLoraLinear` (frozen experts: a \
 :class:`~peft_nvfp4.lora.experts.ParamWrapper`), for any LoRA config |
 | ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
+| ``LoraModel.merge_adapter`` | a dense weight that another layer shares is not changed under it |
 | ``LoraConfig.save_pretrained`` | notes which frozen base an adapter was trained on, in a file of its own |
+| ``PreTrainedModel.save_pretrained`` | writes how a frozen model is to be loaded (:mod:`peft_nvfp4.transformers.saving`) |
+| ``PeftConfig.from_pretrained`` | reads that note, so that a base of another format gets a warning |
 | ``BaseTuner.inject_adapter`` | our config, or LoRA on a ``PactConfig`` model: fuses it after. IA3, ... on frozen linears raise |
 
 Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's
@@ -19,34 +22,42 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from peft import AdaLoraConfig, LoraConfig, LoraModel
+from peft.config import PeftConfigMixin
 from peft.tuners.mixed import MixedModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.integrations import _skip_init_on_device
 from torch import nn
 
+from ..autograd.module_hooks import hooks_of
 from ..calibration.run import apply_calibration
-from ..fusion.attach import attach, attached, detach
+from ..fusion.attach import Report, attach, attached, detach
 from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
+from ..nn.plain import report_in
 from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
 from ..training import distributed
 from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
-from ..transformers import published
+from ..transformers import published, saving
 from ..transformers.config import pact_config
+from ..transformers.prepare import unmark_as_4bit
+from . import side_calibration, side_files
 from .config import NVFP4LoraConfig
 from .experts import ParamWrapper
-from .fingerprint import remember, source_fingerprint, write
+from .fingerprint import BASE_FILE, note, read_file, remember, source_fingerprint, warn_of_another_base, write
 from .inits import RESIDUAL_INITS, leave_factors
 from .layer import FrozenLoraLinear, refuse_unsupported
 from .merge_aware import refuse_dense
+from .selection import adapted_by_parameter, leave_out, towers_without_adapter, trained_in_full
+from .tied import settle_config, untie
 
 
 def register() -> None:
@@ -56,12 +67,15 @@ def register() -> None:
     try:
         distributed.install()
         published.install()
+        saving.install()
         wrap(LoraModel, "_prepare_model", _prepare_model)
         wrap(MixedModel, "_prepare_model", _prepare_model)
-        wrap(LoraModel, "_create_new_module", _create_new_module, static=True)
+        wrap(LoraModel, "_create_new_module", _create_new_module)
         wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
+        wrap(LoraModel, "merge_adapter", _merge_adapter)
         wrap(BaseTuner, "inject_adapter", _inject_adapter)
         wrap(LoraConfig, "save_pretrained", _save_config)
+        wrap(PeftConfigMixin, "from_pretrained", _read_config)
     except Exception:
         unwrap_all()  # all hooks or none
         raise
@@ -83,8 +97,11 @@ def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig,
         elif _has_targets(peft_config, model):  # without any, PEFT will raise: leave the model as it is
             source = source_fingerprint(model)
             freeze_base(peft_config, model)
-    if isinstance(peft_config, LoraConfig) and frozen_modules(model):
-        remember(peft_config, model, source)
+    if isinstance(peft_config, LoraConfig):
+        if frozen_modules(model):
+            leave_out(self, peft_config, model)
+            remember(peft_config, model, source)
+        warn_of_another_base(peft_config, model)
     original(self, peft_config, model)  # layer_replication: clones share the packed weights
 
 
@@ -93,10 +110,23 @@ def _save_config(original: Callable, self: LoraConfig, save_directory: str, **kw
     write(self, save_directory)
 
 
+def _read_config(original: Callable, cls: type, folder: str, subfolder: str | None = None, **kwargs: Any) -> Any:
+    config = original(cls, folder, subfolder=subfolder, **kwargs)
+    if isinstance(config, LoraConfig) and not isinstance(config, NVFP4LoraConfig):
+        path = side_files.find_quietly(folder, subfolder, cls._split_kwargs(kwargs)[0], BASE_FILE)
+        try:
+            if path is not None:
+                note(config, read_file(path))
+        except ValueError as error:  # what stock PEFT reads is whole
+            warn_caller(str(error))
+    return config
+
+
 def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
     """Freeze a dense model in place as ``get_peft_model`` does before it adds an adapter with this config."""
+    side_calibration.check(config.calibration)
     options = config.options
-    saved = [n for n in config.modules_to_save or () if any(n == m or m.endswith(f".{n}") for m, _ in model.named_modules())]
+    dense = [find(config, model) for find in (trained_in_full, adapted_by_parameter, towers_without_adapter)]
     on_frozen = partial(leave_factors, config) if config.init_lora_weights in RESIDUAL_INITS else None
     with _skip_init_on_device():  # low_cpu_mem_usage makes new parameters on the meta device; these hold the model's weights
         if options.calibration is not None:
@@ -108,7 +138,7 @@ def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
             accuracy=options.accuracy,
             weight_layouts=options.frozen.weight_layouts,
             activations=options.frozen.activations,
-            skip_modules=[*options.skip_modules, *saved],
+            skip_modules=[*options.skip_modules, *chain(*dense)],
             on_frozen=on_frozen,
         )
 
@@ -164,23 +194,33 @@ def _create_new_module(
             "Name the module in target_modules instead, or list it in skip_modules to leave it dense."
         )
     layer = FrozenLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+    base.call_hooks += hooks_of(layer)
     if group := getattr(base, "group", None):  # attached before: the linears of its group are computed with their adapters
         group.members = [layer if base_of(member) is base else member for member in group.members]
     return layer
 
 
 def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
-    detach(self.model)  # fused norms and MLPs belong to frozen layers with adapters
     disable_cuda_graphs(self.model)
+    if not frozen_modules(self.model):
+        return original(self, merge=merge, **kwargs)
+    detach(self.model)  # fused norms and MLPs belong to frozen layers with adapters
     if merge:
         _set_dense_dtype(self.model, getattr(self, "nvfp4_dense_dtype", None))
+        untie(self.model, kwargs.get("adapter_names"))
     model = original(self, merge=merge, **kwargs)
-    if merge and frozen_modules(model):
+    settle_config(model)
+    if merge:
         dequantize_model(model)
-    if merge and not frozen_modules(model):
         disable_offload(model)
         _forget_quantization(model)
     return model
+
+
+def _merge_adapter(original: Callable, self: LoraModel, adapter_names: list[str] | None = None, **kwargs: Any) -> None:
+    if frozen_modules(self.model):
+        untie(self.model, adapter_names)
+    original(self, adapter_names, **kwargs)
 
 
 def _set_dense_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -190,21 +230,50 @@ def _set_dense_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
         for _, layer in frozen_modules(model):
             layer.dense_dtype = dtype
         return
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if embedding is not None and embedding.weight.is_floating_point():
-        for _, layer in frozen_layers(model):
-            if layer.dense_dtype is not None:
-                layer.dense_dtype = embedding.weight.dtype
+    adopted = [layer for _, layer in frozen_layers(model) if layer.dense_dtype is not None]
+    for layer in adopted:
+        layer.dense_dtype = _dtype_around(model) or layer.dense_dtype
+
+
+def _dtype_around(model: nn.Module) -> torch.dtype | None:
+    """That of the embedding, or of the first dense weight where there is no embedding with a weight."""
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except (AttributeError, NotImplementedError):
+        weight = None
+    dense = (p for name, p in model.named_parameters() if "lora_" not in name)
+    floating = (p.dtype for p in (weight, *dense) if isinstance(p, torch.Tensor) and p.is_floating_point())
+    return next(floating, None)
 
 
 def _forget_quantization(model: nn.Module) -> None:
     """A model that was loaded in 4 bits and is dense now must not be saved as a 4-bit one."""
     if not getattr(model, "is_loaded_in_4bit", False) or any(not p.is_floating_point() for p in model.parameters()):
         return
-    model.is_loaded_in_4bit = model.is_quantized = False
+    unmark_as_4bit(model)
+    model.is_quantized = False
     for owner, attribute in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
         if hasattr(owner, attribute):
             delattr(owner, attribute)
+    if getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [c for c in map(_without_unpacking, model._weight_conversions) if c is not None]
+
+
+def _without_unpacking(conversion: Any) -> Any:
+    """A conversion made at loading, without the reading of packed tensors, which cannot be undone at saving. None if nothing is
+    left."""
+    operations = getattr(conversion, "operations", [])
+    kept = [operation for operation in operations if _is_reversible(operation)]
+    if len(kept) < len(operations):
+        conversion.operations = kept
+    return conversion if kept or not operations else None
+
+
+def _is_reversible(operation: Any) -> bool:
+    try:
+        return operation.reverse_op is not None
+    except NotImplementedError:
+        return False
 
 
 def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -218,6 +287,9 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         if asked and _keeps_codes(model, asked[0]) and not attached(model):  # once for all adapters of a model
             with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
                 self.nvfp4_report = attach(model, recompute_mlp=any(options.recompute_mlp for options in asked))
+        if frozen_modules(model):
+            self.nvfp4_report = getattr(self, "nvfp4_report", None) or Report()
+            report_in(model, self.nvfp4_report.fallbacks)
         if any(options.offload for options in asked) or offloaded(model):
             enable_offload(model)
         return result
@@ -249,8 +321,9 @@ def _keeps_codes(model: nn.Module, asked: Options) -> bool:
 def _refuse_frozen_modules_to_save(model: nn.Module, modules_to_save: Iterable[str]) -> None:
     for saved in modules_to_save:
         for name, module in model.named_modules():
-            if (name == saved or name.endswith(f".{saved}")) and (frozen := frozen_modules(module)):
+            if name.endswith(saved) and (frozen := frozen_modules(module)):
+                skip = name.rpartition(".")[2]
                 raise ValueError(
                     f"modules_to_save names {name}, which is frozen in {frozen[0][1].backend} and cannot be trained in full. "
-                    f"Freeze the model with skip_modules=[{saved!r}] (NVFP4LoraConfig does so for its own modules_to_save)."
+                    f"Freeze the model with skip_modules=[{skip!r}] (NVFP4LoraConfig does so for its own modules_to_save)."
                 )

@@ -11,6 +11,7 @@ it was.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -126,7 +127,9 @@ def _bind(report: AdapterReport, base: nn.Module, config: LoraConfig, shapes: Ma
             report.problems.append(str(error))
             return
         expected = {key: tuple(t.shape) for key, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()}
-        loadable = {key: tuple(t.shape) for key, t in model.state_dict().items()}  # trained in full: norms, biases, embeddings
+        with warnings.catch_warnings(action="ignore"):  # it says that it saves embeddings
+            whole = get_peft_model_state_dict(model, save_embedding_layers=True)
+        loadable = {key: tuple(t.shape) for key, t in {**model.state_dict(), **whole}.items()}  # norms, biases, embeddings
         model.unload()
     problems: dict[str, list[str]] = defaultdict(list)
     ranks = {_split(key)[0]: shape[0] for key, shape in expected.items() if ".lora_A" in key or ".lora_embedding_A" in key}
@@ -187,7 +190,7 @@ def _run_probe(report: AdapterReport, base: nn.Module, folder: Path, config: Lor
     if probe is True:
         if vocabulary is None:
             return
-        probe = torch.randint(0, vocabulary, (2, 16), generator=torch.Generator().manual_seed(0))
+        probe = torch.randint(0, vocabulary, (2, 16), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower().startswith(DENSE_INITS) and not frozen_layers(base):
         report.warnings.append(f"logits were not compared: loading it (init_lora_weights={init!r}) rewrites the dense base")

@@ -3,7 +3,8 @@
 It is PEFT's own ``lora.Linear`` (same parameters, same names, same checkpoints) with three differences:
 
 * The forward hands the plain branches to the frozen layer (:meth:`FrozenLinear.lora_forward`), which knows what a branch sees
-  of its input and how little to keep for backward. Adapters are FP32 masters (PEFT's default); they are cast to the
+  of its input and how little to keep for backward. Where a module below has hooks, or is another one than PEFT makes, it is
+  called, as PEFT does (:mod:`peft_nvfp4.nn.plain`). Adapters are FP32 masters (PEFT's default); they are cast to the
   activations' dtype, never the activations to theirs: an FP32 copy of the input would cost seven times its NVFP4 form.
 * Merging works on dequantised weights and quantises once, after the last adapter; unmerging puts the original bytes back,
   exactly. Unloading with a merge gives a dense ``nn.Linear``: a small adapter added to a 4-bit weight would mostly be lost.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,9 +28,12 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from .. import ops
-from ..autograd.frozen_linear import Branch, no_autocast
+from ..autograd.activation_cache import QuantizedInput
+from ..autograd.frozen_linear import Branch, autocast_input, no_autocast
 from ..autograd.lora import lora_branch
 from ..nn.frozen_linear import FrozenLinear
+from ..nn.plain import Obstacle, StepsAside, obstacle
+from ..nn.registry import BACKENDS
 from ..numerics.matmul import exact_matmul
 from ..training.offload.frozen_methods import computing
 from . import inits, merge_aware
@@ -36,6 +41,8 @@ from .inits import RESIDUAL_INITS
 
 DENSE_INITS = ("pissa", "corda", "olora", "mica", "orthogonal", "lora_ga")
 INITS = (*DENSE_INITS, "gaussian", "eva", *RESIDUAL_INITS)
+MATRIX, DROPOUT = (nn.Linear,), (nn.Dropout, nn.Identity)
+"""What PEFT makes A and B of, and the dropout."""
 DENSE_VARIANTS = ("velora_config", "use_bdlora")
 """Initialisations and variants that read the base weight (or its dtype) when an adapter is made."""
 
@@ -63,7 +70,7 @@ def refuse_unsupported(config: LoraConfig, backend: str) -> None:
         raise ValueError(f"init_lora_weights={init!r} starts from the rounding error of the base, and a bf16 base has none.")
 
 
-class FrozenLoraLinear(PeftLoraLinear):
+class FrozenLoraLinear(StepsAside, PeftLoraLinear):
     """LoRA over a :class:`FrozenLinear`."""
 
     _unmerged: dict[str, nn.Parameter] | None = None  # snapshot of the frozen layer while adapters are merged
@@ -111,22 +118,51 @@ class FrozenLoraLinear(PeftLoraLinear):
 
     # -- forward
 
-    def _branch(self, adapter: str) -> Branch:
-        dropout = self.lora_dropout[adapter]
-        p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        return Branch(self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter], p)
+    def branches(self, adapters: Sequence[str], everywhere: bool = True) -> list[Branch] | Obstacle:
+        """Plain branches of these adapters, or what stands against computing them and the base layer without calling a module.
+        ``everywhere``: see :func:`~peft_nvfp4.nn.plain.obstacle`."""
+        below = self._modules  # this is asked in every call, and attributes of a module are slow
+        lora_a, lora_b, lora_dropout = (below[part]._modules for part in ("lora_A", "lora_B", "lora_dropout"))
+        modules = [(below["base_layer"], BACKENDS.loaded)]
+        for name in adapters:
+            modules += (lora_a[name], MATRIX), (lora_b[name], MATRIX), (lora_dropout[name], DROPOUT)
+            if lora_a[name]._parameters.get("bias") is not None:
+                return Obstacle(lora_a[name], "it has a bias")
+        if found := obstacle(*modules, everywhere=everywhere):
+            return found
+        branches = []
+        for name in adapters:
+            dropout = lora_dropout[name]
+            p = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
+            branches.append(Branch(lora_a[name].weight, lora_b[name].weight, self.scaling[name], p))
+        return branches
+
+    def _active(self) -> list[str]:
+        """The adapters that a call adds now."""
+        return [] if self.disable_adapters or self.merged else [name for name in self.active_adapters if name in self.lora_A]
 
     def plain_branches(self) -> list[Branch] | None:
-        """The branches that a call adds now; None where forward is something else (a variant such as DoRA, merge-aware)."""
-        if self.disable_adapters or self.merged:
-            return []
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        other = any(name in self.lora_variant or name in self.merge_aware_adapters for name in active)
-        return None if other else [self._branch(name) for name in active]
+        """The branches that a call adds now; None where forward is something else: a variant such as DoRA, merge-aware, or a call
+        of a module that has to be called."""
+        active = self._active()
+        if any(name in self.lora_variant or name in self.merge_aware_adapters for name in active):
+            return None
+        branches = self.branches(active)
+        return None if isinstance(branches, Obstacle) else branches
 
-    def _add_lora_bias(self, y: Tensor, adapter: str) -> Tensor:
-        bias = self.lora_B[adapter].bias
-        return y if bias is None else y + (bias * self.scaling[adapter]).to(y.dtype)
+    def forward_codes(self, x: Tensor, branches: Sequence[Branch], quantized: QuantizedInput) -> Tensor:
+        """``forward(x)`` of a layer with these :meth:`plain_branches`, given x~; x (..., in_features) carries shape and gradient,
+        and may have no values."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        return self._with_lora_biases(self.base_layer.forward_codes(x, branches, quantized), self._active())
+
+    def _with_lora_biases(self, y: Tensor, adapters: Sequence[str]) -> Tensor:
+        b = self._modules["lora_B"]._modules
+        for name in adapters:
+            if (bias := b[name].bias) is not None:
+                y = y + (bias * self.scaling[name]).to(y.dtype)
+        return y
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._check_forward_args(x, *args, **kwargs)
@@ -145,12 +181,12 @@ class FrozenLoraLinear(PeftLoraLinear):
         if aware := [name for name in active if name in self.merge_aware_adapters]:
             self._refuse_partly_merge_aware(aware, active)
             return merge_aware.forward(self, x, active)
-        if any(name in self.lora_variant for name in active):
-            return self._forward_with_variants(x, active, variant_kwargs)
-        y = self.get_base_layer().lora_forward(x, [self._branch(name) for name in active])
-        for name in active:
-            y = self._add_lora_bias(y, name)
-        return y
+        branches = self.branches(active)
+        if isinstance(branches, Obstacle):
+            self.step_aside(branches)
+        elif not any(name in self.lora_variant for name in active):
+            return self._with_lora_biases(self.base_layer.lora_forward(x, branches), active)
+        return self._forward_in_parts(x, active, variant_kwargs)
 
     def _refuse_partly_merge_aware(self, aware: list[str], active: list[str]) -> None:
         if aware and aware != active:
@@ -159,36 +195,45 @@ class FrozenLoraLinear(PeftLoraLinear):
                 "or rows of a batch without it, do not share. Activate it alone (or with other merge-aware adapters)"
             )
 
-    def _forward_with_variants(self, x: Tensor, active: list[str], variant_kwargs: dict[str, Any]) -> Tensor:
-        """DoRA and the like: PEFT's own forward of the variant, on the input that a branch of this base sees."""
-        base = self.get_base_layer()
-        y, x = base.forward_with_lora_input(x)
+    def _base_output(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the base layer returns, and what a branch sees of x."""
+        base = self.base_layer
+        if obstacle((base, BACKENDS.loaded)) is None:
+            return base.forward_with_lora_input(x)
+        seen = getattr(self.get_base_layer(), "lora_input", None)  # not of a user's own layer
+        return base(x), x if seen is None else seen(x)
+
+    def _with_branch(self, y: Tensor, x: Tensor, name: str, variant_kwargs: dict[str, Any]) -> Tensor:
+        """y and what an adapter adds to it for x: a variant (DoRA and the like), a plain branch, or PEFT's modules, called."""
+        branches = None if name in self.lora_variant else self.branches([name])
+        if isinstance(branches, list):
+            return self._with_lora_biases(y + lora_branch(autocast_input(x), *branches).to(y.dtype), [name])
+        cast = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
+        if name in self.lora_variant:
+            return self.lora_variant[name].forward(self, active_adapter=name, x=cast, result=y, **variant_kwargs)
+        z = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](cast)))
+        return y + (z * self.scaling[name]).to(y.dtype)
+
+    def _forward_in_parts(self, x: Tensor, active: list[str], variant_kwargs: dict[str, Any]) -> Tensor:
+        """Base layer and adapters one after the other, as PEFT does, on the input that a branch of this base sees."""
+        y, x = self._base_output(x)
         dtype = y.dtype
         for name in active:
-            if name in self.lora_variant:
-                cast = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
-                y = self.lora_variant[name].forward(self, active_adapter=name, x=cast, result=y, **variant_kwargs)
-            else:
-                y = self._add_lora_bias(y + lora_branch(x, self._branch(name)).to(y.dtype), name)
+            y = self._with_branch(y, x, name, variant_kwargs)
         return y.to(dtype)
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> Tensor:
         """Rows of one batch through different adapters (inference); ``"__base__"`` is none."""
-        base = self.get_base_layer()
         variant_kwargs = {key: kwargs.pop(key, None) for key in VARIANT_KWARG_KEYS}
-        y, x = base.forward_with_lora_input(x)
+        y, x = self._base_output(x)
         offsets = variant_kwargs.get("alora_offsets")
         for name in dict.fromkeys(adapter_names):
             if name == "__base__" or name not in self.lora_A:
                 continue
             rows = [i for i, item in enumerate(adapter_names) if item == name]
-            if name in self.lora_variant:
-                if offsets is not None:
-                    variant_kwargs["alora_offsets"] = [offsets[i] for i in rows]
-                cast = self._cast_input_dtype(x[rows], self.lora_A[name].weight.dtype)
-                out = self.lora_variant[name].forward(self, active_adapter=name, x=cast, result=y[rows], **variant_kwargs)
-            else:
-                out = self._add_lora_bias(y[rows] + lora_branch(x[rows], self._branch(name)).to(y.dtype), name)
+            if name in self.lora_variant and offsets is not None:
+                variant_kwargs["alora_offsets"] = [offsets[i] for i in rows]
+            out = self._with_branch(y[rows], x[rows], name, variant_kwargs)
             y = y.index_put((torch.tensor(rows, device=y.device),), out.to(y.dtype))
         return y
 

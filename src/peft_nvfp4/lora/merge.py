@@ -18,7 +18,7 @@ trained function bit for bit (with what was fused in training fused: the result 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from .report import (
     probe_logits,
     weighted,
 )
+from .tied import settle_config, untie
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = (*DTYPES, "nvfp4")
@@ -70,8 +71,8 @@ def merge(
 
     Raises:
         TypeError: ``model`` is no PEFT model.
-        ValueError: an unknown format; adapters that are merged already, unknown, or not finite; a base that is not in NVFP4 for
-            ``to="nvfp4"``. Nothing has been changed then.
+        ValueError: an unknown format; adapters that are merged already or unknown; what was trained, or what it computes on the
+            probe, is not finite; a base that is not in NVFP4 for ``to="nvfp4"``. Nothing has been changed then.
     """
     names = _check(model, to, adapters)
     if adapters is not None:
@@ -80,6 +81,8 @@ def merge(
     batches = None if probe is None else as_batches(probe)
     if batches is not None:
         adapter = probe_logits(model, batches)
+        if any(torch.isnan(logits).any() for logits in adapter):
+            raise ValueError(f"{', '.join(names)} gives NaN on the probe: there is nothing to merge")
         with model.disable_adapter():
             base = probe_logits(model, batches)
     measured = [_measure(name, layer, names, to) for name, layer in layers.items()]
@@ -118,13 +121,22 @@ def _check(model: nn.Module, to: str, adapters: Sequence[str] | None) -> list[st
                 f"to='nvfp4' merges into an NVFP4 base, and {name} is frozen in {base.backend}: merge to "
                 "'bf16', then freeze the result with peft_nvfp4.freeze_model"
             )
-        for adapter in names:
-            bad = [n for n, p in layer.named_parameters() if f".{adapter}." in f".{n}." and not torch.isfinite(p).all()]
-            if bad:
-                raise ValueError(f"{adapter} holds NaN or Inf in {name}.{bad[0]}")
+    if bad := next((key for key, p in _trained(model, names) if not torch.isfinite(p).all()), None):
+        owner = next((name for name in names if f".{name}." in f"{bad}."), ", ".join(names))
+        raise ValueError(f"{owner} holds NaN or Inf in {bad}")
     if to == "nvfp4" and not any(layer.backend == "nvfp4" for _, layer in frozen_modules(model)):
         raise ValueError("to='nvfp4' merges into an NVFP4 base, and no layer of this model is frozen in it")
     return names
+
+
+def _trained(model: PeftModel, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """(dotted name, parameter) of everything that training these adapters changed: theirs, what was trained in full beside them,
+    biases."""
+    biases = any(model.peft_config[name].bias != "none" for name in names)
+    for key, p in model.named_parameters():
+        of_adapter = any(f".{name}." in f"{key}." for name in names)
+        if p.is_floating_point() and (of_adapter or p.requires_grad or biases and key.endswith("bias")):
+            yield key.removeprefix("base_model.model."), p
 
 
 def _lora_layers(model: PeftModel) -> list[tuple[str, LoraLayer]]:
@@ -173,7 +185,9 @@ def _measure_frozen(name: str, layer: FrozenLoraLinear | ParamWrapper, adapters:
 
 def _into_dense(model: PeftModel, names: list[str], dtype: torch.dtype) -> nn.Module:
     model.base_model.nvfp4_dense_dtype = dtype
+    untie(model, names)
     merged = model.merge_and_unload(adapter_names=names)
+    settle_config(merged)
     for p in merged.parameters():  # not .to(dtype): that would round buffers, the frequencies of a rotary embedding
         if p.is_floating_point():
             p.data = p.data.to(dtype)
@@ -239,11 +253,17 @@ def _warnings(report: MergeReport) -> list[str]:
         into, advice = "nvfp4", "Merge to 'bf16' or 'fp32', or train with NVFP4LoraConfig(merge_aware=True)"
     else:  # into dense weights, of their own dtype where the rest of the model is NVFP4
         into, advice = "/".join(stored), "Merge to 'fp32', or keep base and adapter apart"
-    lost = report.retained < KEPT_WELL or report.to == "nvfp4" and report.probe and report.probe.retained < KEPT_WELL
-    if lost and not report.merge_aware:
-        found.append(f"near no-op: rounding to {into} leaves {report.retained:.0%} of the adapter in the weights. {advice}")
-    elif report.error > DROWNED and not report.merge_aware:
-        found.append(f"rounding to {into} adds {report.error:.1f} times as much to the weights as the adapter does. {advice}")
+    # what was trained merge-aware has met the rounding of weights; its logits are the merged model's in any case
+    retained, error = (1.0, 0.0) if report.merge_aware else (report.retained, report.error)
+    if not retained >= KEPT_WELL:  # or NaN
+        found.append(f"near no-op: rounding to {into} leaves {retained:.0%} of the adapter in the weights. {advice}")
+    elif not error <= DROWNED:
+        found.append(f"rounding to {into} adds {error:.1f} times as much to the weights as the adapter does. {advice}")
+    elif (probe := report.probe) and not (probe.retained >= KEPT_WELL and probe.error <= DROWNED):
+        found.append(
+            f"the merged model is not the model with its adapter: on the probe it keeps {probe.retained:.0%} of the adapter's "
+            f"effect, and differs by {probe.error:.1f} times that effect. {advice}"
+        )
     if report.unequal_scales:
         found.append(
             f"{len(report.unequal_scales)} groups of linears of one input (the first: {', '.join(report.unequal_scales[0])}) "

@@ -48,6 +48,7 @@ from ..autograd.frozen_linear import (
 )
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear, next_power_of_two
+from ..nn.plain import Obstacle
 from ..numerics.formats import WEIGHT, QuantizedMatrix
 from ..numerics.matmul import exact_matmul
 
@@ -104,7 +105,7 @@ def with_weight(base: NVFP4FrozenLinear, q: QuantizedMatrix) -> NVFP4FrozenLinea
     options = replace(base.options, weight_layouts="transient")
     known = 1.0 if base.scale_factor == 1.0 else None  # another tool's scale stays where nothing changes (B = 0): a look, a wait
     twin = NVFP4FrozenLinear(base.in_features, base.out_features, None, base.compute_dtype, options, q, known)
-    twin.bias, twin.shares_input = base.bias, base.shares_input
+    twin.bias, twin.shares_input, twin.call_hooks = base.bias, base.shares_input, base.call_hooks
     if base.input_offset is not None:
         twin.set_offset(base.input_offset.view(torch.float32))
         twin.input_offset = base.input_offset  # linears of a group know a shared input by this very tensor
@@ -120,6 +121,8 @@ def merged_layer(layer: FrozenLoraLinear, names: Sequence[str]) -> NVFP4FrozenLi
     key = _identity(layer, names) if keep else None
     if keep and layer._merged_layer is not None and layer._merged_layer[0] == key:
         return layer._merged_layer[1]
+    if base.hosted is not None:
+        base.hosted.fetch()
     merged = with_weight(base, requantized(base, dense_merged(layer, names)))
     layer._merged_layer = (key, merged) if keep else None
     return merged
@@ -170,14 +173,21 @@ class AdapterGradient(torch.autograd.Function):
 @torch.compiler.disable
 def forward(layer: FrozenLoraLinear, x: Tensor, names: Sequence[str]) -> Tensor:
     """y (..., N) of a layer whose active adapters are ``names``, all trained merge-aware."""
+    branches = layer.branches(names, everywhere=False)
+    if isinstance(branches, Obstacle):
+        raise RuntimeError(
+            f"a merge-aware adapter ({', '.join(names)}) computes with one merged weight, and cannot call the modules below its "
+            f"layer, of which one has to be called ({layer.described(branches)}). Put hooks on the LoRA layer itself, or train "
+            "without merge_aware"
+        )
     merged = merged_layer(layer, names)
     if not torch.is_grad_enabled():
         return merged(x)  # the very call of the merged model
     x2 = merged._flat(autocast_input(x))
     with no_autocast(x):
-        quantized = quantized_input(x, x2, merged.options.terms, merged.input_offset, merged.shares_input)
+        quantized = quantized_input(x, x2, merged.options.terms, merged.input_offset, merged.shares_input, merged.call_hooks)
         (y,) = frozen_linear(x2, quantized, [merged.operands(())])
-        branches = tuple(layer._branch(name)._replace(dropout=0.0) for name in names)
+        branches = tuple(branch._replace(dropout=0.0) for branch in branches)
         if any(branch.a.requires_grad or branch.b.requires_grad for branch in branches):
             leaves, structure = flatten((quantized.terms, quantized.offset_values, branches))
             y = AdapterGradient.apply(y, quantized.dequantized(x2), structure, *leaves)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..autograd.hosted import FrozenProduct
 from .frozen_linear import FrozenLinear, FrozenOptions, frozen
 from .registry import register_backend
 
@@ -33,4 +34,12 @@ class DenseFrozenLinear(FrozenLinear):
         self.weight = frozen(weight.detach().to(self.weight.device, self.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        self._refuse_integers(x)
+        if self.hosted is None:
+            return F.linear(x, self.weight, self.bias)
+        there, weight = self.hosted.fetch(), self.weight
+
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            return F.linear(x, weight, bias)
+
+        return FrozenProduct.apply(x, self.bias, weight, product, lambda dtype: weight.detach().to(dtype), there)

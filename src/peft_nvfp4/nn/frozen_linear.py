@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ..autograd.activation_cache import quantized_input
 from ..autograd.frozen_linear import GRADIENTS, Branch, autocast_input
+from ..autograd.hosted import Hosted
 from ..autograd.lora import lora_branch
+from ..autograd.module_hooks import hooks_of
 from ..ops.core import FLOATS
 
 WEIGHT_LAYOUTS = ("cached", "transient")
@@ -36,7 +38,8 @@ class FrozenOptions:
     Attributes:
         weight_layouts: ``"cached"`` keeps forward and backward layout (faster), ``"transient"`` makes the backward one when it
             is needed (half the weight memory, the same bits).
-        gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` (stochastic) or ``"bf16"`` (none).
+        gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` (stochastic; to nearest in evaluation mode) or
+            ``"bf16"`` (none).
         terms: NVFP4 terms of the layer's input, 1 or 2.
         activations: (nf4, bf16) what is kept for backward: ``"bf16"``, the input as it is, or ``"nvfp4"``, its codes.
     """
@@ -51,7 +54,7 @@ class FrozenOptions:
             raise ValueError(f"weight_layouts must be one of {', '.join(WEIGHT_LAYOUTS)}, got {self.weight_layouts!r}")
         if self.gradients not in GRADIENTS:
             raise ValueError(f"gradients must be one of {', '.join(GRADIENTS)}, got {self.gradients!r}")
-        if self.terms not in (1, 2):
+        if type(self.terms) is not int or self.terms not in (1, 2):
             raise ValueError(f"terms must be 1 or 2, got {self.terms!r}")
         if self.activations not in ACTIVATIONS:
             raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {self.activations!r}")
@@ -68,11 +71,14 @@ class FrozenLinear(nn.Linear):
             computes in one dtype and belongs to a model in another).
         calibrated: weight and input spec come from a calibration (:mod:`peft_nvfp4.calibration`), not from a config's preset.
         shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
+        hosted: what fetches the packed tensors, where they are elsewhere between uses.
+        call_hooks: :func:`~peft_nvfp4.autograd.module_hooks.hooks_of` of this layer and of a LoRA layer around it.
     """
 
     backend: ClassVar[str]
     shares_input = False
     calibrated = False
+    hosted: Hosted | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: Tensor | None, compute_dtype: torch.dtype, options: FrozenOptions
@@ -83,6 +89,7 @@ class FrozenLinear(nn.Linear):
         self.compute_dtype = compute_dtype
         self.dense_dtype: torch.dtype | None = None
         self.options = options
+        self.call_hooks = hooks_of(self)
 
     # -- what a backend provides
 
@@ -124,7 +131,8 @@ class FrozenLinear(nn.Linear):
         if branches and self.options.activations == "nvfp4" and torch.is_grad_enabled():  # Q(x), kept for backward instead of x
             if cast.dtype not in FLOATS:
                 raise RuntimeError(f"an input that is kept as NVFP4 codes must be float32, bfloat16 or float16, got {x.dtype}")
-            kept = quantized_input(x, cast.reshape(-1, x.shape[-1]), 1, None, self.shares_input).terms[0]
+            x2 = cast.reshape(-1, x.shape[-1])
+            kept = quantized_input(x, x2, 1, None, self.shares_input, self.call_hooks).terms[0]
         for branch in branches:
             y = y + lora_branch(cast, branch, kept).to(y.dtype)
         return y
@@ -209,6 +217,14 @@ class FrozenLinear(nn.Linear):
         super()._apply(keeps_bytes, recurse)
         self.compute_dtype = probe.dtype
         return self
+
+    def _refuse_integers(self, x: Tensor) -> None:
+        if not x.is_floating_point():
+            raise RuntimeError(
+                f"the input of a frozen linear ({self.in_features} -> {self.out_features}, {self.backend}) must be float32, "
+                f"bfloat16 or float16, got {x.dtype}. If the model casts it to this linear's weight.dtype, which is uint8 where "
+                "weights are packed, leave the linear dense: name it in skip_modules (freeze_model, NVFP4LoraConfig, PactConfig)"
+            )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}"

@@ -5,18 +5,25 @@ The first of them that is called with a tensor computes all of them, in one call
 gradients are summed in one product. The outputs of the others wait in the tensor's entry of the activation cache until their
 linears are called. **So a call of k_proj, say, often computes nothing: it returns what the call of q_proj has computed.** An
 output is handed out once, and only if nothing that it was computed with has changed since.
+
+An output that waits keeps its graph, and what hooks of that graph refer to: that may be the tensor whose entry it waits in, which
+would keep both for good. So it waits no longer than until a backward pass comes through its graph, or the group computes for
+another tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..autograd.activation_cache import QuantizedInput
+from ..autograd.activation_cache import QuantizedInput, stamp
 from ..autograd.frozen_linear import Branch, frozen_linear
+from ..autograd.module_hooks import may_change
 
 if TYPE_CHECKING:
     from .nvfp4 import NVFP4FrozenLinear
@@ -60,7 +67,20 @@ class SharedInputGroup:
         y, *ys = frozen_linear(x2, quantized, linears)
         for (other, other_branches), other_y in zip(members[1:], ys):
             quantized.outputs[id(other)] = WaitingOutput(other_y, _dependencies(other, other_branches), grad)
+        if ys:
+            self._limit_waiting(quantized, y)
         return y
+
+    def _limit_waiting(self, quantized: QuantizedInput, y: Tensor) -> None:
+        """Outputs that wait in ``quantized`` are forgotten once a backward pass comes through y's graph, and what waits for this
+        group's linears elsewhere is forgotten now."""
+        entry = weakref.ref(quantized)
+        before = _LOCAL.entries.get(self)
+        if before is not None and (other := before()) is not None and other is not quantized:
+            other.outputs.clear()
+        _LOCAL.entries[self] = entry
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(_forgets_outputs(entry))
 
     def _others(self, layer: NVFP4FrozenLinear) -> list[tuple[NVFP4FrozenLinear, Sequence[Branch]]]:
         """The other layers with their branches, but for those whose forward is more than that."""
@@ -71,16 +91,35 @@ class SharedInputGroup:
                 is_member = True
                 continue
             branches = module.plain_branches() if hasattr(module, "plain_branches") else ()
-            if branches is not None and base.options.terms == layer.options.terms and base.input_offset is layer.input_offset:
+            if may_change(base.call_hooks) or base.weight.is_inference():
+                continue  # what it depends on might change unseen
+            same_input = base.options.terms == layer.options.terms and base.input_offset is layer.input_offset
+            if branches is not None and same_input and base.hosted is layer.hosted:
                 others.append((base, branches))
         return others if is_member else []  # a replica of DataParallel refers to the original's group
 
 
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.entries = weakref.WeakKeyDictionary()  # group -> the entry that it computed for last
+
+
+_LOCAL = _Local()
+
+
+def _forgets_outputs(entry: weakref.ref[QuantizedInput]) -> Callable[[tuple], None]:
+    def forget(gradients: tuple) -> None:
+        if (quantized := entry()) is not None:
+            quantized.outputs.clear()
+
+    return forget
+
+
 def _dependencies(layer: NVFP4FrozenLinear, branches: Sequence[Branch]) -> list[tuple]:
-    """What a layer's output depends on, but for x: tensors with their versions, constants of the branches."""
-    tensors = [layer.weight, layer.bias, *(t for branch in branches for t in (branch.a, branch.b))]
-    versions = [None if t is None or t.is_inference() else t._version for t in tensors]
-    return [*zip(tensors, versions), *((branch.scaling, branch.dropout) for branch in branches)]
+    """What a layer's output depends on, but for x: tensors with their stamps, constants of the layer and of the branches."""
+    tensors = [*layer._parameters.values(), *(t for branch in branches for t in (branch.a, branch.b))]
+    constants = [(layer.options, layer._scale_factor), *((branch.scaling, branch.dropout) for branch in branches)]
+    return [*((t, stamp(t)) for t in tensors), *constants]
 
 
 def _same(first: list[tuple], second: list[tuple]) -> bool:

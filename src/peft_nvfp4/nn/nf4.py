@@ -22,14 +22,16 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd.frozen_linear import autocast_input
+from ..autograd.hosted import FrozenProduct
 from .frozen_linear import FrozenLinear, FrozenOptions
 from .registry import register_backend
 
@@ -187,6 +189,19 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
             tensors.update(nested_absmax=state.state2.absmax, nested_code=state.state2.code, offset=state.offset)
         return tensors
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Codes come with their scales: bitsandbytes writes them beside the weight, and does not read them again."""
+        inside, after = f"{prefix}weight.", len(prefix) + len("weight.")
+        stats = {key[after:]: state_dict.pop(key) for key in [key for key in state_dict if key.startswith(inside)]}
+        weight = state_dict.get(f"{prefix}weight")
+        if stats and weight is not None and weight.shape == self.weight.shape:
+            state = bnb.functional.QuantState.from_dict(stats, self.weight.device)
+            if state.shape != self._state.shape:
+                shapes = tuple(state.shape), tuple(self._state.shape)
+                raise ValueError(f"{prefix}weight is packed from {shapes[0]}, and this layer's from {shapes[1]}")
+            self.weight.quant_state = self.quant_state = state
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def snapshot(self) -> dict:
         return {"weight": self.weight, "bias": None if self.bias is None else self.bias.data.clone()}
 
@@ -207,6 +222,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
     def forward(self, x: Tensor) -> Tensor:
         # bitsandbytes' own forward, without its side effects: repacking for AVX512, casting the bias in place, a new parameter
         # in the place of FSDP2's
+        self._refuse_integers(x)
         x = autocast_input(x)
         follows_input = not self.compute_type_is_set and x.dtype in (torch.float32, torch.bfloat16)
         # given FP64, bitsandbytes 0.50 reads it as bytes of another type and returns garbage
@@ -216,7 +232,24 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
         state = self._state
         if state.absmax.device != x.device:  # FSDP2 has moved the parameter only
             state.to(x.device)
+        if self.hosted is not None:
+            return self._hosted_product(compute, bias, state).to(x.dtype)
         if _avoids_rows(x.device.type, self.in_features, compute.dtype, state.blocksize):
             y = _MatmulInBlocks.apply(compute.reshape(-1, self.in_features), self.weight, bias, state)
             return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
         return bnb.matmul_4bit(compute, self.weight, bias=bias, quant_state=state).to(x.dtype)
+
+    def _hosted_product(self, x: Tensor, bias: Tensor | None, state: bnb.functional.QuantState) -> Tensor:
+        """As above, with the packed weight fetched again for backward. (bitsandbytes' own reads it whenever autograd comes.)"""
+        there, weight = self.hosted.fetch(), self.weight
+        in_blocks = _avoids_rows(x.device.type, self.in_features, x.dtype, state.blocksize)
+
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            if in_blocks:
+                return F.linear(x, _dequantize(weight, state, x.dtype), bias)
+            return bnb.matmul_4bit(x, weight, bias=bias, quant_state=state)
+
+        def dense(dtype: torch.dtype) -> Tensor:
+            return _dequantize(weight, state, state.dtype).to(dtype)
+
+        return FrozenProduct.apply(x, bias, weight, product, dense, there)

@@ -214,24 +214,41 @@ class NVFP4FrozenLinear(FrozenLinear):
             self.set_offset(self._offset)
 
     def lora_input(self, x: Tensor) -> Tensor:
-        return self.forward_with_lora_input(x)[1]
+        cast = autocast_input(x)
+        x2 = self._flat(cast)
+        with no_autocast(x):
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
+            return self._seen(cast, x2, quantized)
+
+    @staticmethod
+    def _seen(cast: Tensor, x2: Tensor, quantized: QuantizedInput) -> Tensor:
+        return cast if quantized.from_producer else StraightThrough.apply(cast, quantized.dequantized(x2))
 
     def forward_with_lora_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         cast = autocast_input(x)
         x2 = self._flat(cast)
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
+            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
             (y,) = frozen_linear(x2, quantized, [self.operands(())])
-            seen = cast if quantized.from_producer else StraightThrough.apply(cast, quantized.dequantized(x2))
+            seen = self._seen(cast, x2, quantized)
         return y.view(*x.shape[:-1], self.out_features), seen
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora_forward(x, ())
 
-    def lora_forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
+    def plain_branches(self) -> Sequence[Branch]:
+        """As of a LoRA layer: none."""
+        return ()
+
+    def forward_codes(self, x: Tensor, branches: Sequence[Branch], quantized: QuantizedInput) -> Tensor:
+        """:meth:`lora_forward`, given x~: x (..., in_features) carries shape and gradient, and may have no values."""
+        return self.lora_forward(x, branches, quantized)
+
+    def lora_forward(self, x: Tensor, branches: Sequence[Branch], quantized: QuantizedInput | None = None) -> Tensor:
         x2 = self._flat(autocast_input(x))
         with no_autocast(x):
-            quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input)
+            if quantized is None:
+                quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
             few_rows = None if torch.is_grad_enabled() else dispatch.few_rows_module(x2)
             if few_rows is not None and self._draws_nothing(branches):
                 y = self._generate(few_rows, branches, x2, quantized)
@@ -247,19 +264,24 @@ class NVFP4FrozenLinear(FrozenLinear):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"the input's last dimension must be {self.in_features}, got shape {tuple(x.shape)}")
         if x.dtype not in FLOATS:
+            self._refuse_integers(x)
             raise RuntimeError(f"the input must be float32, bfloat16 or float16, got {x.dtype}")
         return x.reshape(-1, self.in_features)
 
     def operands(self, branches: Sequence[Branch]) -> Linear:
-        """This layer with its branches as the autograd Function takes it."""
+        """This layer with its branches as the autograd Function takes it, its weights on the device. Gradients are rounded
+        stochastically in training only, as dropout is: evaluation draws no random numbers."""
+        there, gradients = None if self.hosted is None else self.hosted.fetch(), self.options.gradients
+        constant = self.output_offset
         return Linear(
             self.forward_layout,
             self.backward_layout,
             self.bias,
-            self._constant,
-            self.scale_factor,
-            self.options.gradients,
+            None if constant is None else constant.view(torch.float32),
+            self._scale_factor or self.scale_factor,
+            "nvfp4" if gradients == "nvfp4_sr" and not self.training else gradients,
             tuple(branches),
+            there=there,
         )
 
     def _draws_nothing(self, branches: Sequence[Branch]) -> bool:
@@ -271,6 +293,8 @@ class NVFP4FrozenLinear(FrozenLinear):
     def _generate(self, kernel: ModuleType, branches: Sequence[Branch], x2: Tensor, quantized: QuantizedInput) -> Tensor:
         """y (M, out_features) of few rows, without autograd: no Function, no copies of the adapters, two launches. In generation
         that bookkeeping took most of the time."""
+        if self.hosted is not None:
+            self.hosted.fetch()
         xd = quantized.dequantized(x2) if branches else None
         constant = total_constant(self.bias, self._constant)
         values = xd if self.input_offset is None and len(quantized.terms) == 1 else None

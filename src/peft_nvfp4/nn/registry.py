@@ -18,6 +18,8 @@ class _Registry(Mapping):
     def __init__(self, modules: dict[str, str]):
         self._modules = modules
         self._classes: dict[str, type[FrozenLinear]] = {}
+        self.loaded: list[type[FrozenLinear]] = []
+        """The classes whose modules are imported."""
 
     def __getitem__(self, name: str) -> type[FrozenLinear]:
         if name not in self._modules and name not in self._classes:
@@ -34,6 +36,7 @@ class _Registry(Mapping):
 
     def add(self, name: str, cls: type[FrozenLinear]) -> None:
         self._classes[name] = cls
+        self.loaded.append(cls)
 
 
 BACKENDS = _Registry({name: f"{__package__}.{name}" for name in ("nvfp4", "nf4", "bf16")})

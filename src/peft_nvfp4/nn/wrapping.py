@@ -4,6 +4,7 @@ warnings from within them."""
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,15 +14,17 @@ WRAPPED: list[tuple[Any, str, Any]] = []
 """(class or module, name, what it had there of its own, None if it inherits it) of everything that is replaced, in that order."""
 
 
-def wrap(owner: Any, name: str, wrapper: Callable, static: bool = False) -> None:
-    """Replace owner.name by a function that calls ``wrapper(original, *args, **kwargs)``."""
-    original = getattr(owner, name)
+def wrap(owner: Any, name: str, wrapper: Callable) -> None:
+    """Replace owner.name by a function of its kind (a class method, say) that calls ``wrapper(original, *args, **kwargs)``."""
+    original = inspect.getattr_static(owner, name)
+    kind = type(original) if isinstance(original, classmethod | staticmethod) else lambda function: function
+    original = getattr(original, "__func__", original)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    replace(owner, name, staticmethod(wrapped) if static else wrapped)
+    replace(owner, name, kind(wrapped))
 
 
 def replace(owner: Any, name: str, value: Any) -> None:

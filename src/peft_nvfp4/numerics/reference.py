@@ -179,8 +179,8 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor
 def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Table from a byte to its two values, seen as one integer twice as wide: one look-up for two codes."""
     with torch.inference_mode(False):
-        grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype)
-        byte = torch.arange(256)
+        grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID), dtype=dtype, device="cpu")
+        byte = torch.arange(256, device="cpu")
         pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
         return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
 

@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..autograd.module_hooks import hooks_of
 from ..fusion.attach import detach
 from ..fusion.probe import share_hooks
 from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts, is_experts
@@ -177,6 +178,7 @@ def _carry_attributes(linear: nn.Module, frozen: nn.Module) -> None:
         if hasattr(linear, attribute):
             setattr(frozen, attribute, getattr(linear, attribute))
     share_hooks(linear, frozen)
+    frozen.call_hooks = hooks_of(frozen)
 
 
 def dense_share(model: nn.Module, skip_modules: Iterable[str] = ()) -> dict[str, float]:

@@ -19,6 +19,8 @@ from ..nn.registry import BACKENDS
 from .groups import check_accuracy, input_terms
 
 MEMORY = ("fast", "small", "smallest")
+MOST_NAMES = 10_000
+"""In ``skip_modules``, which files of others may hold."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,11 @@ class Options:
         names = () if self.skip_modules is None else self.skip_modules
         if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"skip_modules is a list of module names, not a string or other values: {names!r}")
+        if len(names) > MOST_NAMES:  # each is compared with each module
+            raise ValueError(f"skip_modules holds {len(names)} names, more than {MOST_NAMES}: name the modules around them")
         object.__setattr__(self, "skip_modules", tuple(names))
-        object.__setattr__(self, "calibration", None if self.calibration is None else str(self.calibration))
+        if self.calibration is not None and not isinstance(self.calibration, str):  # a path; a string may be a kind of its own
+            object.__setattr__(self, "calibration", str(self.calibration))
 
     # -- what layers and models get
 

@@ -1,7 +1,8 @@
 """What of a model is to be frozen, and the checks that can fail: before anything changes.
 
-Not frozen: output heads, linears whose weight is an embedding's (tied), what the caller excludes, what the model's class wants
-kept in FP32, everything inside a tuner layer (LoRA's own A and B), and subclasses of ``nn.Linear`` (their forward may do more).
+Not frozen: output heads, linears whose weight is an embedding's (tied) or is read past the layer (:mod:`.direct_reads`), what
+the caller excludes, what the model's class wants kept in FP32, everything inside a tuner layer (LoRA's own A and B), and
+subclasses of ``nn.Linear`` (their forward may do more).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..nn.experts.frozen_experts import DOWN, FrozenExperts, is_experts
 from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.wrapping import warn_caller
 from ..ops.core import FLOATS
+from .direct_reads import read_directly
 from .groups import input_terms
 
 HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", "output_head", "summary"})
@@ -113,17 +115,25 @@ def _refuse_other_quantisation(model: nn.Module) -> None:
 
 
 def kept_dense(model: nn.Module) -> set[int]:
-    """ids of linears that stay: output heads, tied to an embedding, wanted in FP32 by the model's class."""
+    """ids of linears that stay: output heads, tied to an embedding, wanted in FP32 by the model's class, read directly."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     fp32 = _kept_in_fp32(model)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    keep = set() if head is None else {id(head)}
+    head = output_embeddings(model)
+    keep = read_directly(model) | (set() if head is None else {id(head)})
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (
             name.rpartition(".")[2] in HEADS or id(getattr(module, "weight", None)) in embeddings or skipped(name, fp32)
         ):
             keep.add(id(module))
     return keep
+
+
+def output_embeddings(model: nn.Module) -> nn.Module | None:
+    """What the model calls its output embeddings; None where it has none, or none in its variant."""
+    try:
+        return getattr(model, "get_output_embeddings", lambda: None)()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def skipped(name: str, skip_modules: tuple[str, ...]) -> bool:

@@ -40,6 +40,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
+from ..nn.plain import StandIn
 from .graph_recording import CudaRecording, Replay, SeedTape, Ticket, Unsupported, substituted
 from .offload.layers import ATTRIBUTE
 
@@ -189,7 +190,10 @@ class GraphedForward:
             children = module._modules
             if children:
                 left += [child for child in children.values() if child is not None]
-            state.append((type(module), module.training, module.__dict__.get("attention_dropout")))
+            own = module.__dict__
+            state.append((type(module), module.training, own.get("attention_dropout"), own.get("forward")))
+            if isinstance(module, StandIn):
+                state.append(module.edit())
             if module._parameters:
                 state += [_baked_in(p) for p in module._parameters.values() if p is not None]
             if module._buffers:

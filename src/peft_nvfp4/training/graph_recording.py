@@ -115,7 +115,7 @@ class SeedTape:
         self.places: dict[int, int] = {}
 
     def draw(self) -> Tensor:
-        number = int(torch.randint(-(2**62), 2**62, (), dtype=torch.int64))
+        number = int(torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu"))
         place = self.places.setdefault(number, len(self.places))
         if place >= self.LENGTH:
             raise Unsupported(f"more than {self.LENGTH} random seeds in a step")
@@ -124,7 +124,7 @@ class SeedTape:
     def refill(self) -> None:
         """Draw what eager code would draw."""
         if self.places:
-            numbers = torch.randint(-(2**62), 2**62, (len(self.places),), dtype=torch.int64)
+            numbers = torch.randint(-(2**62), 2**62, (len(self.places),), dtype=torch.int64, device="cpu")
             self.buffer[: len(self.places)].copy_(numbers, non_blocking=True)
 
     @contextmanager

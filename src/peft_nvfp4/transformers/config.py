@@ -49,7 +49,7 @@ class PactConfig(QuantizationConfigMixin):
     def __post_init__(self) -> None:
         if self.quant_method != METHOD:
             raise ValueError(f"quant_method is {METHOD!r} here, got {self.quant_method!r}")
-        if not isinstance(self.format_version, int) or self.format_version < 1:
+        if type(self.format_version) is not int or self.format_version < 1:
             raise ValueError(f"format_version {self.format_version!r} is not a version of the {METHOD} layout")
         if self.format_version > FORMAT_VERSION:
             raise ValueError(

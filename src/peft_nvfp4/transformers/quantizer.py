@@ -132,7 +132,7 @@ class PactQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
         """The model's conversions, without those that merge experts which are packed one by one."""
         opened = [f"{name}.{leaf}" for name in self.state.opened for leaf in ("gate_up_proj", "down_proj")]
-        kept = [c for c in weight_conversions if not _makes(c, opened)]
+        kept = [c for c in weight_conversions if not makes(c, opened)]
         return super().update_weight_conversions(kept, *model)  # transformers 5.12 does not give the model
 
     # -- a dense checkpoint
@@ -229,7 +229,7 @@ class PactQuantizer(HfQuantizer):
         ones, which stay under their names in the model."""
         packed = [f"{name}.weight" for name in self.state.planned]
         packed += [f"{name}.{leaf}" for name in self.state.mixtures for leaf in ("gate_up_proj", "up_proj", "down_proj")]
-        return not _makes(conversion, packed)
+        return not makes(conversion, packed)
 
     # -- saving, and back to dense
 
@@ -260,7 +260,7 @@ class PactQuantizer(HfQuantizer):
         return model
 
 
-def _makes(conversion: Any, names: list[str]) -> bool:
+def makes(conversion: Any, names: list[str]) -> bool:
     """Whether one of these parameters is the result of a conversion of tensors (not of names only)."""
     if not names or not isinstance(conversion, WeightConverter):
         return False

@@ -136,7 +136,7 @@ def _expected(completion: Any, rendered: str) -> str:
 
 def _losses(model: nn.Module, tokenizer: Any, rows: Sequence[dict], size: int) -> tuple[Tensor, Tensor]:
     """(summed negative log-likelihood, number) of every row's labels, in FP64. FP32 logits exist of one row at a time."""
-    collate, (losses, counts) = collator(tokenizer), torch.zeros(2, len(rows), dtype=torch.float64)
+    collate, (losses, counts) = collator(tokenizer), torch.zeros(2, len(rows), dtype=torch.float64, device="cpu")
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # rows of similar length: little padding
     for at in tqdm(range(0, len(rows), size), desc="Scoring", unit="batch"):
         numbers = order[at : at + size]
@@ -184,7 +184,7 @@ def _answers(model: nn.Module, tokenizer: Any, prompts: list[str], size: int, ne
 
 
 def _label_scores(answers: Sequence[str], expected: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    pair = [torch.tensor([labels.index(text) for text in texts]) for texts in (answers, expected)]
+    pair = [torch.tensor([labels.index(text) for text in texts], device="cpu") for texts in (answers, expected)]
     classes = max(2, len(labels))  # torchmetrics wants two
     accuracy = multiclass_accuracy(*pair, num_classes=classes, average="micro")
     f1 = multiclass_f1_score(*pair, num_classes=classes, average="macro")

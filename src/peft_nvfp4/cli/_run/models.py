@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -195,14 +195,13 @@ def trained_layers(adapter: str | Path) -> int | None:
     return layers if isinstance(layers, int) and layers > 0 else None
 
 
-def base_of(adapter: str, name: str | None) -> tuple[NVFP4LoraConfig, str]:
-    """(config of an adapter, name of the base it was trained on or of the one that is given). Raises ValueError, or
-    FileNotFoundError, if there is no such adapter or base."""
+def base_of(adapter: str, name: str | None) -> str:
+    """The name of the base that an adapter was trained on, or the one that is given. Raises ValueError, or FileNotFoundError, if
+    there is no such adapter or base."""
     if not (Path(adapter) / ADAPTER).is_file() and Path(adapter).exists():
         raise FileNotFoundError(f"no adapter in {adapter}: there is no {ADAPTER}")
     check_files(adapter)
-    config = NVFP4LoraConfig.from_pretrained(adapter)
-    base = name or config.base_model_name_or_path
+    base = name or PeftConfig.from_pretrained(adapter).base_model_name_or_path
     if not base:
         raise ValueError(f"{adapter} does not name its base model: give it with --model")
     try:
@@ -212,12 +211,15 @@ def base_of(adapter: str, name: str | None) -> tuple[NVFP4LoraConfig, str]:
             raise
         relative = "" if Path(base).is_absolute() else f" ({base!r} was looked for in {Path.cwd()}, and on the Hub)"
         raise FileNotFoundError(f"the base of {adapter}, {base}, is not there{relative}: give it with --model") from error
-    return config, base
+    return base
 
 
-def load_base(adapter: str, name: str | None, dtype: str, layers: int | None) -> tuple[NVFP4LoraConfig, nn.Module, Any]:
+def load_base(
+    adapter: str, name: str | None, dtype: str, layers: int | None, calibration: str | None = None
+) -> tuple[NVFP4LoraConfig, nn.Module, Any]:
     """(config of an adapter, the base it was trained on or the one that is named, its tokenizer or that of the base)."""
-    config, base = base_of(adapter, name)
+    base = base_of(adapter, name)
+    config = NVFP4LoraConfig.from_pretrained(adapter, calibration=calibration)
     tokenizer = load_tokenizer(base, adapter)
     return config, *load(base, dtype, layers or trained_layers(adapter), config.options, tokenizer=tokenizer)
 
@@ -226,7 +228,7 @@ def tokenizer_of(name: str | None, adapter: str | None) -> Any:
     """The tokenizer that comes with a model, with an adapter, or both; to look at rows before weights are loaded."""
     if adapter is None and name is None:
         raise ValueError("give a model, an adapter, or both")
-    return load_tokenizer(name if adapter is None else base_of(adapter, name)[1], adapter)
+    return load_tokenizer(name if adapter is None else base_of(adapter, name), adapter)
 
 
 SIZES = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", re.DOTALL)
@@ -247,11 +249,13 @@ def put_on(base: nn.Module, adapter: str, config: NVFP4LoraConfig, **kwargs: Any
         ) from error
 
 
-def load_with_adapter(name: str | None, adapter: str | None, dtype: str, layers: int | None) -> tuple[nn.Module, Any]:
+def load_with_adapter(
+    name: str | None, adapter: str | None, dtype: str, layers: int | None, calibration: str | None = None
+) -> tuple[nn.Module, Any]:
     """(model with the adapter over the frozen base it was trained on, tokenizer); without an adapter, the model as it is."""
     if adapter is None:
         model, tokenizer = load(name, dtype, layers)
     else:
-        config, base, tokenizer = load_base(adapter, name, dtype, layers)
+        config, base, tokenizer = load_base(adapter, name, dtype, layers, calibration)
         model = put_on(base, adapter, config)
     return model.to(default_device()), tokenizer

@@ -47,9 +47,9 @@ def awkward(rows: int, k: int) -> Tensor:
 def _operators(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
     """Operator -> arguments, for operators that have a kernel."""
     x = awkward(41, 1000).to(device, dtype)
-    seed = torch.tensor(-6148914691236517206)
+    seed = torch.tensor(-6148914691236517206, device="cpu")
     q = reference.quantize(x[5:], ACTIVATION)
-    w = reference.quantize(torch.randn(72, 96, generator=torch.Generator("cpu").manual_seed(1)).to(device), WEIGHT)
+    w = reference.quantize(torch.randn(72, 96, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(device), WEIGHT)
     gamma = torch.linspace(-1, 2, 1000, device="cpu").to(device)
     finite = x[5:].nan_to_num(0.0, 0.0, 0.0).clamp(-100, 100)
     return {

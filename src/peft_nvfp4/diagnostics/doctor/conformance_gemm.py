@@ -137,7 +137,7 @@ def fprop_with_lora(fprop: Callable, device: torch.device) -> str:
         for i, (y, w, constant) in enumerate(zip(ys, weights, constants)):
             pairs = [(reference.dequantize(p), reference.dequantize(w)) for p in parts]
             pairs += [(hidden[i], ups[i])] if i < 2 else []
-            pairs += [] if constant is None else [(torch.ones(M, 1), constant[:, None])]
+            pairs += [] if constant is None else [(torch.ones(M, 1, device=constant.device), constant[:, None])]
             _within(y, pairs, 2, f"{len(parts)} terms, linear {i}")
     return "one and two terms, constants"
 

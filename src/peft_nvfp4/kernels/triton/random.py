@@ -210,7 +210,7 @@ def seed_arguments(seed: Tensor, like: Tensor) -> tuple[Tensor, int, int, bool]:
 @lru_cache(maxsize=64)
 def _keep_value(p: float) -> float:
     """1 / (1 - p) as the reference holds it: rounded to FP32."""
-    return (torch.ones((), dtype=torch.float32) / (1.0 - p)).item()
+    return (torch.ones((), dtype=torch.float32, device="cpu") / (1.0 - p)).item()
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:

@@ -28,11 +28,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...autograd import activation_cache
+from ...autograd.activation_cache import QuantizedInput
 from ...autograd.frozen_linear import Branch
 from ...autograd.fused import GatedQuantize, as_parts
-from ...numerics.fused_reference import ACTIVATIONS
+from ...autograd.hosted import Hosted
+from ...numerics.recognition import activation_of, limit_of, rows_for, samples
 from ..frozen_linear import FrozenLinear, FrozenOptions, frozen
+from ..plain import StandIn
 from ..registry import BACKENDS
 from .packing import FROM_PACKED, LEAVES, packed_of, scale_factors, stack_name
 from .rows import SortedRows, TokenRows, by_expert
@@ -73,7 +75,7 @@ def linear_of(weight: Tensor) -> nn.Linear:
     return linear
 
 
-class FrozenExperts(nn.Module):
+class FrozenExperts(StandIn):
     """Experts whose weights are frozen and packed. Differentiable in the input and in the routing weights.
 
     Attributes:
@@ -86,16 +88,12 @@ class FrozenExperts(nn.Module):
     """
 
     act: str | None = None
+    hosted: Hosted | None = None  # as of a frozen linear
 
     def __init__(self, original: nn.Module, backend: str, options: Mapping[str, FrozenOptions]):
         super().__init__()
         if backend not in FROM_PACKED:
             raise ValueError(f"experts are frozen in {' or '.join(FROM_PACKED)}, got {backend!r}")
-        for key, value in vars(original).items():  # sizes, config and flags that a modeling file may ask for
-            if not key.startswith("_") and key != "training" and not hasattr(type(self), key):
-                setattr(self, key, value)
-        for name, child in original.named_children():  # the activation
-            self.add_module(name, child)
         names = first_of(original), DOWN
         self.backend, self.options = backend, {name: options[name] for name in names}
         self.projections = {name: tuple(getattr(original, name).shape[1:]) for name in names}
@@ -106,6 +104,7 @@ class FrozenExperts(nn.Module):
         self._layers: dict[str, tuple[tuple, list[FrozenLinear]]] = {}
         self._scale_factors: dict[str, list[float]] = {}  # kept: looking waits for a GPU
         self._outside = (original,)
+        self._take_the_place_of(original)  # sizes, config and flags that a modeling file may ask for; the activation
 
     @classmethod
     def quantize(cls, original: nn.Module, backend: str, options: Mapping[str, FrozenOptions]) -> FrozenExperts:
@@ -171,7 +170,7 @@ class FrozenExperts(nn.Module):
             if keep:
                 self._layers[name] = cached
         for layer in cached[1]:
-            layer.training = self.training
+            layer.training, layer.hosted = self.training, self.hosted
         return cached[1]
 
     def dequantize(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -229,12 +228,15 @@ class FrozenExperts(nn.Module):
         An index of E or more is an expert of another process, and adds nothing here."""
         if top_k_index.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the rows of every expert are counted on the host, which a CUDA graph cannot record")
+        if self.hosted is not None:
+            self.hosted.fetch()
         tokens, k = top_k_index.shape
         order, counts = by_expert(top_k_index, self.experts)
         rows = SortedRows.apply(hidden_states, order, k)
+        act = None if self.act is None or self.was_edited() else self.act
         first, down = ((self.layers(name, True), (adapters or {}).get(name, [()] * self.experts)) for name in self.projections)
         members = zip(rows.split(counts), *first, *down)
-        outputs = [self._expert(x, *member) for x, *member in members if len(x)]
+        outputs = [self._expert(x, act, *member) for x, *member in members if len(x)]
         if not outputs:
             return hidden_states.new_zeros(hidden_states.shape)
         shares = TokenRows.apply(torch.cat(outputs), order, tokens * k).view(tokens, k, -1)
@@ -242,32 +244,39 @@ class FrozenExperts(nn.Module):
         return y.to(hidden_states.dtype)
 
     def _expert(
-        self, x: Tensor, first: FrozenLinear, inner: Sequence[Branch], down: FrozenLinear, outer: Sequence[Branch]
+        self,
+        x: Tensor,
+        act: str | None,
+        first: FrozenLinear,
+        inner: Sequence[Branch],
+        down: FrozenLinear,
+        outer: Sequence[Branch],
     ) -> Tensor:
-        """One expert, its projections and their branches, on its rows x (R, H)."""
+        """One expert, its projections and their branches, on its rows x (R, H); ``act``: that of the fused product, or None."""
         z = first.lora_forward(x, inner)
-        h = self._activate(z) if self.act is None else self._product(z, down)
-        return down.lora_forward(h, outer)
+        if act is None:
+            return down.lora_forward(self._activate(z), outer)
+        h, quantized = self._product(z, act, down)
+        return down.forward_codes(h, outer, quantized)
 
-    def _product(self, z: Tensor, down: FrozenLinear) -> Tensor:
+    def _product(self, z: Tensor, act: str, down: FrozenLinear) -> tuple[Tensor, QuantizedInput]:
         """act(gate) * up, quantised for ``down`` in the same pass; backward keeps codes of gate and up."""
         gate, up = z.chunk(2, dim=-1)
-        h, *flat = GatedQuantize.apply(gate, up, None, self.act, down.options.terms, False)
+        h, *flat = GatedQuantize.apply(gate, up, None, act, down.options.terms, False)
         *codes, _, _ = as_parts(flat, gate.shape[-1])
-        activation_cache.put(h, activation_cache.QuantizedInput(tuple(codes), None, h.dtype, from_producer=True))
-        return h
+        return h, QuantizedInput(tuple(codes), None, h.dtype, from_producer=True)
 
     def fuse(self) -> str | None:
         """Compute act(gate) * up as a fused gated MLP does (:mod:`peft_nvfp4.fusion.mlp`): from now on the product is quantised
         from FP32, and what backward keeps of gate and up are codes, a quarter of the memory. Returns why not, where it cannot."""
         if self.backend != "nvfp4" or first_of(self) != "gate_up_proj":
             return "its experts are no gated MLPs frozen in nvfp4"
-        z = 2 * torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-        gate, up = z.chunk(2, dim=-1)
+        if limit := limit_of(self._outside[0]):
+            return f"its experts cut values off ({limit}), which the fused product does not"
+        z = samples(rows_for(64), 128, generator=torch.Generator("cpu").manual_seed(0))
         with torch.no_grad():
-            value = self._activate(z)
-        close = (word for word, act in ACTIVATIONS.items() if torch.allclose(value, act(gate) * up, rtol=1e-5, atol=1e-6))
-        self.act = next(close, None)
+            found = {activation_of(self._activate(t), *t.chunk(2, dim=-1)) for t in (z, z.to(self.compute_dtype))}
+        self.act = found.pop() if len(found) == 1 else None
         return None if self.act else "its experts compute something else than act(gate) * up with SiLU or tanh-GELU"
 
     def unfuse(self) -> None:

@@ -12,17 +12,22 @@ the buffer while it runs (``Parameter.data``) and to the host's bytes at all oth
 reads a parameter finds the host's bytes, ``model.to(device)`` moves everything else, and a layer computes with the same bytes on
 the same device as without offload: the results are the same bit for bit.
 
-When a layer runs: a hook before its forward, and a hook on the gradient of its output before its backward. Checkpointing runs the
-forward again within backward: then the parameters stay in the buffer until the layer before it (or the end of backward) takes
-over. What autograd has saved of a parameter is the parameter, or a view of the buffer. Both are right when backward comes: the
-bytes of a layer are always at the same place.
+When bytes are fetched: a hook before a layer's forward has its bytes brought, and those of the layer that comes next. Whoever
+computes with frozen weights asks for them once more: every product in forward, and every product in backward, whose autograd
+Function carries the context in which it may read them (:mod:`peft_nvfp4.autograd.hosted`). As a rule they are there, which costs
+an integer compare. So nothing depends on the order in which autograd comes to the layers, or on which outputs have gradients: a
+loss on something inside a layer, a cache of keys and values from an earlier forward, a checkpoint that runs several layers again.
+What autograd has saved of a parameter is the parameter, or a view of the buffer. Both are right then: the bytes of a layer are
+always at the same place. Where the places change between forward and backward (a merge, ``model.to``, the end of offload),
+backward raises.
 
-Order between streams: a copy into a buffer waits for everything that was launched before it, which includes the last use of the
-buffer; the layer's kernels wait for the copy. That last use has been launched, since autograd calls the hook on a layer's output
-when its gradient is complete, and of what is ready it takes first what ran last in forward: all products of the layer after it.
-(A cache of keys and values whose gradients lead into an earlier forward breaks this, and is refused.) The allocator knows that
-both streams use the buffers, so their memory is not reused while a copy is on its way. Bytes that were written to the host
-(``load_state_dict``) are copied again.
+One thread at a time: while a layer's forward or a product's backward runs in one thread, another one that asks for bytes gets an
+error. (Rejected: to let it wait. A call inside a layer that waits for another thread's would wait for ever.)
+
+Order between streams: a copy into a buffer waits for everything that was launched before it on the current stream, and on all
+streams that have read the buffer; kernels wait for the copy, on each stream that asks. The allocator knows that these streams use
+the buffers, so their memory is not reused while a copy is on its way. Bytes that were written to the host (``load_state_dict``)
+are copied again.
 
 On a CPU the same code copies at once, from one part of its memory to another.
 
@@ -38,7 +43,8 @@ from torch import nn
 from ...quantization.freeze import frozen_modules
 from ..cuda_graphs import records_steps
 from .frozen_methods import ON_DEVICE, packed_parameters
-from .layers import ATTRIBUTE, Offload, OffloadStatus
+from .layers import ATTRIBUTE
+from .transfers import Offload, OffloadStatus
 
 
 def enable_offload(model: nn.Module) -> None:
@@ -73,11 +79,12 @@ def disable_offload(model: nn.Module) -> None:
     for layer in owner.layers:
         for handle in layer.handles:
             handle.remove()
+        layer.forget_views()
         delattr(layer.module, ATTRIBUTE)
         for p in layer.parameters():
             p.data = p.data.to(owner.device)
         for frozen_layer in layer.packed:
-            for name in ("_apply", *ON_DEVICE):
+            for name in ("_apply", "hosted", *ON_DEVICE):
                 frozen_layer.__dict__.pop(name, None)
 
 

@@ -16,9 +16,13 @@ ON_DEVICE = ("dequantize", "requantize_", "restore", "set_offset", "to_linear", 
 """Methods of a frozen layer that compute with the weight, and find it on the compute device."""
 
 
+VECTORS = ("bias", "input_offset", "output_offset")
+"""One number a channel: these stay on the device. Norms and adapters read the input's offset in their own backward, too."""
+
+
 def packed_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Of a frozen layer, by name: everything but its bias."""
-    return {name: p for name, p in layer.named_parameters(recurse=False) if name != "bias" and not p.requires_grad}
+    """Those of a frozen layer that go to the host, by name."""
+    return {name: p for name, p in layer.named_parameters(recurse=False) if name not in VECTORS and not p.requires_grad}
 
 
 @dataclass
