@@ -139,7 +139,7 @@ def _tokenized(texts: list, tokenizer: Any, wanted: int) -> tuple[list[Tensor], 
         else:
             row = text if isinstance(text, Mapping) else {"messages": text}
             tools = json.loads(tools) if isinstance(tools := row.get("tools"), str) else tools
-            text = tokenizer.apply_chat_template(row["messages"], tools=tools, tokenize=False)
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False, **({"tools": tools} if tools else {}))
             ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         ids = ids[1:] if first is not None and ids[:1] == [first] else ids
         ids += [] if eos is None or ids[-1:] == [eos] else [eos]
