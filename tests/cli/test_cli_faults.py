@@ -129,6 +129,8 @@ def test_resuming_with_another_learning_rate(world, tmp_path):
         training.run(replace(before, **settings, output=str(out)), True, lambda text: None)
     rates = [line["learning_rate"] for line in log(tmp_path / "other") if "learning_rate" in line]
     assert rates[-1] == 1e-3 and log(tmp_path / "same")[-2]["learning_rate"] == log(world / "out")[-2]["learning_rate"]
+    done = options.TrainOptions(**options.read_yaml(tmp_path / "same" / "train.yaml"))
+    assert training.run(done, True, lambda text: None).loss is None  # no step is left
     whole, again = (load_file(folder / "adapter_model.safetensors") for folder in (world / "out", tmp_path / "same"))
     assert whole.keys() == again.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
 

@@ -134,7 +134,7 @@ def test_empty_and_long_rows_are_left_out_and_counted(tmp_path, packing):
     found = [token for row in trainer.train_dataset for token in learned(tiny_tokenizer(), row)]
     assert sorted(found) == ["</s>", "</s>", "blue"]
     said = "\n".join(lines)
-    assert "1 rows were left out, which have no text (the first: line 2)" in said
+    assert "1 row was left out: no text (the first: line 2)" in said
     assert "1 rows were left out: their prompt alone takes 8 tokens (the first: line 3)" in said
 
 
@@ -198,3 +198,16 @@ def test_labels_that_are_cut_are_not_compared(tmp_path):
     name = write(tmp_path / "d.jsonl", rows)
     found = evaluation._candidates(texts.read(name, template="{text}"), tiny_tokenizer(), 6)
     assert list(found) == [0] and [len(row["input_ids"]) for row in found[0]] == [3, 5]
+
+
+def test_every_command_counts_empty_rows(tmp_path):
+    save_tiny(tmp_path / "model")
+    name = write(tmp_path / "d.jsonl", [{"text": " "}, {"text": "red is good"}, {"text": ""}])
+    for command in (
+        ["train", tmp_path / "model", name, "-o", tmp_path / "out", "--steps", 1],
+        ["eval", name, "-m", tmp_path / "model"],
+        ["statistics", name, "-m", tmp_path / "model"],
+        ["calibrate", tmp_path / "model", name, "-o", tmp_path / "cal", "--seq", 4],
+    ):
+        result = CliRunner().invoke(cli.application(), [*map(str, command)])
+        assert "2 rows were left out: no text (the first: line 1)" in " ".join(result.stdout.split()), result.output

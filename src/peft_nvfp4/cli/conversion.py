@@ -95,7 +95,7 @@ def calibrate(
     with kept_writes(output, "Finished layers are kept: make room, and give the same command again"):
         report = calibration.calibrate(dense, rows.plain(), tokenizer, options, output_dir=output, device=models.default_device())
     hint = f"Train with it: peft-nvfp4 train MODEL DATA --calibration {output}"
-    return Outcome(report.as_dict(), [str(report), hint])
+    return Outcome(report.as_dict(), [*rows.losses(), str(report), hint])
 
 
 @command(busy="Merging")

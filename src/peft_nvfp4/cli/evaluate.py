@@ -49,7 +49,6 @@ def evaluate(
             results["base"] = evaluation.evaluate(loaded, tokenizer, rows, **sizes)
     results["model" if adapter is None else "adapter"] = first = evaluation.evaluate(loaded, tokenizer, rows, **sizes)
     left_out = f"; {first.left_out} left out, whose prompt alone is too long" if first.left_out else ""
-    left_out += f"; {first.empty} left out, which have no text (the first: {rows.empty[0]})" if first.empty else ""
-    title = f"{first.rows} rows ({first.format}){left_out}"
+    title = "; ".join([f"{first.rows} rows ({first.format}){left_out}", *rows.losses()])
     lines = [(key.replace("_", " "), *(f"{score.scores[key]:.4f}" for score in results.values())) for key in first.scores]
     return Outcome({key: asdict(score) for key, score in results.items()}, [table(title, ("", *results), lines)])

@@ -63,7 +63,7 @@ def statistics(
     collate = evaluation.collator(tokenizer)
     batches = (collate(encoded[i : i + batch]) for i in range(0, len(encoded), batch))
     measured = tensor_statistics(adapted, batches, weights=dense, rows=tokens)
-    shown = _tables(measured, worst, by)
+    shown = [*data.losses(), *_tables(measured, worst, by)]
     if png is not None:
         measured.png(png, by)
         shown.append(f"Drawn: {png}")

@@ -51,6 +51,11 @@ class Rows:
         """Rows are lists of messages, of which the tokenizer's chat template makes a text."""
         return any(isinstance(feature, datasets.List) for feature in self.data.features.values())
 
+    def losses(self) -> list[str]:
+        """What to say of the rows that were left out."""
+        count = f"{len(self.empty)} row{'s were' if len(self.empty) > 1 else ' was'} left out"
+        return [f"{count}: no text (the first: {self.empty[0]})"] if self.empty else []
+
     def by_turn(self) -> Rows:
         """Conversations as prompts and completions: a row for each turn of the assistant, with the messages before it."""
         if self.format != "chat":

@@ -75,12 +75,13 @@ def run(options: TrainOptions, resume: bool = False, say: Say = print) -> Result
         with stop, memory_advice(trainer):
             loss = trainer.train(resume_from_checkpoint=last).training_loss
             steps, finished = trainer.state.global_step, trainer.state.global_step >= trainer.state.max_steps
+            loss = loss if loss == loss and steps > (0 if last is None else int(last.rpartition("-")[2])) else None
             score = trainer.evaluate()["eval_loss"] if finished and trainer.eval_dataset is not None else None
         if finished:
             trainer.model.save_pretrained(output)
             trainer.processing_class.save_pretrained(output)
             trainer.save_state()
-    return Result(str(output), steps, finished, time.perf_counter() - start, loss if loss == loss else None, score)
+    return Result(str(output), steps, finished, time.perf_counter() - start, loss, score)
 
 
 def _check_resumed(options: TrainOptions, output: Path) -> None:
@@ -197,8 +198,8 @@ def _say_prepared(options: TrainOptions, rows: texts.Rows, given: Dataset, train
     say(
         f"{len(before)} rows became {len(lengths)} sequences, the longest of {max(lengths)} tokens (at most {options.max_length})"
     )
-    if rows.empty:
-        say(f"{len(rows.empty)} rows were left out, which have no text (the first: {rows.empty[0]})")
+    for line in rows.losses():
+        say(line)
     kept = given if options.packing else prepared
     if lost := list((Counter(before) - Counter(kept["place"])).elements()):
         say(f"{len(lost)} rows were left out: their prompt alone takes {options.max_length} tokens (the first: {lost[0]})")
