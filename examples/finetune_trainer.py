@@ -13,7 +13,7 @@ import argparse
 import smollm2_reviews as data
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from peft_nvfp4 import NVFP4LoraConfig
 
@@ -41,6 +41,13 @@ model = get_peft_model(model, lora)
 
 reviews, _ = data.movie_reviews(n_test=2)  # we only train
 texts = [row.text + data.PROMPT + data.LABELS[row.label] for row in reviews]
+
+
+def encode(text):  # every text ends in the end-of-text token, so that the model learns to stop
+    ids = tokenizer(text + tokenizer.eos_token, truncation=True, max_length=128).input_ids
+    return {"input_ids": ids, "labels": ids}  # given, because a collator that makes them leaves out every padding token
+
+
 trainer = Trainer(
     model=model,
     args=TrainingArguments(
@@ -55,8 +62,8 @@ trainer = Trainer(
         report_to="none",
         use_cpu=device == "cpu",
     ),
-    train_dataset=[tokenizer(text, truncation=True, max_length=128) for text in texts],
-    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    train_dataset=[encode(text) for text in texts],
+    data_collator=DataCollatorForSeq2Seq(tokenizer),
 )
 trainer.train()
 trainer.save_model(args.out)  # the adapter: a plain LoRA adapter, and the settings of this package beside it

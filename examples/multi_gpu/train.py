@@ -18,7 +18,7 @@ import argparse
 import torch
 from datasets import load_dataset
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from peft_nvfp4 import NVFP4LoraConfig
 from peft_nvfp4.training.callbacks import StopOnNonFinite, memory_advice
@@ -70,12 +70,19 @@ config = NVFP4LoraConfig(
 )
 model = get_peft_model(model, config)
 data = load_dataset("json", data_files=args.data, split="train")
-data = data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=args.max_length), remove_columns=data.column_names)
+
+
+def encode(row):  # every text ends in the end-of-text token, so that the model learns to stop
+    ids = tokenizer(row["text"] + tokenizer.eos_token, truncation=True, max_length=args.max_length).input_ids
+    return {"input_ids": ids, "labels": ids}  # given, because a collator that makes them leaves out every padding token
+
+
+data = data.map(encode, remove_columns=data.column_names)
 trainer = Trainer(
     model=model,
     args=training_args,
     train_dataset=data,
-    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    data_collator=DataCollatorForSeq2Seq(tokenizer),
     callbacks=[StopOnNonFinite()],
 )
 with memory_advice(trainer):

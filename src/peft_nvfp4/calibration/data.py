@@ -3,7 +3,7 @@
     texts, conversations    with the tokenizer: shuffled, joined with the end-of-text token, cut into sequences of equal length
     token ids               a tensor or array (S, T), or a list of lists: joined and cut likewise
     rows                    dicts, or a datasets.Dataset (streamed or not), with "input_ids" (what "attention_mask" leaves out is
-                            dropped), "messages" or "text": as above
+                            dropped), "messages" (and "tools", for the chat template) or "text": as above
     batches                 dicts of tensors (a processor's, with images; a DataLoader): passed to the model's forward as they are
 
 Where a tokenizer begins every text with a token of its own, every sequence begins with it: models that were trained with one
@@ -13,6 +13,7 @@ behave differently without. The same data, settings and seed give the same batch
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -99,6 +100,8 @@ def _content(row: Any) -> Any:
         key = next((key for key in COLUMNS if key in row), None)
         if key is None:
             raise ValueError(f"a row of calibration data has one of {', '.join(COLUMNS)}; this one has {', '.join(row)}")
+        if key == "messages" and row.get("tools"):
+            return row
         if key != "input_ids":
             return row[key]
         ids, mask = _ids(row["input_ids"]).flatten(), row.get("attention_mask")
@@ -134,7 +137,9 @@ def _tokenized(texts: list, tokenizer: Any, wanted: int) -> tuple[list[Tensor], 
         if isinstance(text, str):
             ids = list(tokenizer(text).input_ids)
         else:
-            text = tokenizer.apply_chat_template(text, tokenize=False)
+            row = text if isinstance(text, Mapping) else {"messages": text}
+            tools = json.loads(tools) if isinstance(tools := row.get("tools"), str) else tools
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False, **({"tools": tools} if tools else {}))
             ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         ids = ids[1:] if first is not None and ids[:1] == [first] else ids
         ids += [] if eos is None or ids[-1:] == [eos] else [eos]

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..quantization.options import help_of
 from ..training.callbacks import NonFiniteError, OutOfMemory
+from ._run.folders import check_writable
 
 DEBUG = {"on": bool(os.environ.get("PEFT_NVFP4_DEBUG"))}
 """Set by ``--debug``: errors with their tracebacks."""
@@ -61,6 +62,9 @@ def command(function: Callable[..., Outcome] | None = None, *, busy: str = "") -
     @functools.wraps(function)
     def run(*, json_file: str | None = None, **options: Any) -> None:
         try:
+            for path in (json_file, options.get("png"), options.get("trace")):
+                if path not in (None, "-"):
+                    check_writable(Path(path).parent)  # before hours of work
             with quiet_libraries(), redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):
                 out = console()
                 with out.status(busy) if busy else nullcontext():

@@ -20,18 +20,11 @@ from ..quantization.options import Options
 from ..transformers.config import PactConfig
 from ..transformers.prepare import num_parameters
 from ._run import models
+from ._run.folders import check_writable, kept_writes, new_folder
 from .common import Base, Calibration, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a dense model.")]
 Adapter = Annotated[str, typer.Argument(help="Folder of the adapter.")]
-
-
-def _fresh(folder: str) -> Path:
-    """The folder to write to. Raises ValueError if it holds something already."""
-    path = Path(folder)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is there already and not empty: choose another output folder")
-    return path
 
 
 def _written(folder: Path, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str]:
@@ -52,16 +45,17 @@ def quantize(
     layers: Layers = None,
 ) -> Outcome:
     """Pack a model's linears in NVFP4 and save it: 4.5 bits a weight, loaded with from_pretrained."""
-    path, device = _fresh(output), models.default_device()
+    device = models.default_device()
     names = [name.strip() for name in skip_modules.split(",") if name.strip()]
     settings: dict[str, Any] = {"quantization_config": PactConfig(skip_modules=names or None)}
     if device.type == "cuda":
         settings["device_map"] = {"": device}
-    if getattr(models.config_of(model), "quantization_config", None) is not None:
-        raise ValueError(f"{model} is quantised already; peft-nvfp4 export writes it in another layout")
-    packed, tokenizer = models.load(model, "bf16", layers, device=torch.device("cpu"), **settings)
-    packed.save_pretrained(path)
-    content, words = _written(path, packed, tokenizer)
+    with new_folder(output) as path:
+        if getattr(models.config_of(model), "quantization_config", None) is not None:
+            raise ValueError(f"{model} is quantised already; peft-nvfp4 export writes it in another layout")
+        packed, tokenizer = models.load(model, "bf16", layers, device=torch.device("cpu"), **settings)
+        packed.save_pretrained(path)
+        content, words = _written(path, packed, tokenizer)
     return Outcome(content, [words])
 
 
@@ -76,7 +70,7 @@ def calibrate(
     offset: Annotated[bool, typer.Option(help="Subtract the mean input (of one term: balanced, paper).")] = False,
     backward: Annotated[str, typer.Option(help="Backward layouts: requantize or gptq.")] = "requantize",
     samples: Annotated[int, typer.Option(help="Sequences.")] = 128,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (2048, or as many as the model takes).")] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     columns: Columns = None,
     limit: Limit = None,
@@ -86,13 +80,22 @@ def calibrate(
     """GPTQ weights, terms and offsets from a few texts, for train --calibration."""
     from ._run import texts  # needs the extra
 
+    models.check_model(model)
+    longest = models.positions(models.config_of(model)) or seq or 2048
+    if seq is not None and seq > longest:
+        raise ValueError(f"--seq {seq}: {model} was made for {longest} tokens, give --seq {longest} or less")
+    check_writable(output)
     how = {"method": method, "accuracy": accuracy, "budget": budget, "offset": offset, "backward": backward}
-    options = calibration.CalibrationOptions(**how, samples=samples, seq_len=seq, batch_size=batch, seed=seed)
-    data = texts.read(dataset, columns=pairs(columns), limit=limit).plain()
-    dense, tokenizer = models.load(model, layers=layers, device=torch.device("cpu"))
-    report = calibration.calibrate(dense, data, tokenizer, options, output_dir=output, device=models.default_device())
+    options = calibration.CalibrationOptions(
+        **how, samples=samples, seq_len=seq or min(2048, longest), batch_size=batch, seed=seed
+    )
+    rows, tokenizer = texts.read(dataset, columns=pairs(columns), limit=limit), models.load_tokenizer(model)
+    rows.check_template(tokenizer) if rows.format == "chat" else rows.rendered(tokenizer)
+    dense, _ = models.load(model, layers=layers, device=torch.device("cpu"), tokenizer=tokenizer)
+    with kept_writes(output, "Finished layers are kept: make room, and give the same command again"):
+        report = calibration.calibrate(dense, rows.plain(), tokenizer, options, output_dir=output, device=models.default_device())
     hint = f"Train with it: peft-nvfp4 train MODEL DATA --calibration {output}"
-    return Outcome(report.as_dict(), [str(report), hint])
+    return Outcome(report.as_dict(), [*rows.losses(), str(report), hint])
 
 
 @command(busy="Merging")
@@ -111,21 +114,26 @@ def merge(
     """Merge an adapter into its base model, and say how much of it is left."""
     if gguf and to == "nvfp4":
         raise ValueError("GGUF has no NVFP4 of this kind: merge to bf16, fp16 or fp32 for --gguf")
-    path, batches = _fresh(output), None
-    adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers, calibration)
-    if probe is not None:
-        from ._run import evaluation, texts  # need the extra
+    with new_folder(output) as path:
+        rows = None
+        if probe is not None:
+            from ._run import evaluation, texts  # need the extra
 
-        rows = evaluation.encode(texts.read(probe, limit=8), tokenizer, 128).values()
-        batches = [{"input_ids": torch.tensor([row["input_ids"]], device=adapted.device)} for row in rows]
-    merged, report = merging.merge(adapted, to, probe=batches)
-    if to == "nvfp4":
-        export_checkpoint(merged, path, layout)
-    else:
-        merged.save_pretrained(path)
-    content, words = _written(path, merged, tokenizer)
-    if gguf:
-        export_gguf(merged, tokenizer, path / "model.gguf", {"fp32": "f32", "fp16": "f16"}.get(to, "bf16"))
+            rows = evaluation.first_tokens(texts.read(probe, limit=8), models.tokenizer_of(model, adapter), 128)
+        adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers, calibration)
+        batches = None
+        if rows is not None:
+            rows = [ids[: models.positions(adapted.config)] for ids in rows]
+            models.check_tokens(adapted, ((f"{probe}: a row", ids) for ids in rows))
+            batches = [{"input_ids": torch.tensor([ids], device=adapted.device)} for ids in rows]
+        merged, report = merging.merge(adapted, to, probe=batches)
+        if to == "nvfp4":
+            export_checkpoint(merged, path, layout)
+        else:
+            merged.save_pretrained(path)
+        content, words = _written(path, merged, tokenizer)
+        if gguf:
+            export_gguf(merged, tokenizer, path / "model.gguf", {"fp32": "f32", "fp16": "f16"}.get(to, "bf16"))
     return Outcome({**content, "report": asdict(report)}, [str(report), words])
 
 
@@ -137,12 +145,12 @@ def export(
     layers: Layers = None,
 ) -> Outcome:
     """Write an NVFP4 model in the layout of a serving engine."""
-    path = _fresh(output)
-    packed, tokenizer = models.load(model, "stored", layers)
-    if not frozen_modules(packed):
-        freeze_model(packed, "nvfp4")
-    report = export_checkpoint(packed, path, layout)
-    content, words = _written(path, packed, tokenizer)
+    with new_folder(output) as path:
+        packed, tokenizer = models.load(model, "stored", layers)
+        if not frozen_modules(packed):
+            freeze_model(packed, "nvfp4")
+        report = export_checkpoint(packed, path, layout)
+        content, words = _written(path, packed, tokenizer)
     inexact = f"; {len(report.inexact)} global scales are off by one unit in the last place" if report.inexact else ""
     kind = f"{layout}, {report.scheme}, {len(report.dense)} linears dense{inexact}"
     return Outcome({**content, "report": asdict(report)}, [words, kind])

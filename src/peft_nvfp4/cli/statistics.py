@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 
 from ..diagnostics.statistics import PERCENT, TITLES, Statistics, TensorStatistics, short, tensor_statistics
 from ..fusion.loss_attach import attach_loss
@@ -44,26 +44,26 @@ def statistics(
 
     if by not in PERCENT:
         raise ValueError(f"--by must be one of {', '.join(PERCENT)}, got {by!r}")
-    if adapter is None and model is None:
-        raise ValueError("give a model, an adapter, or both")
     data = texts.read(dataset, columns=pairs(columns), limit=limit)
+    numbered = evaluation.encode(data, models.tokenizer_of(model, adapter), max_length)
     if adapter is None:
         frozen = {"backend": backend, "accuracy": accuracy, "calibration": calibration}
         config = NVFP4LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **frozen)
         base, tokenizer = models.load(model, dtype, layers, config.options)
     else:
         config, base, tokenizer = models.load_base(adapter, model, dtype, layers, calibration)
-    encoded = list(evaluation.encode(data, tokenizer, max_length).values())
+    encoded, places = list(numbered.values()), data.by_turn().data["place"]
+    models.check_tokens(base, ((f"{dataset}, {places[number]}", row["input_ids"]) for number, row in numbered.items()))
     dense = {key: p.detach() for key, p in base.named_parameters() if p.is_floating_point()}
     if adapter is None:
         adapted = get_peft_model(base, config)
     else:
-        adapted = PeftModel.from_pretrained(base, adapter, config=config, is_trainable=True)  # trainable: gradients come back
+        adapted = models.put_on(base, adapter, config, is_trainable=True)  # trainable: gradients come back
     attach_loss(adapted.to(models.default_device()).train())
     collate = evaluation.collator(tokenizer)
     batches = (collate(encoded[i : i + batch]) for i in range(0, len(encoded), batch))
     measured = tensor_statistics(adapted, batches, weights=dense, rows=tokens)
-    shown = _tables(measured, worst, by)
+    shown = [*data.losses(), *_tables(measured, worst, by)]
     if png is not None:
         measured.png(png, by)
         shown.append(f"Drawn: {png}")

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +38,8 @@ class NonFiniteError(RuntimeError):
 
 class StopOnNonFinite(TrainerCallback):
     """Callback of Trainer (and its relatives): raises :class:`NonFiniteError` where a loss or a gradient is NaN or Inf, before
-    the optimizer applies it. Nothing is saved then. The GPU is waited for once a step. Under FP16, gradients are left to the loss
+    the optimizer applies it, where an evaluation's loss is, and where a trained parameter is before a checkpoint or at the end of
+    training. Nothing is saved then. The GPU is waited for once a step. Under FP16, gradients are left to the loss
     scaler, which skips such steps.
 
     Which module computes the first such number is found by ``TrainingArguments(debug="underflow_overflow")`` (transformers'
@@ -59,7 +61,28 @@ class StopOnNonFinite(TrainerCallback):
         self.hook = model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check_parameters(args, state, **kwargs)
         self._remove()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save:
+            self._check_parameters(args, state, **kwargs)
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        losses = {name: value for name, value in (metrics or {}).items() if name.endswith("loss") and isinstance(value, float)}
+        if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
+            raise NonFiniteError(_explain_trained(f"{bad[0]} is {losses[bad[0]]}", args, state))
+        self._check_parameters(args, state, **kwargs)  # what is saved as the best so far
+
+    def _check_parameters(self, args: Any, state: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        local = lambda p: p.to_local() if hasattr(p, "to_local") else p
+        trained = {name: local(p.detach()) for name, p in model.named_parameters() if p.requires_grad}
+        if bad := [name for name, p in trained.items() if not torch.isfinite(p).all()]:
+            raise NonFiniteError(
+                _explain_trained(f"{bad[0]} is not finite (of {len(trained)} parameters {len(bad)})", args, state)
+            )
 
     def _remove(self) -> None:
         if self.hook is not None:
@@ -118,6 +141,15 @@ def _explain_non_finite(what: str, without_labels: bool, args: Any, state: Any, 
         "raise its warm-up, clip gradients (max_grad_norm), and look at the rows of this step for empty or broken ones. "
         "TrainingArguments(debug='underflow_overflow') prints the first module whose output is not finite when the run goes on "
         "from there"
+    )
+
+
+def _explain_trained(what: str, args: Any, state: Any) -> str:
+    checkpoint = last_checkpoint(args.output_dir)
+    last = f"the last checkpoint that is finite is {checkpoint}" if checkpoint else "there is no checkpoint that is finite"
+    return (
+        f"{what} after step {state.global_step}. Nothing of it was saved; {last}. Lower the learning rate or raise its warm-up, "
+        "and look at the optimizer's settings: epsilon of Adam must not be 0"
     )
 
 

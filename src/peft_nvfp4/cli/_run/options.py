@@ -13,6 +13,8 @@ import yaml
 from ...lora.config import NVFP4LoraConfig
 from ...quantization.options import FIELDS, check_known, help_of
 
+FIXED = ("backend", "rank", "alpha", "targets", "layers", "optimizer", "lora")
+"""What a checkpoint was made with: another value is another run."""
 FILE = "train.yaml"
 """In the output folder: the options of the run, read by ``--resume``."""
 
@@ -52,6 +54,7 @@ class TrainOptions:
     format: str = option("auto", "auto, chat, prompt, text or classification.")
     columns: dict[str, str] = option(dict, "prompt=question, completion=answer")
     template: str | None = option(None, 'Classification: "{text}\\nLabel:".')
+    labels: list[str] | None = option(None)  # of a classification: filled in from the data, for eval
     split: str = option("train")
     limit: int | None = option(None, "Rows at most.")
     eval_dataset: str | None = option(None, "Scored during training.")
@@ -116,7 +119,11 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
             return float(value)
         except ValueError:
             pass
-    if isinstance(value, bool) and bool not in allowed or not isinstance(value, tuple(allowed)):
+    if (
+        isinstance(value, bool)
+        and bool not in allowed
+        or not isinstance(value, tuple(typing.get_origin(t) or t for t in allowed))
+    ):
         names = " or ".join("nothing" if t is type(None) else t.__name__ for t in allowed)
         raise ValueError(f"{name} must be {names}, got {value!r}")
     return value

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import get_peft_model
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer, get_training_chat_template
 
@@ -30,8 +32,9 @@ from ...memory.settings import CONTEXT, OPTIMIZERS
 from ...training.callbacks import StopOnNonFinite, deterministic, memory_advice
 from ...training.cuda_graphs import disable_cuda_graphs
 from ...training.distributed.resume import last_checkpoint
-from . import models, texts
-from .options import TrainOptions, adapter_config
+from . import evaluation, models, texts
+from .folders import check_writable, kept_writes
+from .options import FILE, FIXED, TrainOptions, adapter_config, read_yaml
 
 CHECKPOINTS, LINES = 10, 50
 """Of a whole run, unless the options say after how many steps."""
@@ -53,38 +56,62 @@ class Result:
 
 def run(options: TrainOptions, resume: bool = False, say: Say = print) -> Result:
     """Train, from the last checkpoint if ``resume`` and there is one, and save the adapter. ``say`` gets lines for the user."""
-    output = Path(options.output)
+    output, paths = Path(options.output), ("model", "dataset", "eval_dataset", "calibration")
+    options = replace(options, **{name: models.absolute(path) for name in paths if (path := getattr(options, name))})
     if not resume and any(output.glob("checkpoint-*")):
         raise ValueError(f"{output} holds checkpoints of an earlier run: go on with --resume, or choose another output folder")
-    with deterministic() if options.deterministic else nullcontext():
+    check_writable(output)
+    last = last_checkpoint(output)  # a whole one: what was killed while it wrote one goes on from the one before
+    if last is not None:
+        _check_resumed(options, output)
+    again = f"What was saved before is kept: make room, and go on with: peft-nvfp4 train --resume --output {output}"
+    with deterministic() if options.deterministic else nullcontext(), kept_writes(output, again):
         stop = StopWhenAsked(say)
         trainer, options = _trainer(options, say, stop)
         options.save(output)
-        last = last_checkpoint(output)  # a whole one: what was killed while it wrote one goes on from the one before
         if resume:
             say(f"going on from {last}" if last else "no whole checkpoint yet: starting from the beginning")
         start = time.perf_counter()
         with stop, memory_advice(trainer):
             loss = trainer.train(resume_from_checkpoint=last).training_loss
             steps, finished = trainer.state.global_step, trainer.state.global_step >= trainer.state.max_steps
+            loss = loss if loss == loss and steps > (0 if last is None else int(last.rpartition("-")[2])) else None
             score = trainer.evaluate()["eval_loss"] if finished and trainer.eval_dataset is not None else None
-    if finished:
-        trainer.model.save_pretrained(output)
-        trainer.processing_class.save_pretrained(output)
-        trainer.save_state()
-    return Result(str(output), steps, finished, time.perf_counter() - start, loss if loss == loss else None, score)
+        if finished:
+            trainer.model.save_pretrained(output)
+            trainer.processing_class.save_pretrained(output)
+            trainer.save_state()
+    return Result(str(output), steps, finished, time.perf_counter() - start, loss, score)
+
+
+def _check_resumed(options: TrainOptions, output: Path) -> None:
+    """Raises ValueError if the checkpoints of a run were made with other settings of the adapter or its base."""
+    before = TrainOptions(**read_yaml(output / FILE)) if (output / FILE).is_file() else options
+    for name in FIXED:
+        if (value := getattr(options, name)) != (old := getattr(before, name)):
+            raise ValueError(
+                f"{name} was {old!r} in the run in {output}, and its checkpoints cannot go on with {value!r}: resume without it, "
+                "or start a new run in another output folder"
+            )
 
 
 def _trainer(options: TrainOptions, say: Say, *callbacks: TrainerCallback) -> tuple[SFTTrainer, TrainOptions]:
     """The trainer, after all that can be wrong with the options; and the options with what was chosen to fit ``max_memory``."""
     device = models.default_device()
     models.choose_dtype(options.dtype)  # raise before anything large is loaded
-    models.config_of(options.model)
+    models.check_model(options.model)
     train, test = _rows(options)
+    options = replace(options, labels=[label.strip() for label in train.labels] or None)
     config = adapter_config(options)
+    tokenizer = models.load_tokenizer(options.model)
+    if tokenizer.eos_token is None:
+        raise ValueError(f"the tokenizer of {options.model} has no eos_token, so texts would have no end: name one in its files")
+    train.check_template(tokenizer)
+    every_turn = train.format == "chat" and _template_marks_turns(tokenizer)
+    data, held_out = (None if rows is None else _learned(options, rows, tokenizer, every_turn) for rows in (train, test))
     torch.manual_seed(options.seed)
     home = torch.device("cpu") if config.options.offload else device
-    base, tokenizer = models.load(options.model, options.dtype, options.layers, config.options, home)
+    base, _ = models.load(options.model, options.dtype, options.layers, config.options, home, tokenizer)
     if options.max_memory is not None:
         options = _planned(options, base.config, train, tokenizer, say)
         config = adapter_config(options)
@@ -96,9 +123,7 @@ def _trainer(options: TrainOptions, say: Say, *callbacks: TrainerCallback) -> tu
         disable_cuda_graphs(model)
     if report := getattr(model.base_model, "nvfp4_report", None):
         say(str(report))
-    every_turn = train.format == "chat" and _template_marks_turns(tokenizer)
-    data, held_out = (None if rows is None else (rows if every_turn else rows.by_turn()).data for rows in (train, test))
-    trainer = SFTTrainer(
+    trainer = Trainer(
         model=model,
         args=_arguments(options, device, assistant_only_loss=every_turn, scored=test is not None),
         train_dataset=data,
@@ -109,8 +134,30 @@ def _trainer(options: TrainOptions, say: Say, *callbacks: TrainerCallback) -> tu
     for parameter in model.parameters():
         if parameter.requires_grad:  # TRL makes them BF16 on a base that was packed before: a resumed run would not be the same
             parameter.data = parameter.data.float()
-    _say_prepared(options, len(data), trainer.train_dataset, say)
+    _say_prepared(options, train, data, trainer, say)
     return trainer, options
+
+
+def _learned(options: TrainOptions, rows: texts.Rows, tokenizer: Any, every_turn: bool) -> Dataset:
+    """The rows that TRL gets, after a look at what their chat template makes of them. Raises ValueError where a setting would let
+    an answer be learned without its prompt; what packing would cut down to the prompt is left out here, the rest by TRL."""
+    given = options.trainer
+    cuts = given.get("truncation_mode") == "keep_end" or options.packing and given.get("packing_strategy", "bfd") != "bfd"
+    if cuts and rows.format != "text":
+        raise ValueError(
+            "truncation_mode keep_end, and packing_strategy other than bfd, cut long rows so that their answers are learned "
+            "without what was asked: leave them out, and raise max_length"
+        )
+    rows.check_template(tokenizer)
+    learned = rows if every_turn else rows.by_turn()
+    if not options.packing:
+        learned.rendered(tokenizer)
+        return learned.data
+    fitting = set(evaluation.encode(rows, tokenizer, options.max_length))
+    if every_turn:
+        fitting = {place for number, place in enumerate(rows.by_turn().data["place"]) if number in fitting}
+        return learned.data.filter(lambda row: row["place"] in fitting)
+    return learned.data.select(sorted(fitting))
 
 
 def _rows(options: TrainOptions) -> tuple[texts.Rows, texts.Rows | None]:
@@ -128,20 +175,34 @@ def _rows(options: TrainOptions) -> tuple[texts.Rows, texts.Rows | None]:
 def _template_marks_turns(tokenizer: Any) -> bool:
     """Whether TRL can tell the assistant's turns from the others: the template says so, or TRL knows one for it that does."""
     texts.check_chat_template(tokenizer)
-    with suppress(ValueError):
+    with suppress(Exception):  # TRL tries conversations that a template may refuse, with any error
         get_training_chat_template(tokenizer)
         return True
     return False
 
 
-def _say_prepared(options: TrainOptions, given: int, prepared: Dataset, say: Say) -> None:
-    """What became of the rows. Raises ValueError if nothing is left to learn from."""
+def _say_prepared(options: TrainOptions, rows: texts.Rows, given: Dataset, trainer: SFTTrainer, say: Say) -> None:
+    """What became of the rows. Raises ValueError if nothing is left to learn from, or rows are longer than the model can take."""
+    prepared = trainer.train_dataset
     lengths = [len(ids) for ids in prepared["input_ids"]]
     if not lengths:
-        raise ValueError(f"no row has anything to learn within {options.max_length} tokens: raise max_length")
-    say(f"{given} rows became {len(lengths)} sequences, the longest of {max(lengths)} tokens (at most {options.max_length})")
-    if len(lengths) < given and not options.packing:
-        say(f"{given - len(lengths)} rows were left out: their prompt alone takes {options.max_length} tokens")
+        raise ValueError(f"no row of {rows.name} has anything to learn within {options.max_length} tokens: raise max_length")
+    for data in (prepared, trainer.eval_dataset):
+        if data is not None and "place" in data.column_names:
+            models.check_tokens(trainer.model, ((f"{rows.name}, {row['place']}", row["input_ids"]) for row in data))
+        elif data is not None:  # packed rows have positions of their own
+            models.check_tokens(trainer.model, ((rows.name, ids[:1]) for ids in data["input_ids"]))
+            longest = max(length for row in data["seq_lengths"] for length in row)
+            models.check_tokens(trainer.model, [(f"{rows.name}: a row", [0] * longest)])
+    before = (rows if "messages" in given.column_names else rows.by_turn()).data["place"]
+    say(
+        f"{len(before)} rows became {len(lengths)} sequences, the longest of {max(lengths)} tokens (at most {options.max_length})"
+    )
+    for line in rows.losses():
+        say(line)
+    kept = given if options.packing else prepared
+    if lost := list((Counter(before) - Counter(kept["place"])).elements()):
+        say(f"{len(lost)} rows were left out: their prompt alone takes {options.max_length} tokens (the first: {lost[0]})")
 
 
 def _planned(options: TrainOptions, config: Any, rows: texts.Rows, tokenizer: Any, say: Say) -> TrainOptions:
@@ -149,7 +210,7 @@ def _planned(options: TrainOptions, config: Any, rows: texts.Rows, tokenizer: An
     or where rows are packed, as all of a batch."""
     longest = options.max_length * options.batch
     if not options.packing:
-        longest = min(options.max_length, 1 + max(len(tokenizer(p + c).input_ids) for p, c in rows.rendered(tokenizer)))
+        longest = min(options.max_length, 1 + max(len(tokenizer(text).input_ids) for _, text in rows.rendered(tokenizer)))
     adapter, known = adapter_config(options), {f.name for f in fields(Settings)}
     settings = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
     settings |= {"sequence": -(-longest // 8) * 8, "padded": True}
@@ -176,6 +237,26 @@ class Arguments(SFTConfig):
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         return min(super().get_warmup_steps(num_training_steps), num_training_steps - 1)
+
+
+class Trainer(SFTTrainer):
+    """TRL's, which goes on from a checkpoint with the learning rate, betas and weight decay of this run, and its steps between
+    checkpoints and lines: Trainer would take those that were saved."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        settings = ("initial_lr", "betas", "eps", "weight_decay")
+        groups = [{key: group[key] for key in settings if key in group} for group in self.optimizer.param_groups]
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        rates = list(getattr(schedule, "base_lrs", ()))
+        super()._load_optimizer_and_scheduler(checkpoint)
+        for group, values in zip(self.optimizer.param_groups, groups):
+            group.update(values)
+        if checkpoint is not None and isinstance(schedule, LambdaLR):  # a function of the step
+            schedule.base_lrs = rates
+            for group, rate, share in zip(self.optimizer.param_groups, rates, schedule.lr_lambdas):
+                group["lr"] = rate * share(schedule.last_epoch)
+            schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what is logged
+            self.state.compute_steps(self.args, self.state.max_steps)
 
 
 def _arguments(options: TrainOptions, device: torch.device, assistant_only_loss: bool, scored: bool) -> Arguments:

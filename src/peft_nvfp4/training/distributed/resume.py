@@ -20,9 +20,12 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 BY_NUMBER, BY_NAME, SHARDED = OPTIMIZERS = "optimizer.pt", "optimizer.bin", "optimizer_0"
 STATE, MODEL = "trainer_state.json", "pytorch_model_fsdp"
@@ -30,11 +33,25 @@ ALONE = "without-fsdp"
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest checkpoint of a run that was written to its end (a process may have died while it wrote one); None without."""
+    """The newest checkpoint of a run that was written to its end (a process may have died while it wrote one) and whose adapters
+    are finite; None without."""
     number = lambda path: path.name.partition("-")[2]
     numbered = [path for path in Path(folder).glob("checkpoint-*") if number(path).isdigit()]
     whole = [path for path in numbered if _ended(path / STATE) and any((path / name).exists() for name in OPTIMIZERS)]
-    return str(max(whole, key=lambda path: int(number(path)))) if whole else None
+    newest_first = sorted(whole, key=lambda path: int(number(path)), reverse=True)
+    return next((str(path) for path in newest_first if _finite(path)), None)
+
+
+def _finite(checkpoint: Path) -> bool:
+    """Whether the adapters of a checkpoint can be read, and no value in them is NaN or infinite."""
+    for path in (*checkpoint.rglob("adapter_model.safetensors"), *checkpoint.rglob("adapter_model.bin")):
+        try:
+            tensors = load_file(path) if path.suffix == ".safetensors" else _read(path)
+        except (SafetensorError, OSError, RuntimeError, EOFError, UnpicklingError):
+            return False
+        if not all(t.isfinite().all() for t in tensors.values() if t.is_floating_point()):
+            return False
+    return True
 
 
 def _ended(state: Path) -> bool:
