@@ -249,7 +249,8 @@ def lost_would_show(case: Case, reference: Reference) -> list[bool]:
     seen = []
     reference.sample(RUNS, reference.size)
     for i, act in enumerate(case.acts):
-        if act.kind == "checkpointed" or act.how == "reentrant":  # changes nothing
+        backward = act.kind in ("backward", "backward_pre", "tensor", "trained") and not case.trains
+        if act.kind == "checkpointed" or act.how == "reentrant" or backward:  # changes nothing
             continue
         without = dataclasses.replace(case, acts=case.acts[:i] + case.acts[i + 1 :])
         try:
