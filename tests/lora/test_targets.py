@@ -60,7 +60,7 @@ BLOCKS = dict(layers_block_type=["mamba", "attention"])
 BAMBA = dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
 FALCON = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, mamba_d_state=16, head_dim=16)
 LEFT_OUT = {  # model, linears without an adapter, why
-    "llama4": (llama4, {"router"}, "returns more than a tensor"),
+    "llama4": (llama4, {"router"}, "a Llama4Router is more than a linear"),
     "nemotron-h": (causal("NemotronH", **MAMBA2, **BLOCKS), {"out_proj"}, "PEFT refuses it"),
     "falcon-h1": (causal("FalconH1", **FALCON), {"out_proj"}, "PEFT refuses it"),
     "bamba": (causal("Bamba", **BAMBA), {"out_proj"}, "reads its weight"),

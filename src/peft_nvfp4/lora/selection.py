@@ -55,7 +55,7 @@ def _resolved(config: LoraConfig, model: nn.Module) -> LoraConfig:
 
 def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
     """Take out of "all-linear" what an adapter cannot work on, and warn of it: linears that PEFT refuses (Mamba's ``out_proj``),
-    whose weight is read past the layer, that return something else than a tensor (Llama 4's router), or that are trained in full.
+    whose weight is read past the layer, that are more than linears (Llama 4's router), or that are trained in full.
     Other values of ``target_modules`` are the user's choice."""
     if not _is_all_linear(config):
         return
@@ -74,8 +74,8 @@ def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
             continue
         if id(base) in read:
             left[name] = "the model reads its weight without calling it"
-        elif not _returns_a_tensor(base):
-            left[name] = "it returns more than a tensor"
+        elif not _is_linear(base):
+            left[name] = f"a {type(base).__name__} is more than a linear"
         elif name in saved:
             left[name] = "it is trained in full (modules_to_save)"
     if left:
@@ -88,17 +88,18 @@ def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _returns_a_tensor(module: nn.Module) -> bool:
-    """Whether a linear of a class with a forward of its own gives what a linear gives."""
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a linear of a class with a forward of its own takes and gives what a linear does: PEFT adds B A x to it. Llama 4's
+    router returns a tuple, DeepSeek V4's grouped linear takes another shape."""
     weight = getattr(module, "weight", None)
     known = not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward or weight is None
     if known or not type(module).__module__.startswith("transformers.models") or weight.is_meta:
         return True
     try:
         y = module(torch.zeros(1, module.in_features, dtype=weight.dtype, device=weight.device))
-    except Exception:  # it takes more than x: PEFT hands that through, whatever it may be
-        return True
-    return isinstance(y, torch.Tensor)
+    except Exception:  # it takes something else: whatever may be raised says so
+        return False
+    return isinstance(y, torch.Tensor) and y.shape == (1, module.out_features)
 
 
 def towers_without_adapter(config: LoraConfig, model: nn.Module) -> list[str]:
