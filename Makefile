@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PEFT_NVFP4_BUILD ?= 0# the CUDA extension takes minutes: make build-ext
 
-.PHONY: demo fetch test test-narrow test-oldest peer-tests mutants audit build-ext lint clean
+.PHONY: demo fetch test test-narrow test-oldest peer-tests mutants dataflow audit build-ext lint clean
 
 # PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
 $(VENV)/.base: pyproject.toml
@@ -62,6 +62,11 @@ test-oldest: $(OLDEST)/.base
 # would a test notice? one change of the arithmetic at a time, an hour or more: make mutants MUTANT_ARGS="ops/matrix.py --count 20"
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutation/run.py $(MUTANT_ARGS)
+
+# random decoders, hooks, edits and ways to run, fused against unfused against dense; for the night: make dataflow CASES=10000
+CASES ?= 10000
+dataflow: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/dataflow/nightly.py --cases $(CASES) $(DATAFLOW_ARGS)
 
 # known vulnerabilities in the packages that make test has installed (needs pypi.org)
 audit: $(VENV)/.test

@@ -10,8 +10,9 @@ from _frozen_experts import adapted, experts_of
 from _mixtures import mixtral
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.nn.utils import parametrize
 
-from peft_nvfp4 import attach
+from peft_nvfp4 import attach, detach
 from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.fusion.norm import NVFP4RMSNorm
 
@@ -49,7 +50,17 @@ def weight(layer):
     layer.input_layernorm.weight = nn.Parameter(torch.full((64,), 3.0), requires_grad=False)
 
 
-EDITS = {f.__name__: f for f in (replace_module, replace_forward, hook, epsilon, weight)}
+class Tripled(nn.Module):
+    def forward(self, weight):
+        return 3 * weight
+
+
+def parametrization(layer):
+    parametrize.register_parametrization(layer.input_layernorm, "weight", Tripled())
+
+
+EDITS = {f.__name__: f for f in (replace_module, replace_forward, hook, epsilon, weight, parametrization)}
+UNREPORTED = (weight, parametrization)  # fused norms compute with them
 
 
 @pytest.mark.parametrize("settings", [{}, dict(backend="nf4", memory="small")], ids=["nvfp4", "codes kept"])
@@ -62,12 +73,28 @@ def test_an_edit_has_the_effect_that_it_has_unfused(edit, settings):
         before = logits(model)
         edit(layer_of(model))
         results[fused] = logits(model), model(input_ids=IDS, use_cache=False).logits.detach()  # with autograd, too
-        if fused and edit is not weight:
+        if fused and edit not in UNREPORTED:
             (reason,) = set(model.base_model.nvfp4_report.fallbacks.values())
             assert any(word in reason for word in ("replaced by ReLU", "forward of its own", "hooks", "was 1e-06 and is 5.0"))
         assert (results[fused][1] - before).norm() > 0.1 * before.norm()
     for got, expected in zip(results[True], results[False]):
         assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("settings", [{}, dict(backend="nf4", memory="small")], ids=["nvfp4", "codes kept"])
+def test_a_parametrization_comes_and_goes_with_the_fused_norm(settings):
+    model = tuned("Llama", **settings)
+    attach(model)
+    before, layer = logits(model), layer_of(model)
+    parametrization(layer)
+    changed = logits(model)
+    detach(model)
+    assert (logits(model) - changed).norm() < 0.05 * changed.norm() < 0.5 * (changed - before).norm()
+    attach(model)
+    parametrize.remove_parametrizations(layer.input_layernorm, "weight", leave_parametrized=False)
+    assert torch.equal(logits(model), before)
+    detach(model)
+    assert (logits(model) - before).norm() < 0.05 * before.norm()
 
 
 def test_settings_are_read_and_set_as_on_the_original():

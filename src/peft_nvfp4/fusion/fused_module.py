@@ -29,8 +29,18 @@ class FusedModule(StandIn):
     @property
     def original(self) -> nn.Module:
         """The module this one replaced, with the contents and the mode that this one has now."""
+        self._share_parametrizations()
         self._outside[0].training = self.training
         return self._outside[0]
+
+    def _share_parametrizations(self) -> None:
+        """``torch.nn.utils.parametrize`` puts a property of the class in the place of a parameter. The original's class gets the
+        properties that this one's has now."""
+        names, original = set(self._modules.get("parametrizations", ())), self._outside[0]
+        if names != vars(type(original)).get("_parametrized", set()):
+            kind = type(original).__base__ if "_parametrized" in vars(type(original)) else type(original)
+            members = {name: getattr(type(self), name) for name in names} | {"_parametrized": names}
+            original.__class__ = type(kind.__name__, (kind,), members) if names else kind
 
     def train(self, mode: bool = True) -> FusedModule:
         self._outside[0].training = mode
@@ -39,6 +49,7 @@ class FusedModule(StandIn):
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
         """The original's ``forward`` with the contents and the mode of this module. A replica (of ``nn.DataParallel``) has
         contents of its own: then a copy of the original computes, since other threads use the original."""
+        self._share_parametrizations()
         original, contents = self._outside[0], {name: vars(self)[name] for name in CONTENTS}
         if original.training != self.training or any(vars(original)[name] is not held for name, held in contents.items()):
             parameters = {name: vars(self)[name] for name in original._parameters if name in vars(self)}  # as replicas have them
