@@ -60,7 +60,7 @@ def _resolved(config: LoraConfig, model: nn.Module) -> LoraConfig:
 
 def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
     """Take out of "all-linear" what an adapter cannot work on, and warn of it: linears that PEFT refuses (Mamba's ``out_proj``),
-    whose weight is read past the layer, that compute something else (Llama 4's router), or that are trained in full.
+    whose weight is read past the layer, that are more than linears (Llama 4's router), or that are trained in full.
     Other values of ``target_modules`` are the user's choice."""
     if not getattr(config, _ALL_LINEAR, False):
         return
@@ -82,7 +82,7 @@ def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
         if id(base) in read:
             left[name] = "the model reads its weight without calling it"
         elif is_another_product(base):
-            left[name] = "it computes something else than a linear"
+            left[name] = f"a {type(base).__name__} is more than a linear"
         elif name in saved:
             left[name] = "it is trained in full (modules_to_save)"
     if left:
