@@ -145,17 +145,12 @@ def test_other_tuners_may_leave_frozen_layers_out(llama):
     assert (scale != 1).any()
 
 
-@pytest.mark.parametrize("made_by", ["LoraConfig", "NVFP4LoraConfig"])
-def test_target_parameters_of_a_frozen_weight(llama, made_by):
-    model = llama()
-    if made_by == "LoraConfig":
-        freeze_model(model)
-        lora = LoraConfig(target_modules=[], target_parameters=["q_proj.weight"])
-    else:
-        lora = config(target_modules=[], target_parameters=["q_proj.weight"])
+def test_target_parameters_of_a_frozen_weight(llama):
+    """A linear that is packed already cannot be a target parameter; one that will be stays dense."""
+    asked = dict(target_modules=[], target_parameters=["q_proj.weight"])
     with pytest.raises(ValueError, match="target_parameters.*'weight'.*nvfp4.*target_modules.*skip_modules"):
-        get_peft_model(model, lora)
-    dense = get_peft_model(llama(), config(target_modules=[], target_parameters=["q_proj.weight"], skip_modules=["q_proj"]))
+        get_peft_model(freeze_model(llama()), LoraConfig(**asked))
+    dense = get_peft_model(llama(), config(**asked))
     assert type(dense.base_model.model.model.layers[0].self_attn.q_proj).__name__ == "ParamWrapper"
     before = logits(dense)
     train(dense)

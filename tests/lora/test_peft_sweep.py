@@ -44,6 +44,14 @@ def test_the_sweep_sees_differences(monkeypatch):
     assert peft_sweep.differences(row) == ["stock train: DIFFERS"]
 
 
+def test_a_linear_that_takes_another_shape_is_left_out(backend):
+    """LoRA on DeepSeek V4's grouped linears fails in stock PEFT."""
+    make = peft_sweep.tiny(hf.DeepseekV4ForCausalLM)
+    with pytest.warns(UserWarning, match="leaves out .*DeepseekV4GroupedLinear is more than a linear"):
+        model = get_peft_model(make(), NVFP4LoraConfig(r=4, target_modules="all-linear", backend=backend))
+    model(**peft_sweep.first_batch(make)).logits.square().mean().backward()
+
+
 @pytest.mark.parametrize("saved", (None, ["classifier"]))
 def test_a_vision_model_without_embeddings_of_tokens(backend, saved):
     """Its input embeddings are a convolution, and have no weight of their own."""

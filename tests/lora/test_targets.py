@@ -59,15 +59,10 @@ MAMBA2 = dict(mamba_num_heads=8, mamba_head_dim=16, n_groups=1, ssm_state_size=1
 BLOCKS = dict(layers_block_type=["mamba", "attention"])
 BAMBA = dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
 FALCON = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, mamba_d_state=16, head_dim=16)
-DEEPSEEK = dict(
-    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16, q_lora_rank=32, o_lora_rank=16, o_groups=2
-)
-DEEPSEEK |= dict(
-    index_n_heads=2, index_head_dim=16, layer_types=["heavily_compressed_attention"] * 2, mlp_layer_types=["moe"] * 2
-)
+LONGCAT = dict(num_layers=1, expert_ffn_hidden_size=48, n_routed_experts=4, zero_expert_num=2, moe_topk=2, qk_head_dim=32)
+LONGCAT |= dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, head_dim=16)
 LEFT_OUT = {  # model, linears without an adapter, why
-    "llama4": (llama4, {"router"}, "computes something else"),
-    "deepseek-v4": (causal("DeepseekV4", **DEEPSEEK), {"o_a_proj"}, "computes something else"),
+    "llama4": (llama4, {"router"}, "a Llama4Router is more than a linear"),
     "nemotron-h": (causal("NemotronH", **MAMBA2, **BLOCKS), {"out_proj"}, "PEFT refuses it"),
     "falcon-h1": (causal("FalconH1", **FALCON), {"out_proj"}, "PEFT refuses it"),
     "bamba": (causal("Bamba", **BAMBA), {"out_proj"}, "reads its weight"),
@@ -91,6 +86,14 @@ def test_all_linear_leaves_out_what_lora_does_not_work_on(backend, make, left, r
 def test_a_plain_config_on_a_packed_model_leaves_them_out_too():
     with pytest.warns(UserWarning, match="leaves out"):
         get_peft_model(freeze_model(llama4(), progress=False), LoraConfig(**ALL))(IDS)
+
+
+def test_all_linear_is_known_where_peft_replaces_it():
+    """For mixtures whose experts transformers renamed, it does so before it prepares the model."""
+    with pytest.warns(UserWarning, match="leaves out 1 .*classifier .the model reads its weight"):
+        model = get_peft_model(causal("LongcatFlash", **LONGCAT)(), NVFP4LoraConfig(**ALL))
+    names = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert "q_a_proj" in names and "classifier" not in names
 
 
 def test_named_targets_are_the_users_choice():

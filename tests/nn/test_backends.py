@@ -196,21 +196,9 @@ def test_copies_are_independent_and_equal(backend, dtype, how):
 
 @by_dtype
 def test_state_dict_round_trip(backend, dtype):
-    """nvfp4 and bf16 load into any layer of the same sizes. nf4 keeps its scales outside the parameter, under bitsandbytes'
-    names, which nn.Module cannot load: bitsandbytes' own way is Params4bit.from_prequantized, the way transformers takes."""
     layer, fresh, x = freeze(backend, dense(dtype)), freeze(backend, dense(dtype)), torch.randn(TOKENS, IN).to(dtype)
-    state = {name: t.clone() for name, t in layer.state_dict().items()}
     assert not torch.equal(fresh.dequantize(), layer.dequantize())
-    if backend == "nf4":
-        from bitsandbytes.nn import Params4bit
-
-        with pytest.raises(RuntimeError, match="quant_state.bitsandbytes__nf4"):
-            copy.deepcopy(fresh).load_state_dict(state)
-        stats = {name: t for name, t in state.items() if name.startswith("weight.")}
-        fresh.weight = Params4bit.from_prequantized(state["weight"], stats, device="cpu", module=fresh)
-        fresh.bias.data = state["bias"]
-    else:
-        fresh.load_state_dict(state)
+    fresh.load_state_dict({name: t.clone() for name, t in layer.state_dict().items()})
     assert_same_packed(fresh, packed(layer))
     assert_same_bits(fresh(x), layer(x), "output")
 

@@ -57,7 +57,7 @@ from .fingerprint import BASE_FILE, note, read_file, remember, source_fingerprin
 from .inits import RESIDUAL_INITS, leave_factors
 from .layer import FrozenLoraLinear, refuse_unsupported
 from .merge_aware import refuse_dense
-from .selection import adapted_by_parameter, leave_out, towers_without_adapter, trained_in_full
+from .selection import adapted_by_parameter, leave_out, note_all_linear, towers_without_adapter, trained_in_full
 from .tied import settle_config, untie
 
 
@@ -282,6 +282,7 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     config = self.peft_config[adapter_name]
     _refuse_frozen_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
     if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
+        note_all_linear(config)
         result = original(self, model, adapter_name, *args, **kwargs)
         # what was asked for, by the adapter and where the model was loaded: less memory for either is less for both
         settings = (config if isinstance(config, NVFP4LoraConfig) else None, pact_config(model))

@@ -22,10 +22,13 @@ from peft.tuners.tuners_utils import (
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..nn.wrapping import warn_caller
 from ..quantization.direct_reads import read_directly
 from ..quantization.linears import is_another_product
+
+_ALL_LINEAR = "_peft_nvfp4_all_linear"
 
 
 def trained_in_full(config: LoraConfig, model: nn.Module) -> list[str]:
@@ -44,8 +47,10 @@ def adapted_by_parameter(config: LoraConfig, model: nn.Module) -> list[str]:
     return [name for key, name in weights if key.endswith(tuple(f".{target}" for target in targets))]
 
 
-def _is_all_linear(config: LoraConfig) -> bool:
-    return isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
+def note_all_linear(config: LoraConfig) -> None:
+    """Keep in a config that it says "all-linear": for some mixtures, PEFT replaces the word before it prepares the model."""
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        setattr(config, _ALL_LINEAR, True)
 
 
 def _resolved(config: LoraConfig, model: nn.Module) -> LoraConfig:
@@ -55,11 +60,13 @@ def _resolved(config: LoraConfig, model: nn.Module) -> LoraConfig:
 
 def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
     """Take out of "all-linear" what an adapter cannot work on, and warn of it: linears that PEFT refuses (Mamba's ``out_proj``),
-    whose weight is read past the layer, that compute something else (Llama 4's router), or that are trained in full.
+    whose weight is read past the layer, that are more than linears (Llama 4's router), or that are trained in full.
     Other values of ``target_modules`` are the user's choice."""
-    if not _is_all_linear(config):
+    if not getattr(config, _ALL_LINEAR, False):
         return
     resolved = _resolved(config, model)
+    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | BaseTunerLayer)]
+    resolved.target_modules = {name for name in linears if check_target_module_exists(resolved, name)}
     saved, read = set(trained_in_full(config, model)), read_directly(model, values_only=True)
     left: dict[str, str] = {}
     for name in sorted(resolved.target_modules):
@@ -75,7 +82,7 @@ def leave_out(tuner: BaseTuner, config: LoraConfig, model: nn.Module) -> None:
         if id(base) in read:
             left[name] = "the model reads its weight without calling it"
         elif is_another_product(base):
-            left[name] = "it computes something else than a linear"
+            left[name] = f"a {type(base).__name__} is more than a linear"
         elif name in saved:
             left[name] = "it is trained in full (modules_to_save)"
     if left:
