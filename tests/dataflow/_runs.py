@@ -56,13 +56,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return getattr(module, "wrapped", module)
 
 
-def prepared(model: nn.Module, case: Case, run: str) -> tuple[nn.Module, dict]:
-    """The model with the interventions of the case, and what they will capture."""
+def prepared(model: nn.Module, case: Case, run: str, stack: contextlib.ExitStack) -> tuple[nn.Module, dict]:
+    """The model with the interventions of the case, and what they will capture; ``stack`` takes back what is not the model's."""
     decoder, captured = model.base_model.model, {}
     if run.startswith("offload"):
         enable_offload(model)
     model.train(case.mode in ("train", "autocast"))
-    model.handles = [handle for act in case.acts if (handle := apply(decoder, act, captured)) is not None]
+    for act in case.acts:
+        if (handle := apply(decoder, act, captured)) is not None:
+            stack.callback(handle.remove)
     for layer in map(unwrapped, decoder.layers):
         layer.edited = case.edited
         if layer.attn is not None:
@@ -151,10 +153,6 @@ def fixed_masks():
 
 def run(model: nn.Module, case: Case, how: str = "plain") -> Results:
     """Results of the case on a model that nobody has touched yet."""
-    with fixed_masks():
-        model, captured = prepared(model, case, how)
-        try:
-            return step(model, case, batch(case), how) | captured
-        finally:
-            for handle in getattr(model, "_orig_mod", model).handles:
-                handle.remove()
+    with fixed_masks(), contextlib.ExitStack() as stack:
+        model, captured = prepared(model, case, how, stack)
+        return step(model, case, batch(case), how) | captured
