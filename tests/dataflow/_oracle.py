@@ -20,6 +20,7 @@ MLPs alone, or with such a change of those that stand in a layer with an interve
 
 A lost intervention changes a result by about its whole size: :func:`lost_would_show` measures that against the bound."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -87,8 +88,8 @@ def near(what: str, got: Results, expected: Results, allowed: dict[str, float]) 
 
 def in_threads(model: nn.Module, case: Case, count: int = 2) -> None:
     """Several threads compute on one model at a time: each gets, bit for bit, what it gets alone; with offload, or an error."""
-    with fixed_masks():
-        model = prepared(model, case, case.run)[0]
+    with fixed_masks(), contextlib.ExitStack() as stack:
+        model = prepared(model, case, case.run, stack)[0]
         xs = [batch(case, number) for number in range(count)]
         step(model, case, xs[0], case.run)  # what changes once has changed
         alone = [step(model, case, x, case.run) for x in xs]
