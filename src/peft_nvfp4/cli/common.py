@@ -182,7 +182,7 @@ def report(error: Exception) -> None:
     if not isinstance(error, EXPLAINED) or not words:
         words = f"{type(error).__name__}: {words}"
     out = console(stderr=True)
-    out.print(Text("Error: ", style="bold red") + Text(words, style="default"))
+    out.print(Text("Error: ", style="bold red") + Text(words, style="default"), soft_wrap=True)  # paths stay whole
     if not isinstance(error, EXPLAINED):
         out.print(Text("(peft-nvfp4 --debug COMMAND shows where it happened)", style="dim"))
 
