@@ -4,7 +4,7 @@
 
 A case is SHAPE:METHOD[-ckpt][-eager]:LENGTHS[:STEPS]. METHOD: ``peft`` (LoraConfig on BF16), ``qlora`` (bitsandbytes NF4 with
 double quantisation, prepare_model_for_kbit_training, LoraConfig), ``nvfp4``, ``nf4``, ``bf16`` (NVFP4LoraConfig with that backend
-and no field but LoRA's own). ``ckpt``: TrainingArguments.gradient_checkpointing. ``eager``: without recordings. LENGTHS: ``fixed``
+and no field but LoRA's own). ``ckpt``: gradient_checkpointing. ``eager``: without recordings. LENGTHS: ``fixed``
 (1024), ``varied`` (log-normal around 270, padded to the longest row of the batch, a multiple of 8). Labels at every token, LoRA
 r=16 on all linears, batch 4, AdamW, bf16=True, random weights.
 

@@ -81,16 +81,15 @@ def test_the_shapes_that_are_met_most_often_are_recorded(device, monkeypatch):
     assert list(graph_status(model).reasons.values()) == [2]
 
 
-def test_a_longer_batch_than_any_before_starts_a_pool_of_its_size():
+def test_longer_batches_than_any_before_are_recorded_once_they_pay():
     model = tuned()
-    losses_and_gradients(model, [batch(length=n) for n in (8, 12, 8, 10, 6)], 1)
+    losses_and_gradients(model, [batch(length=n) for n in (12, 8)], 1)
     forward = model.get_base_model().model.forward
-    assert forward.tokens == 24 and [entry.tokens for entry in forward.entries.values()] == [24, 16, 20, 12]
-    with pytest.warns(UserWarning, match="more tokens than all batches"):  # one of them is not worth four recordings
-        losses_and_gradients(model, [batch(length=14)], 1)
-    assert len(forward.entries) == 4
-    losses_and_gradients(model, [batch(length=14)], 1)
-    assert forward.tokens == 28 and [entry.tokens for entry in forward.entries.values()] == [28]
+    with pytest.warns(UserWarning, match="more tokens than all batches"):
+        losses_and_gradients(model, [batch(length=n) for n in (14, 16, 14, 14, 14, 14, 14)], 1)
+    assert [entry.tokens for entry in forward.entries.values()] == [24, 16]
+    losses_and_gradients(model, [batch(length=n) for n in (14, 12)], 1)  # the eighth: four for each recording
+    assert forward.tokens == 32 and [entry.tokens for entry in forward.entries.values()] == [28, 24]
 
 
 @on_devices
