@@ -25,6 +25,7 @@ from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.numerics.matmul import full_precision_sums
 from peft_nvfp4.ops import linear
 from peft_nvfp4.quantization.freeze import dequantize_model, frozen_layers
+from peft_nvfp4.training.steps import slow_down_steps
 
 RANDOM = dict(init_lora_weights=False)  # A and B both random: the adapter matters
 
@@ -269,6 +270,7 @@ def test_inputs_are_quantised_once(llama, monkeypatch, kind, fused):
     """Two layers, sites q/k/v, o, gate/up, down. Fused norms and MLPs emit what they produce quantised, which leaves o."""
     model = get_peft_model(llama(), config(accuracy="paper", use_dora=kind == "dora", target_modules="all-linear"))
     model = model if fused else detach(model)
+    slow_down_steps(model)  # whose trials compute, too
     calls, quantize = [], linear.quantize_input.run
     monkeypatch.setattr(linear.quantize_input, "run", lambda x, *args: calls.append(x.dtype) or quantize(x, *args))
     with nullcontext() if kind == "dora" else torch.autocast("cpu", dtype=kind):

@@ -49,13 +49,8 @@ class Reader(torch.nn.Module):
 def test_readers_of_a_dtype(backend):
     model = freeze_model(torch.nn.Sequential(Reader()), backend, progress=False)
     reader, x = model[0], torch.randn(2, 32)
-    assert [name for name, m in reader.named_children() if type(m) is torch.nn.Linear] == ["cast_to"]
-    if backend == "bf16":
-        assert model(x).is_floating_point()
-    else:  # a reader that is not known: loud
-        with pytest.raises(RuntimeError, match=r"32 -> 32.*uint8.*skip_modules"):
-            model(x)
-    for layer in (reader.guarded, reader.other):
-        for x in (torch.ones(2, 32, dtype=torch.uint8), torch.ones(2, 32, dtype=torch.int64)):
-            with pytest.raises(RuntimeError, match="skip_modules"), torch.autocast("cpu", torch.bfloat16):
-                layer(x)
+    assert [name for name, m in reader.named_children() if type(m) is torch.nn.Linear] == ["cast_to", "other"]
+    assert model(x).is_floating_point()
+    for x in (torch.ones(2, 32, dtype=torch.uint8), torch.ones(2, 32, dtype=torch.int64)):
+        with pytest.raises(RuntimeError, match="skip_modules"), torch.autocast("cpu", torch.bfloat16):
+            reader.guarded(x)

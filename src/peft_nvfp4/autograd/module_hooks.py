@@ -30,10 +30,10 @@ def may_change(hooks: Sequence[dict]) -> bool:
     """Whether there is a hook that may change what it is handed, among these or those of all modules."""
     if not any(hooks) and not any(GLOBAL_HOOKS):
         return False
-    return not all(_observes_only(hook) for group in (*hooks, *GLOBAL_HOOKS) for hook in group.values())
+    return not all(observes_only(hook) for group in (*hooks, *GLOBAL_HOOKS) for hook in group.values())
 
 
-def _observes_only(hook: Callable) -> bool:
+def observes_only(hook: Callable) -> bool:
     """PEFT's own hooks on LoRA layers (names of adapters, places of an aLoRA's invocation) add arguments, and leave x alone."""
     function = getattr(hook, "func", hook)
     return getattr(hook, "observes_only", False) or getattr(function, "__module__", "").startswith("peft.tuners.")

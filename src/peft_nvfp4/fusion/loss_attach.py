@@ -37,7 +37,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .lazy_logits import LazyLogits
 from .loss import Targets, Transform, _compute_dtype, _losses, _shifted, _supervised_loss, _targets
-from .probe import hooked, innermost, modes_kept, special_tokens, watched
+from .probe import hooked, innermost, modes_kept, special_tokens, watched, without_observers
 
 # ---------------------------------------------------------------------------------------------- models of transformers
 
@@ -141,10 +141,11 @@ def _with_loss(original: type) -> type:
         applies = settings is not None and _applies(self, kwargs)
         if applies and isinstance(settings, LossReport):
             untried = settings.attached and not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False)
-            if untried and not any(watched(m) for m in self.modules() if m is not self):  # a trial would call hooks
+            if untried and not any(watched(m, observers=False) for m in self.modules() if m is not self):  # it would call them
                 _set_class(self, original)  # with the model's own forward
                 try:
-                    examined, report = _examined(self, None)
+                    with without_observers(self):
+                        examined, report = _examined(self, None)
                 finally:
                     _set_class(self, _with_loss(original))
                 settings = self.__dict__[_SETTINGS] = report if examined is None else examined

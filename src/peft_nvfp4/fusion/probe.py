@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..autograd.module_hooks import hooks_of, observes_only
 from ..nn.frozen_linear import FrozenLinear
 
 HARMLESS = frozenset("__get__ __hash__ size dim numel is_floating_point is_complex stride get_device".split())
@@ -181,11 +182,27 @@ HARMLESS_HOOKS = frozenset({"make_inputs_require_grads"})
 """Hooks (of transformers and PEFT, for checkpointing) that do the same in every call, to whatever shape."""
 
 
-def watched(module: nn.Module) -> list[str]:
-    """Names of hooks of this module that may look at what passes, or change it."""
-    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    names = [getattr(hook, "__name__", type(hook).__name__) for hooks in every for hook in hooks.values()]
+def watched(module: nn.Module, observers: bool = True) -> list[str]:
+    """Names of hooks of this module that may look at what passes, or change it; or those that may change it."""
+    hooks = [hook for group in hooks_of(module) for hook in group.values() if observers or not observes_only(hook)]
+    names = [getattr(hook, "__name__", type(hook).__name__) for hook in hooks]
     return [name for name in names if name not in HARMLESS_HOOKS]
+
+
+@contextmanager
+def without_observers(model: nn.Module) -> Iterator[None]:
+    """Within the context hooks that only look (:func:`~peft_nvfp4.autograd.module_hooks.observing`) are not called."""
+    groups = [group for module in model.modules() for group in hooks_of(module) if any(map(observes_only, group.values()))]
+    before = [group.copy() for group in groups]
+    try:
+        for group in groups:
+            for key in [key for key, hook in group.items() if observes_only(hook)]:
+                del group[key]
+        yield
+    finally:
+        for group, hooks in zip(groups, before):
+            group.clear()
+            group.update(hooks)
 
 
 def special_tokens(config: object) -> set[int]:

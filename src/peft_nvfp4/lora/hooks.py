@@ -203,9 +203,10 @@ def _create_new_module(
 
 def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
     disable_cuda_graphs(self.model)
+    if hasattr(self, "nvfp4_steps"):
+        slow_down_steps(self.model)
     if not frozen_modules(self.model):
         return original(self, merge=merge, **kwargs)
-    slow_down_steps(self.model)
     detach(self.model)  # fused norms and MLPs belong to frozen layers with adapters
     if merge:
         _set_dense_dtype(self.model, getattr(self, "nvfp4_dense_dtype", None))

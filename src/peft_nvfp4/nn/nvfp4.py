@@ -257,7 +257,7 @@ class NVFP4FrozenLinear(FrozenLinear):
                 y = self.group.output(self, branches, x, x2, quantized)
             else:
                 (y,) = frozen_linear(x2, quantized, [self.operands(branches)])
-        return y.view(*x.shape[:-1], self.out_features)
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.out_features))  # no view: it may be edited in place
 
     def _flat(self, x: Tensor) -> Tensor:
         """x (..., in_features) as a matrix."""

@@ -261,6 +261,8 @@ class GraphedForward:
                 state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
             if hooked(module) and (hooks := watched(module)):
                 kind = type(module).__name__
+                for p in self.decoder.parameters():  # sharded ones are the reason, not the hooks that gather them
+                    _baked_in(p)
                 raise Unsupported(f"{', '.join(hooks)} would run only while a step is recorded ({kind} has hooks)")
             if "lora_A" in children:
                 if getattr(module, "merge_aware_adapters", None):

@@ -267,9 +267,11 @@ class PackedForward:
         return PackedForward, (self.decoder, self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
         named = dict(self.__signature__.bind(*args, **kwargs).arguments)
         named |= named.pop(self.catch_all, {})
-        if torch.compiler.is_compiling() or not (self.decoder.training or named.get("use_cache") is False):
+        if not (self.decoder.training or named.get("use_cache") is False):
             return self.original(*args, **kwargs)  # generation keeps a cache
         labels = _LABELS.get()
         _LABELS.set(None)
@@ -441,6 +443,8 @@ def enable_packing(model: nn.Module) -> None:
 
 def _note_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """With padding on the left, the first token of a row has nothing real before it to be predicted from: its label goes."""
+    if torch.compiler.is_compiling():
+        return args, kwargs
     labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
     if isinstance(labels, Tensor) and isinstance(mask, Tensor) and labels.shape == mask.shape and mask.ndim == 2:
         after_padding = (mask[:, :-1] == 0) & (mask[:, 1:] != 0)
