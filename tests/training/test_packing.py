@@ -12,8 +12,8 @@ from _rehearsal import Rehearsal
 from low_level import adapted_model
 
 from peft_nvfp4 import disable_cuda_graphs, enable_cuda_graphs, graph_status
+from peft_nvfp4.training.packed_attention import attention
 from peft_nvfp4.training.packing import (
-    attention,
     disable_packing,
     enable_packing,
     pack,

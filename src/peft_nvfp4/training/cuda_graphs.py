@@ -20,6 +20,8 @@ Rejected: recording the optimizer, too (Trainer owns it), or each decoder layer 
 in memory between its replays; the residual stream is what NVFP4 activations just got rid of).
 ``torch.cuda.make_graphed_callables`` does not handle keyword inputs, shapes that vary, seeds, or gradients accumulated over
 several backwards.
+
+The file is long because what is replayed, what is recorded and what gives way are one state.
 """
 
 from __future__ import annotations
@@ -39,8 +41,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from ..fusion.probe import hooked, watched
-from ..nn.plain import StandIn
 from .graph_recording import (
     CudaRecording,
     Replay,
@@ -51,6 +51,7 @@ from .graph_recording import (
     recordable_checkpoints,
     substituted,
 )
+from .graph_state import baked_in
 from .offload.layers import ATTRIBUTE
 from .packing import PackedForward, Replicate, decoder_of, packed_forward, put_back
 
@@ -102,22 +103,6 @@ def _addresses(memory: list[Tensor]) -> list[int]:
 def _tokens(tensors: dict[str, Tensor]) -> int:
     """Tokens of a batch, padding counts."""
     return next((t.shape[0] * t.shape[1] for name, t in tensors.items() if name in ("input_ids", "inputs_embeds")), 0)
-
-
-def _baked_in(p: nn.Parameter) -> tuple:
-    """Of a parameter: the object, too, since gradients go to the one that was recorded; of frozen ones also the version, since
-    copies of them may be read."""
-    if type(p).__name__ == "DTensor":
-        raise Unsupported("the parameters are sharded (FSDP2), and each step gathers them anew")
-    return id(p), p.data_ptr(), p.dtype, p.requires_grad, 0 if p.requires_grad or p.is_inference() else p._version
-
-
-def _adapter_state(layer: nn.Module) -> tuple:
-    if layer._forward_pre_hooks:
-        raise Unsupported("hooks on adapters (aLoRA) may do something else in every step")
-    dropouts = tuple(getattr(d, "p", 0.0) for d in layer.lora_dropout.values())
-    chosen = tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters)
-    return *chosen, tuple(layer.scaling.items()), dropouts
 
 
 class GraphedForward:
@@ -180,7 +165,7 @@ class GraphedForward:
             generator, same = torch.get_rng_state(), False
             output = self._play(entry, tensors)  # the rest of the model is looked at while the GPU computes
             try:
-                same = self._model_state() == self.state
+                same = baked_in(self.decoder) == self.state
             finally:
                 if not same:
                     torch.set_rng_state(generator)
@@ -188,7 +173,7 @@ class GraphedForward:
             if same:
                 return self._counted(key, tensors, output)
             del output
-        if (state := self._model_state()) != self.state:
+        if (state := baked_in(self.decoder)) != self.state:
             self.status.discarded += any(isinstance(entry, _Entry) for entry in self.entries.values())
             self.entries, self.state = {}, state
         if key not in self.entries:
@@ -235,42 +220,6 @@ class GraphedForward:
         if mask is not None and mask.ndim == 2 and self._maskless(tensors) and bool(mask.all()):
             del tensors["attention_mask"]
         return tensors, constants
-
-    def _model_state(self) -> tuple:
-        """What a recording has baked in. Asked in every step, of thousands of modules: ``modules()``, ``parameters()`` and
-        ``buffers()`` took longer than the rest of a step's Python."""
-        state: list = [getattr(self.decoder.config, "_attn_implementation", None)]
-        seen: set[int] = set()
-        left = [self.decoder]
-        while left:
-            module = left.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            children = module._modules
-            if children:
-                left += [child for child in children.values() if child is not None]
-            own = module.__dict__
-            state.append((type(module), module.training, own.get("attention_dropout"), own.get("gradient_checkpointing")))
-            state.append(own.get("forward"))
-            if isinstance(module, StandIn):
-                state.append(module.edit())
-            if module._parameters:
-                state += [_baked_in(p) for p in module._parameters.values() if p is not None]
-            if module._buffers:
-                state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
-            if hooked(module) and (hooks := watched(module)):
-                kind = type(module).__name__
-                for p in self.decoder.parameters():  # sharded ones are the reason, not the hooks that gather them
-                    _baked_in(p)
-                raise Unsupported(f"{', '.join(hooks)} would run only while a step is recorded ({kind} has hooks)")
-            if "lora_A" in children:
-                if getattr(module, "merge_aware_adapters", None):
-                    raise Unsupported("merge_aware=True makes the merged weights anew in every pass")
-                state.append(_adapter_state(module))
-            elif isinstance(module, nn.Dropout):
-                state.append(module.p)
-        return tuple(state)
 
     # -- recording
 
