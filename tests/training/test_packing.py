@@ -129,6 +129,23 @@ def test_families_are_packed_or_say_why_not(name):
         assert (packed[1] - padded[1]).norm() < 2e-6 * padded[1].norm()
 
 
+@pytest.mark.parametrize("setting", ["output_hidden_states", "return_dict"])
+def test_settings_of_a_model_that_change_what_it_returns(setting):
+    model, plain, inputs = tuned(), tuned(False), batch()
+    step(model, **inputs)
+    with torch.no_grad():
+        for m in (model, plain):
+            setattr(m.get_base_model().config, setting, setting != "return_dict")
+        a, b = (m.get_base_model().model(inputs["input_ids"], inputs["attention_mask"]) for m in (model, plain))
+        asked = model.get_base_model().model(inputs["input_ids"], inputs["attention_mask"], return_dict=False)
+    assert isinstance(asked, tuple)
+    if setting == "return_dict":
+        assert isinstance(b, tuple) == isinstance(a, tuple) and torch.equal(a[0], b[0])
+    else:
+        assert [h.shape for h in a.hidden_states] == [h.shape for h in b.hidden_states]
+    assert packing_status(model).calls == 1 and "returns more" in str(packing_status(model))
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [

@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import ModelOutput
 
 from ..fusion.probe import hooked, innermost, modes_kept, special_tokens, watched
 from .packed_attention import TRIED, NotPackable, attention
@@ -47,7 +48,7 @@ HIDDEN_ERROR = 0.3
 place may flip an NVFP4 code, which random weights amplify from layer to layer. A wrong mask or position gives about 1."""
 SLOTS = 8
 """Numbers of sequences come in powers of this: a recorded step serves every batch with as many slots."""
-IGNORED = {"use_cache", "num_items_in_batch", "max_length_q", "max_length_k", "cu_seq_lens_k", "seq_idx", "return_dict"}
+IGNORED = {"use_cache", "num_items_in_batch", "max_length_q", "max_length_k", "cu_seq_lens_k", "seq_idx"}
 """Arguments of the decoder that a packed call does without."""
 
 
@@ -216,7 +217,10 @@ class PackedForward:
         """Tensors of a call, or the reason why it is not packed."""
         if self.decoder.config._attn_implementation != "sdpa":
             raise NotPackable(f"attn_implementation is {self.decoder.config._attn_implementation!r}, not 'sdpa'")
-        named = {k: v for k, v in named.items() if v is not None and v is not False and k not in IGNORED}
+        if named.get("return_dict") is False:
+            raise NotPackable("it is asked for a tuple")
+        ignored = IGNORED | {"return_dict"}
+        named = {k: v for k, v in named.items() if v is not None and v is not False and k not in ignored}
         known = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q"}
         if others := sorted(named.keys() - known):
             raise NotPackable(f"it is called with {', '.join(others)}")
@@ -243,7 +247,9 @@ class PackedForward:
     def _check_decoder(self) -> None:
         parameter = next(self.decoder.parameters())
         kind = parameter.device.type
-        key = kind, parameter.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        config = vars(self.decoder.config.get_text_config())
+        outputs = tuple(value for name, value in config.items() if "output_" in name or name == "return_dict")
+        key = kind, parameter.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), outputs
         if key not in self.refused:
             try:
                 _trial(self)
@@ -277,10 +283,11 @@ def _trial(forward: PackedForward) -> None:
     try:
         with modes_kept(decoder), torch.no_grad():
             decoder.eval()
-            padded, undisturbed = (
-                run(decoder, input_ids=i, attention_mask=mask.long(), use_cache=False).last_hidden_state[mask]
-                for i in (ids, others)
-            )
+            output = run(decoder, input_ids=ids, attention_mask=mask.long(), use_cache=False)
+            if not isinstance(output, ModelOutput) or [k for k, v in output.items() if v is not None] != ["last_hidden_state"]:
+                raise NotPackable("it returns more than the last hidden state, or a tuple")
+            padded = output.last_hidden_state[mask]
+            undisturbed = run(decoder, input_ids=others, attention_mask=mask.long(), use_cache=False).last_hidden_state[mask]
             packed, disturbed = (
                 batch.unpacked(run(decoder, **batch.inputs, use_cache=False).last_hidden_state)[mask]
                 for batch in (pack({"input_ids": i, "attention_mask": mask}) for i in (ids, others))
