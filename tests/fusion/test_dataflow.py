@@ -1,7 +1,6 @@
 """Attaching the fused producers to models: hooks, modes and reports are as without. (What they compute: test_families.py.)"""
 
 import copy
-import gc
 
 import torch
 import transformers as hf
@@ -9,6 +8,7 @@ from _dataflow_models import IDS, loss_and_gradients, tuned
 from torch import nn
 
 from peft_nvfp4 import attach, dequantize_model, detach, freeze_model
+from peft_nvfp4.fusion import rope
 from peft_nvfp4.fusion.attach import attached
 from peft_nvfp4.fusion.norm import NVFP4RMSNorm
 
@@ -78,8 +78,9 @@ def test_linears_that_read_an_edited_tensor_are_no_site():
 
 
 def test_rotary_embeddings_come_and_go():
-    gc.collect()  # models of other tests,
-    detach(nn.Identity())  # and what they left
+    for patch in list(rope._PATCHES):  # models of other tests that somebody holds
+        for other in list(patch.models):
+            rope.detach_rope(other)
     model, modeling = tuned("Llama"), hf.models.llama.modeling_llama
     original = modeling.apply_rotary_pos_emb
     attach(model)
