@@ -85,6 +85,18 @@ def test_full_rows_on_a_cpu_are_left_as_they_are():
     assert packing_status(model).calls == 0 and not packing_status(model).reasons
 
 
+def test_labels_of_rows():
+    """A classifier's labels are of rows, not of tokens, and its head reads the last real token."""
+    torch.manual_seed(0)
+    model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**SIZES, pad_token_id=0, num_labels=2)).train()
+    inputs = batch() | {"labels": torch.tensor([0, 1, 0])}
+    padded = step(model, **inputs)
+    enable_packing(model)
+    packed = step(model, **inputs)
+    assert packing_status(model).calls == 1 and not packing_status(model).reasons
+    assert (packed[1] - padded[1]).norm() < 2e-6 * padded[1].norm()
+
+
 def test_padding_has_no_influence():
     model, inputs = tuned(), batch()
     other = inputs | {"input_ids": inputs["input_ids"] + 77 * (inputs["attention_mask"] == 0)}

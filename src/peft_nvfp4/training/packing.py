@@ -105,7 +105,8 @@ def pack(
         if len(places) == rows * columns:
             places = None
         else:
-            if labels is not None and bool(((labels != ignore_index) & (mask == 0).to(labels.device)).any()):
+            of_tokens = labels is not None and labels.shape == mask.shape  # not of rows, as a classifier's
+            if of_tokens and bool(((labels != ignore_index) & (mask == 0).to(labels.device)).any()):
                 raise NotPackable("labels at padding are trained (collators mask them with -100)")
             row_of, positions = places // columns, positions[places]
             first = torch.cat([first[:1], row_of[1:] != row_of[:-1]])
@@ -377,7 +378,7 @@ def _note_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
         after_padding = (mask[:, :-1] == 0) & (mask[:, 1:] != 0)
         labels = labels.masked_fill(F.pad(after_padding, (1, 0)).to(labels.device), -100)
         kwargs = kwargs | {"labels": labels}
-    _LABELS.set(labels)
+    _LABELS.set(labels if isinstance(labels, Tensor) else None)
     return args, kwargs
 
 
