@@ -260,6 +260,15 @@ def test_hooks_inside_see_rows_as_they_are():
     assert len(shapes) == 1 and packing_status(model).calls == 2
 
 
+def test_hidden_states_that_were_asked_for_once_do_not_stay_in_the_way():
+    """transformers leaves its hooks on the layers."""
+    model = tuned()
+    with torch.no_grad():
+        model(**batch(), output_hidden_states=True)
+    assert all(map(torch.equal, step(model, **batch()), step(tuned(), **batch())))
+    assert packing_status(model).calls == 1 and "hooks inside" not in str(packing_status(model))
+
+
 def test_a_deleted_model_is_gone():
     model = tuned()
     enable_cuda_graphs(model)

@@ -34,6 +34,7 @@ def may_change(hooks: Sequence[dict]) -> bool:
 
 
 def observes_only(hook: Callable) -> bool:
-    """PEFT's own hooks on LoRA layers (names of adapters, places of an aLoRA's invocation) add arguments, and leave x alone."""
-    function = getattr(hook, "func", hook)
-    return getattr(hook, "observes_only", False) or getattr(function, "__module__", "").startswith("peft.tuners.")
+    """PEFT's own hooks on LoRA layers (names of adapters, places of an aLoRA's invocation) add arguments, and leave x alone;
+    those of transformers collect hidden states."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return getattr(hook, "observes_only", False) or module.startswith(("peft.tuners.", "transformers.utils.output_capturing"))

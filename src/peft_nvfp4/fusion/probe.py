@@ -178,8 +178,9 @@ def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
-HARMLESS_HOOKS = frozenset({"make_inputs_require_grads"})
-"""Hooks (of transformers and PEFT, for checkpointing) that do the same in every call, to whatever shape."""
+HARMLESS_HOOKS = frozenset({"make_inputs_require_grads", "output_capturing_hook"})
+"""Hooks of transformers and PEFT that do the same in every call, to whatever shape (for checkpointing), or nothing but while
+hidden states are asked for (they stay once somebody did)."""
 
 
 def watched(module: nn.Module, observers: bool = True) -> list[str]:
