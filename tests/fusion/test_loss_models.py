@@ -15,7 +15,7 @@ from torch import nn
 
 from peft_nvfp4.fusion import loss_attach
 from peft_nvfp4.fusion.lazy_logits import LazyLogits
-from peft_nvfp4.fusion.loss_attach import attach_loss, detach_loss
+from peft_nvfp4.fusion.loss_attach import attach_loss, attach_loss_at_first_call, detach_loss, loss_report
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -338,3 +338,16 @@ def test_lazy_logits_that_are_read_within_another_call():
     model.model.register_forward_hook(lambda *args: (lazy.sum(), None)[1])
     assert_same_step(step(model), expected)
     assert torch.equal(lazy.tensor(), expected[0].logits)
+
+
+def test_a_trial_in_the_first_call_leaves_router_losses_in_place():
+    """transformers collects router logits by hooks, which the trial needs."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    config = hf.MixtralConfig(**sizes, vocab_size=128, num_local_experts=4, output_router_logits=True)
+    model = hf.MixtralForCausalLM(config).train()
+    ids = torch.arange(18).view(2, 9)
+    expected = model(input_ids=ids, labels=ids).loss
+    attach_loss_at_first_call(model)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected, rtol=1e-5, atol=0)
+    assert loss_report(model).attached and "from the head" in loss_report(model).reason

@@ -193,11 +193,12 @@ def watched(module: nn.Module, observers: bool = True) -> list[str]:
 @contextmanager
 def without_observers(model: nn.Module) -> Iterator[None]:
     """Within the context hooks that only look (:func:`~peft_nvfp4.autograd.module_hooks.observing`) are not called."""
-    groups = [group for module in model.modules() for group in hooks_of(module) if any(map(observes_only, group.values()))]
+    marked = lambda hook: getattr(hook, "observes_only", False)  # transformers' own collect what its losses read
+    groups = [group for module in model.modules() for group in hooks_of(module) if any(map(marked, group.values()))]
     before = [group.copy() for group in groups]
     try:
         for group in groups:
-            for key in [key for key, hook in group.items() if observes_only(hook)]:
+            for key in [key for key, hook in group.items() if marked(hook)]:
                 del group[key]
         yield
     finally:
