@@ -87,50 +87,60 @@ def pack(
     Raises:
         NotPackable: an input of another shape, or labels at padding.
     """
-    source = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    rows, columns = source.shape[:2]
-    device, mask, positions = source.device, inputs.get("attention_mask"), inputs.get("position_ids")
-    if mask is not None and (mask.ndim != 2 or mask.shape != (rows, columns)):
-        raise NotPackable(f"attention_mask has shape {tuple(mask.shape)}")
-    if positions is not None and (positions.ndim != 2 or positions.shape[1] != columns):
-        raise NotPackable(f"position_ids have shape {tuple(positions.shape)}")
-    positions = torch.arange(columns, device=device)[None] if positions is None else positions
-    positions = positions.expand(rows, -1).reshape(-1)
-    first = torch.arange(rows * columns, device=device) % columns == 0
-    places = None
-    if mask is not None:
-        places = (mask.reshape(-1) != 0).nonzero().squeeze(1)
-        if len(places) == 0:
-            raise NotPackable("all tokens are padding")
-        if len(places) == rows * columns:
-            places = None
-        else:
-            of_tokens = labels is not None and labels.shape == mask.shape  # not of rows, as a classifier's
-            if of_tokens and bool(((labels != ignore_index) & (mask == 0).to(labels.device)).any()):
-                raise NotPackable("labels at padding are trained (collators mask them with -100)")
-            row_of, positions = places // columns, positions[places]
-            first = torch.cat([first[:1], row_of[1:] != row_of[:-1]])
-    elif "cu_seq_lens_q" in inputs:
-        first = first.index_fill(0, inputs["cu_seq_lens_q"][:-1].to(device, torch.int64), True)
-    elif "position_ids" in inputs:  # as transformers recognises a batch that is packed already
-        first[1:] |= positions[1:] - positions[:-1] != 1
-    starts = first.nonzero().squeeze(1)
+    name = "input_ids" if "input_ids" in inputs else "inputs_embeds"
+    shape, source = inputs[name].shape[:2], inputs[name].flatten(0, 1)
+    places = _real_tokens(inputs.get("attention_mask"), shape)
+    of_tokens = places is not None and labels is not None and labels.shape == shape  # not of rows, as a classifier's
+    if of_tokens and bool(((labels != ignore_index) & (inputs["attention_mask"] == 0).to(labels.device)).any()):
+        raise NotPackable("labels at padding are trained (collators mask them with -100)")
+    positions, starts = _sequences(inputs, shape, places, source.device)
+    source = source if places is None else source.index_select(0, places)
     tokens = len(positions)
     filling = size(tokens) - tokens
     slots = SLOTS
     while slots < len(starts) + bool(filling):
         slots *= SLOTS
-    first_tokens = torch.full((slots + 1,), tokens + filling, dtype=torch.int32, device=device)
+    first_tokens = torch.full((slots + 1,), tokens + filling, dtype=torch.int32, device=source.device)
     first_tokens[: len(starts)] = starts
     if filling:  # a sequence of its own
         first_tokens[len(starts)] = tokens
-        positions = torch.cat([positions, torch.arange(filling, device=device)])
-    source = source.flatten(0, 1) if places is None else source.flatten(0, 1).index_select(0, places)
-    if filling:
+        positions = torch.cat([positions, torch.arange(filling, device=source.device)])
         source = torch.cat([source, source[:1].detach().expand(filling, *source.shape[1:])])
-    name = "input_ids" if "input_ids" in inputs else "inputs_embeds"
     packed = {name: source[None], "position_ids": positions[None], "attention_mask": first_tokens.view(1, 1, 1, -1)}
-    return PackedBatch(places, tokens, (rows, columns), places is None and len(starts) == rows, packed)
+    return PackedBatch(places, tokens, tuple(shape), places is None and len(starts) == shape[0], packed)
+
+
+def _real_tokens(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """Places of real tokens in the flattened batch; None: all."""
+    if mask is None:
+        return None
+    if mask.shape != shape:
+        raise NotPackable(f"attention_mask has shape {tuple(mask.shape)}")
+    places = (mask.reshape(-1) != 0).nonzero().squeeze(1)
+    if len(places) == 0:
+        raise NotPackable("all tokens are padding")
+    return None if len(places) == mask.numel() else places
+
+
+def _sequences(
+    inputs: dict[str, Tensor], shape: torch.Size, places: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(position of every real token, places of the first token of every sequence among them)."""
+    (rows, columns), positions = shape, inputs.get("position_ids")
+    if positions is not None and (positions.ndim != 2 or positions.shape[1] != columns):
+        raise NotPackable(f"position_ids have shape {tuple(positions.shape)}")
+    positions = torch.arange(columns, device=device)[None] if positions is None else positions
+    positions = positions.expand(rows, -1).reshape(-1)
+    first = torch.arange(rows * columns, device=device) % columns == 0
+    if places is not None:
+        row_of, positions = places // columns, positions[places]
+        first = torch.cat([first[:1], row_of[1:] != row_of[:-1]])
+    if "attention_mask" not in inputs:  # with one, transformers takes every row for a sequence
+        if "cu_seq_lens_q" in inputs:
+            first = first.index_fill(0, inputs["cu_seq_lens_q"][:-1].to(device, torch.int64), True)
+        elif "position_ids" in inputs:  # as transformers recognises a batch that is packed already
+            first[1:] |= positions[1:] - positions[:-1] != 1
+    return positions, first.nonzero().squeeze(1)
 
 
 # ---------------------------------------------------------------------------------------------- the decoder's forward

@@ -35,6 +35,18 @@ def _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW: tl.con
 
 
 @triton.jit
+def _terms(
+    codes_ptr, scales_ptr, gscale_ptr, codes2_ptr, scales2_ptr, gscale2_ptr, row, g_stride, g2_stride, word, KP,
+    NW: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """The same, with a second term added where there is one."""
+    value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW)
+    if TERMS == 2:
+        value = value + _term(codes2_ptr, scales2_ptr, gscale2_ptr, row, g2_stride, word, KP, NW)
+    return value
+
+
+@triton.jit
 def dequantize_kernel(
     codes_ptr, scales_ptr, gscale_ptr,  # (R, KP / 8) int32, (R, KP / 16) uint8, (R,) or (1,) float32
     codes2_ptr, scales2_ptr, gscale2_ptr,  # the second term's, where TERMS == 2
@@ -45,9 +57,9 @@ def dequantize_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * NW + tl.arange(0, NW)
-    value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW)
-    if TERMS == 2:
-        value = value + _term(codes2_ptr, scales2_ptr, gscale2_ptr, row, g2_stride, word, KP, NW)
+    value = _terms(
+        codes_ptr, scales_ptr, gscale_ptr, codes2_ptr, scales2_ptr, gscale2_ptr, row, g_stride, g2_stride, word, KP, NW, TERMS
+    )
     k = word[:, None] * 8 + tl.arange(0, 8)[None, :]
     if HAS_OFFSET:
         value = value + tl.load(offset_ptr + k, mask=k < K, other=0.0)
@@ -71,9 +83,9 @@ def operand_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * NW + tl.arange(0, NW)
-    value = _term(codes_ptr, scales_ptr, gscale_ptr, row, g_stride, word, KP, NW)
-    if TERMS == 2:
-        value = value + _term(codes2_ptr, scales2_ptr, gscale2_ptr, row, g2_stride, word, KP, NW)
+    value = _terms(
+        codes_ptr, scales_ptr, gscale_ptr, codes2_ptr, scales2_ptr, gscale2_ptr, row, g_stride, g2_stride, word, KP, NW, TERMS
+    )
     value = value.to(out_ptr.dtype.element_ty)
     k = word[:, None] * 8 + tl.arange(0, 8)[None, :]
     for copy in tl.static_range(COPIES):
