@@ -8,6 +8,7 @@ import torch
 from _dataflow_models import IDS, tuned
 from _frozen_experts import adapted, experts_of
 from _mixtures import mixtral
+from _wrappers import PassesOn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.utils import parametrize
@@ -140,18 +141,12 @@ def test_the_activation_of_experts():
 # ---------------------------------------------------------------------------------------------- who is handed codes
 
 
-class Wrapper(nn.Module):
+class Wrapper(PassesOn):
     """Around a linear: looks at its input, and passes attributes on."""
 
     def __init__(self, inner):
-        super().__init__()
-        self.inner, self.seen = inner, []
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+        super().__init__(inner)
+        self.seen = []
 
     def forward(self, x):
         self.seen.append(x.detach().abs().max().item())

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from _wrappers import PassesOn
 from peft import get_peft_model
 from torch import nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts, DeepseekV4MLP
@@ -157,18 +158,8 @@ READERS = {
 }
 
 
-class Wrapper(nn.Module):
+class Wrapper(PassesOn):
     """Passes attributes on, and reads its input itself."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
 
     def forward(self, x):
         return self.inner(x) + x.mean()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from _peft_models import by_backend
+from _wrappers import PassesOn
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
@@ -120,18 +121,12 @@ def test_a_hook_that_was_there_before(backend):
     assert attach(model).fallbacks is report.fallbacks
 
 
-class Other(nn.Module):
+class Other(PassesOn):
     """A module of the user's around one of PEFT's or ours; ``name`` of an attribute is passed on."""
 
     def __init__(self, inner, calls):
-        super().__init__()
-        self.inner, self.calls = inner, calls
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+        super().__init__(inner)
+        self.calls = calls
 
     def forward(self, x):
         self.calls.append(1)
