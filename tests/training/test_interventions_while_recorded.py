@@ -20,8 +20,8 @@ on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mark
 
 def tuned(device, recorded, dtype=torch.float32, **settings):
     """A model as ``get_peft_model`` leaves it; one for comparison without recordings and packing."""
-    model = adapted_model(tiny_llama(pad_token_id=0).to(device), r=4, target_modules="all-linear", init_lora_weights=False, **settings)
-    model = model.to(dtype).train()
+    settings = dict(r=4, target_modules="all-linear", init_lora_weights=False) | settings
+    model = adapted_model(tiny_llama(pad_token_id=0).to(device), **settings).to(dtype).train()
     slow_down_steps(model)
     if recorded:
         speed_up_steps(model)
@@ -56,7 +56,8 @@ def layer(model):
 
 
 def steer(module, *args):
-    args[-1].add_(2.0)
+    """A hook after or before a module."""
+    args[-1][0].add_(2.0) if isinstance(args[-1], tuple) else args[-1].add_(2.0)
 
 
 def wrap_down(kind):
@@ -68,8 +69,8 @@ def wrap_down(kind):
 
 
 INTERVENTIONS = {
-    "steering a norm": lambda m: layer(m).input_layernorm.register_forward_hook(lambda *args: (steer(*args), None)[1]),
-    "between q and k": lambda m: layer(m).self_attn.k_proj.register_forward_pre_hook(lambda k, args: (args[0].add_(2.0), None)[1]),
+    "steering a norm": lambda m: layer(m).input_layernorm.register_forward_hook(steer),
+    "between q and k": lambda m: layer(m).self_attn.k_proj.register_forward_pre_hook(steer),
     "wrapper": wrap_down(None),
     "reentrant": wrap_down(CheckpointImpl.REENTRANT),
     "not reentrant": wrap_down(CheckpointImpl.NO_REENTRANT),
@@ -106,7 +107,7 @@ def test_edits_in_modes_without_gradients_between_recorded_steps(mode, device):
     for recorded in (True, False):
         model = tuned(device, recorded, torch.bfloat16)
         steps(model, device)
-        handle = layer(model).input_layernorm.register_forward_hook(lambda *args: (steer(*args), None)[1])
+        handle = layer(model).input_layernorm.register_forward_hook(steer)
         with mode():
             edited = model(input_ids=batch(device)["input_ids"]).logits.clone()
         handle.remove()
