@@ -99,7 +99,7 @@ def measure(row: dict, shape: str, method: str, words: list[str], lengths: str, 
     half = steps // 2
     late = [(b - a) * 1e3 for a, b in zip(clock.times[half - 1 :], clock.times[half:])]
     row |= {"first_half_s": round(clock.times[half - 1] - start, 1), "median_ms": round(statistics.median(late), 1)}
-    row |= {"mean_ms": round(statistics.mean(late), 1), "least_ms": round(min(late), 1)}
+    row |= {"mean_ms": round(statistics.mean(late), 1), "least_ms": round(min(late), 1), "each_ms": [round(t) for t in late]}
     row["loss"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
     row["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / common.GB, 2) if cuda else None
     row["reserved_gb"] = round(torch.cuda.max_memory_reserved(device) / common.GB, 2) if cuda else None
