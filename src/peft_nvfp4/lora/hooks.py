@@ -10,6 +10,7 @@
 | ``LoraConfig.save_pretrained`` | notes which frozen base an adapter was trained on, in a file of its own |
 | ``PreTrainedModel.save_pretrained`` | writes how a frozen model is to be loaded (:mod:`peft_nvfp4.transformers.saving`) |
 | ``PeftConfig.from_pretrained`` | reads that note, so that a base of another format gets a warning |
+| ``PeftModel.parameters`` | a faster walk for a model with our config: Trainer takes two in every step |
 | ``BaseTuner.inject_adapter`` | our config, or LoRA on a ``PactConfig`` model: fuses it after. IA3, ... on frozen linears raise |
 
 Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's
@@ -20,13 +21,13 @@ process, and would miss ``PeftMixedModel`` and direct uses of ``LoraModel``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from peft import AdaLoraConfig, LoraConfig, LoraModel
+from peft import AdaLoraConfig, LoraConfig, LoraModel, PeftModel
 from peft.config import PeftConfigMixin
 from peft.tuners.mixed import MixedModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
@@ -40,6 +41,7 @@ from ..fusion.probe import base_of
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.plain import report_in
+from ..nn.traversal import parameters_of
 from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.options import Options
@@ -49,7 +51,7 @@ from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..training.steps import slow_down_steps, speed_up_steps
 from ..transformers import published, saving
 from ..transformers.config import pact_config
-from ..transformers.prepare import unmark_as_4bit
+from ..transformers.prepare import count_as_others, count_its_own, unmark_as_4bit
 from . import side_calibration, side_files
 from .config import NVFP4LoraConfig
 from .experts import ParamWrapper
@@ -74,6 +76,7 @@ def register() -> None:
         wrap(LoraModel, "_create_new_module", _create_new_module)
         wrap(LoraModel, "_unload_and_optionally_merge", _unload_and_optionally_merge)
         wrap(LoraModel, "merge_adapter", _merge_adapter)
+        wrap(PeftModel, "parameters", _parameters)
         wrap(BaseTuner, "inject_adapter", _inject_adapter)
         wrap(LoraConfig, "save_pretrained", _save_config)
         wrap(PeftConfigMixin, "from_pretrained", _read_config)
@@ -142,6 +145,7 @@ def freeze_base(config: NVFP4LoraConfig, model: nn.Module) -> None:
             skip_modules=[*options.skip_modules, *chain(*dense)],
             on_frozen=on_frozen,
         )
+    count_its_own(model)
 
 
 def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
@@ -220,6 +224,11 @@ def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: boo
     return model
 
 
+def _parameters(original: Callable, self: PeftModel, recurse: bool = True) -> Iterator[nn.Parameter]:
+    ours = recurse and "nvfp4_steps" in vars(self.base_model)
+    return parameters_of(self) if ours else original(self, recurse)
+
+
 def _merge_adapter(original: Callable, self: LoraModel, adapter_names: list[str] | None = None, **kwargs: Any) -> None:
     if frozen_modules(self.model):
         untie(self.model, adapter_names)
@@ -251,7 +260,10 @@ def _dtype_around(model: nn.Module) -> torch.dtype | None:
 
 def _forget_quantization(model: nn.Module) -> None:
     """A model that was loaded in 4 bits and is dense now must not be saved as a 4-bit one."""
-    if not getattr(model, "is_loaded_in_4bit", False) or any(not p.is_floating_point() for p in model.parameters()):
+    if any(not p.is_floating_point() for p in model.parameters()):
+        return
+    count_as_others(model)
+    if not getattr(model, "is_loaded_in_4bit", False):
         return
     unmark_as_4bit(model)
     model.is_quantized = False

@@ -34,6 +34,7 @@ from ..autograd.lora import lora_branch
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.plain import Obstacle, StepsAside, obstacle
 from ..nn.registry import BACKENDS
+from ..nn.traversal import set_mode
 from ..numerics.matmul import exact_matmul
 from ..training.offload.frozen_methods import computing
 from . import inits, merge_aware
@@ -113,8 +114,11 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
         self.merge_aware_adapters -= {adapter_name}
 
     def train(self, mode: bool = True) -> FrozenLoraLinear:
+        if not isinstance(mode, bool):
+            return super().train(mode)  # which says so
         self._merged_layer = None
-        return super().train(mode)
+        set_mode(self, mode)
+        return self
 
     # -- forward
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
+from ..nn.traversal import modules_of
 
 
 def prepare_model_for_nvfp4_training(
@@ -41,27 +42,46 @@ def mark_as_4bit(model: nn.Module) -> None:
     """``is_loaded_in_4bit`` is what PEFT, TRL and Trainer ask: for gradient checkpointing, for adapters in BF16, against
     DataParallel. transformers then imports bitsandbytes to count parameters; this model counts its own."""
     model.is_loaded_in_4bit = True
-    model.num_parameters = MethodType(num_parameters, model)
+    count_its_own(model)
 
 
 def unmark_as_4bit(model: nn.Module) -> None:
     """Undo :func:`mark_as_4bit`."""
     model.is_loaded_in_4bit = False
+    count_as_others(model)
+
+
+def count_its_own(model: nn.Module) -> None:
+    """Have a frozen model of transformers count its parameters by :func:`num_parameters`. Trainer asks for their number in every
+    step, to estimate the floating-point operations."""
+    if hasattr(model, "num_parameters"):
+        model.num_parameters = MethodType(num_parameters, model)
+
+
+def count_as_others(model: nn.Module) -> None:
+    """Undo :func:`count_its_own`."""
     vars(model).pop("num_parameters", None)
 
 
 def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Number of parameters, a packed weight counting as the matrix it stands for."""
-    seen = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
+    modules = list(modules_of(self))
+    seen = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
     total = 0
-    for module in self.modules():
-        packed = isinstance(module, FrozenLinear) and not module.weight.is_floating_point()
-        if packed and not only_trainable and id(module.weight) not in seen:
-            total += module.in_features * module.out_features
-        if isinstance(module, FrozenExperts) and not only_trainable:
-            total += module.elements
-        for p in module.parameters(recurse=False):
-            if id(p) not in seen and p.is_floating_point() and (p.requires_grad or not only_trainable):
-                total += p.numel()
+    for module in modules:
+        if not only_trainable:
+            total += _packed_values(module, seen)
+        for p in module._parameters.values():
+            if p is None or id(p) in seen:
+                continue
             seen.add(id(p))
+            if p.is_floating_point() and (p.requires_grad or not only_trainable):
+                total += p.numel()
     return total
+
+
+def _packed_values(module: nn.Module, seen: set[int]) -> int:
+    """Of the matrix that a module holds packed; 0 if it holds none, or one of the parameters ``seen``."""
+    if isinstance(module, FrozenLinear) and not module.weight.is_floating_point() and id(module.weight) not in seen:
+        return module.in_features * module.out_features
+    return module.elements if isinstance(module, FrozenExperts) else 0
