@@ -15,7 +15,7 @@ $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e ".[nf4]"
+	$(BIN)/python -m pip install -q -e .
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base

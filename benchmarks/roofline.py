@@ -126,17 +126,27 @@ def projection(card: Card) -> str:
     return markdown(["", *times, "step", "tokens/s"], rows)
 
 
-def against_the_paper() -> str:
-    """Llama-1B on the RTX 5080 with logits at all positions, beside the paper's Table 11."""
+def like_for_like() -> dict[str, tuple[float, float]]:
+    """Category -> milliseconds (of the model, of the paper's Table 11): Llama-1B on the RTX 5080 with logits at all positions."""
     found = project(CARDS[0], SHAPES["Llama-3.2-1B"], Step(labels=4096))
     found["BF16 GEMMs"] = found["BF16 GEMMs: LoRA"] + found["BF16 GEMMs: head"]
     found["elementwise"] = found["elementwise / optimizer"]
     names = ("BF16 GEMMs", "NVFP4 GEMMs", "quantisation / fused kernels", "attention", "elementwise")
     paper = {name: pact for name, (_, pact, _) in zip(names, PAPER["breakdown"].values())}
-    rows = [[name, f"{found[name]:.1f}", f"{paper[name]:.1f}"] for name in paper]
-    total = f"{sum(paper.values()):.1f} (the paper's own sum: 130.1)"
-    rows.append(["sum", f"{sum(found[name] for name in paper):.1f}", total])
-    return markdown(["ms", "model", "paper"], rows)
+    return {name: (found[name], paper[name]) for name in paper}
+
+
+def sums() -> tuple[float, float]:
+    """Milliseconds of a whole step: of the model, of the paper's rows."""
+    model, paper = zip(*like_for_like().values())
+    return sum(model), sum(paper)
+
+
+def against_the_paper() -> str:
+    """:func:`like_for_like` as a table."""
+    rows = [[name, f"{model:.1f}", f"{paper:.1f}"] for name, (model, paper) in like_for_like().items()]
+    model, paper = sums()
+    return markdown(["ms", "model", "paper"], [*rows, ["sum", f"{model:.1f}", f"{paper:.1f} (the paper's own sum: 130.1)"]])
 
 
 def main() -> None:

@@ -62,6 +62,37 @@ def test_files_and_names_that_are_mentioned_exist(page):
         assert found, f"{page.name} speaks of peft_nvfp4.{name}"
 
 
+def test_tables_and_figures_are_those_of_results_files_and_estimator():
+    module = script("make_readme_tables")
+    assert module.ROOT / "README.md" in module.pages() and len(module.TABLES) > 5
+    used = {name for page in module.pages() for _, name, _ in module.MARK.findall(page.read_text(encoding="utf-8"))}
+    assert used == set(module.TABLES)
+    for page in module.pages():
+        text = page.read_text(encoding="utf-8")
+        assert text == module.filled(text), f"{page.name}: run python docs/make_readme_tables.py"
+
+
+def test_a_changed_result_changes_the_table(tmp_path, monkeypatch):
+    module = script("make_readme_tables")
+    row = {"shape": "1b", "lengths": "fixed", "method": "qlora", "median_ms": 12.4, "mean_ms": 17.0, "peak_gb": 3.21}
+    failed = {"shape": "1b", "lengths": "fixed", "method": "nvfp4", "error": "out of memory"}
+    (tmp_path / "dropin_h200.json").write_text(json.dumps({"rows": [row, failed]}))
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    table = module.dropin()
+    assert "| PEFT + bitsandbytes, QLoRA | 12 (17) ms | 3.2 GB |" in table and "nvfp4" not in table
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120 and len(text.split()) <= 1000
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"]({page.name})" not in index]
+    assert not missing
+
+
 def test_the_configuration_page_is_what_the_code_says():
     module = script("make_configuration")
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run python docs/make_configuration.py"

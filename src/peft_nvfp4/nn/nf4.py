@@ -38,7 +38,7 @@ from .registry import register_backend
 try:
     import bitsandbytes as bnb
 except ImportError as error:
-    raise ImportError("backend='nf4' needs bitsandbytes: pip install 'peft_nvfp4[nf4]' (or pip install bitsandbytes)") from error
+    raise ImportError("backend='nf4' needs bitsandbytes: pip install 'bitsandbytes>=0.50'") from error
 
 
 @contextmanager

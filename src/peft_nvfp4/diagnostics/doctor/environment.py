@@ -97,7 +97,7 @@ note = partial(Result, "set-up", "note", WARNING)
 
 
 def _versions() -> Iterator[Result]:
-    """Against what this package requires, bitsandbytes included."""
+    """Against what this package requires."""
     try:
         required = requires("peft_nvfp4") or ()
     except PackageNotFoundError:
@@ -105,7 +105,7 @@ def _versions() -> Iterator[Result]:
         return
     for requirement in map(Requirement, required):
         wanted, have = requirement.specifier, installed(requirement.name)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "nf4"}):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if have and not wanted.contains(have, prereleases=True):
             yield wrong(f"{requirement.name} {have} is not supported: pip install -U '{requirement.name}{wanted}'")
@@ -177,6 +177,6 @@ def _settings() -> Iterator[Result]:
     if forced and forced != "auto":
         yield note(f"{dispatch.VARIABLE}={forced} forces what runs; unset it for the best that works")
     if not installed("bitsandbytes"):
-        yield note("bitsandbytes is absent: backend='nf4' and 8-bit or paged optimizers need it (pip install 'peft_nvfp4[nf4]')")
+        yield note("bitsandbytes is absent: backend='nf4', 8-bit and paged optimizers need it. pip install 'bitsandbytes>=0.50'")
     elif is_wsl() or os.name == "nt":
         yield note("paged optimizers (optim='paged_adamw_8bit') are known to fail on Windows and WSL: take 'adamw_8bit'")
