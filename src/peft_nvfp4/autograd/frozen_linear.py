@@ -118,7 +118,9 @@ def dequantized_input_is_needed(call: Call) -> bool:
     or if D(x~) is the operand of fprop in any case (one term, no offset, BF16 on a GPU): h is then computed there."""
     branches = [branch for linear in call.linears for branch in linear.branches]
     is_operand_of_fprop = call.x.is_cuda and call.x.dtype == torch.bfloat16 and len(call.terms) == 1 and call.offset is None
-    return any(branch.dropout for branch in branches) if is_operand_of_fprop else bool(branches)
+    if is_operand_of_fprop:
+        return any(branch.dropout for branch in branches)
+    return len(branches) > 0  # bool() of a list is not traced by torch.compile of PyTorch 2.11
 
 
 # ---------------------------------------------------------------------------------------------- the Function
