@@ -1,8 +1,23 @@
 """A recording that a CPU can play."""
 
+from contextlib import contextmanager
+
 import torch
 
 from peft_nvfp4.autograd import seeds
+
+
+@contextmanager
+def replaying(tape):
+    """Within the context the recorded function finds its seeds on the tape, in the order in which it was recorded."""
+    places, order = dict(tape.places), iter(range(len(tape.places)))
+    tape.draw = lambda: tape.buffer[next(order)].clone()
+    seeds.TAPES.append(tape)
+    try:
+        yield
+    finally:
+        seeds.TAPES.pop()
+        tape.places = places
 
 
 class Rehearsal:
@@ -17,17 +32,24 @@ class Rehearsal:
 
     def forward(self, inputs):
         torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
-        places = dict(self.tape.places)
-        order = iter(range(len(places)))
-        self.tape.draw = lambda: self.tape.buffer[next(order)].clone()
-        seeds.TAPES.append(self.tape)
-        try:
-            with torch.enable_grad():
-                self.y = self.run(**self.inputs)
-        finally:
-            seeds.TAPES.pop()
-            self.tape.places = places
+        with replaying(self.tape), torch.enable_grad():
+            self.y = self.run(**self.inputs)
         return self.y.detach().clone()
 
     def backward(self, dy):
         return list(torch.autograd.grad(self.y, self.parameters, dy, allow_unused=True))
+
+
+class ForwardRehearsal:
+    """The same without backward (:class:`peft_nvfp4.training.graph_recording.ForwardRecording`)."""
+
+    def __init__(self, run, inputs, pool):
+        self.run = run
+        self.inputs = {name: t.clone() for name, t in inputs.items()}
+        run(**self.inputs)
+        (self.tape,) = seeds.TAPES
+
+    def forward(self, inputs):
+        torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
+        with replaying(self.tape), torch.inference_mode(False), torch.no_grad():
+            return self.run(**self.inputs).clone()

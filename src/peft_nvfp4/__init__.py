@@ -25,7 +25,7 @@ from .nn.registry import BACKENDS
 from .quantization.freeze import dense_share, dequantize_model, freeze_model, frozen_bytes
 from .training import distributed
 from .training.callbacks import StopOnNonFinite, deterministic, memory_advice
-from .training.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .training.cuda_graphs import decoding_status, disable_cuda_graphs, enable_cuda_graphs, graph_status
 from .training.offload.enable import disable_offload, enable_offload, offload_status
 from .training.packing import disable_packing, enable_packing, packing_status
 from .transformers import PactConfig, prepare_model_for_nvfp4_training
@@ -48,6 +48,7 @@ __all__ = [
     "attach",
     "attach_loss",
     "calibrate",
+    "decoding_status",
     "dense_share",
     "dequantize_model",
     "detach",

@@ -10,8 +10,9 @@ token ids and the last hidden state; the loss stays outside) replays recordings 
 
 A recording is made for each combination of input shapes, at its first use, and holds its memory until something that is baked
 into it has changed (an adapter switched, merged, frozen or added, a scaling, a dropout probability, a parameter that lives
-elsewhere), or :func:`disable_cuda_graphs`. Whatever a recording cannot do (evaluation, generation, hidden states of all layers,
-packed sequences, a second forward before the backward of the first) runs as it would without, and the status says why.
+elsewhere), or :func:`disable_cuda_graphs`. Whatever a recording cannot do (evaluation, hidden states of all layers, packed
+sequences, a second forward before the backward of the first) runs as it would without, and the status says why. Steps of
+generation have recordings of their own (:mod:`peft_nvfp4.training.decoding`).
 
 Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.seeds.draw_seed`), and before each replay the seeds
 are drawn from PyTorch's CPU generator as eager code would, in the same order. Warm-up and recording put the generators back.
@@ -41,6 +42,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
+from .decoding import Decoding, DecodingStatus
 from .graph_recording import (
     CudaRecording,
     Replay,
@@ -48,6 +50,8 @@ from .graph_recording import (
     SharedMemory,
     Ticket,
     Unsupported,
+    capturing,
+    check_devices,
     recordable_checkpoints,
     substituted,
 )
@@ -119,6 +123,7 @@ class GraphedForward:
         self.longer: list[int] = []  # tokens of batches since then that were longer
         self.state: tuple = ()  # of the model that they were made of
         self.pending: weakref.ref[Ticket] | None = None
+        self.decoding = Decoding(decoder)
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
         self.catch_all = kinds.get(inspect.Parameter.VAR_KEYWORD)  # the name of **kwargs
@@ -141,7 +146,11 @@ class GraphedForward:
         return GraphedForward, (self.decoder, None, self.recorder), {"plain": self.plain, "loud": self.loud}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and self.decoder.training):
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.decoding(self.original, args, kwargs, self._named(args, kwargs))
+        if not self.decoder.training:
             return self.original(*args, **kwargs)
         try:
             return self._replay(args, kwargs)
@@ -199,10 +208,13 @@ class GraphedForward:
         self.pending = weakref.ref(ticket)
         return entry.kind(last_hidden_state=hidden)
 
+    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        named = dict(self.__signature__.bind(*args, **kwargs).arguments)
+        return named | named.pop(self.catch_all, {})
+
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and constants of a call, or the reason why it cannot be replayed."""
-        named = dict(self.__signature__.bind(*args, **kwargs).arguments)
-        named |= named.pop(self.catch_all, {})
+        named = self._named(args, kwargs)
         tensors = {k: v for k, v in named.items() if isinstance(v, Tensor) and k not in DROPPED}
         constants = {k: v for k, v in named.items() if v is not None and k not in tensors and k not in DROPPED}
         for name, value in constants.items():
@@ -265,10 +277,8 @@ class GraphedForward:
             raise Unsupported("nothing of the decoder is trained")
         aliases = [nn.Parameter(p.detach()) for p in parameters]
         device = parameters[0].device
-        if device.type == "cuda":  # a capture records the streams of one device, the current one
-            current = torch.device("cuda", torch.cuda.current_device())
-            if {t.device for t in (*self.decoder.parameters(), *tensors.values())} != {current}:
-                raise Unsupported(f"not all of the decoder and its inputs are on the current device, {current}")
+        if device.type == "cuda":
+            check_devices((*self.decoder.parameters(), *tensors.values()))
         tape, kinds = SeedTape(device), set()
         no_cache = {"use_cache": False} if "use_cache" in self.__signature__.parameters or self.catch_all else {}
 
@@ -285,20 +295,8 @@ class GraphedForward:
             # not the pool of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does
             # that), and then cannot draw random numbers on the device any more
             self.shared = SharedMemory(torch.cuda.graph_pool_handle() if device.type == "cuda" else None)
-        cached = torch.is_autocast_cache_enabled()
-        generators = [device] if device.type == "cuda" else []
-        torch.set_autocast_cache_enabled(False)  # its copies of weights would be made in, and die with, the recording
-        try:
-            # a capture that fails may leave its own stream the current one: stream() puts back what was
-            here = torch.cuda.stream(torch.cuda.current_stream() if device.type == "cuda" else None)
-            with here, torch.random.fork_rng(generators), tape.recording(), substituted(self.decoder, parameters, aliases):
-                recording = self.recorder(run, tensors, aliases, self.shared)
-        except Unsupported:
-            raise
-        except Exception as error:  # whatever a model does that a capture forbids: said, and the step goes on without
-            raise Unsupported(f"recording failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        with capturing(device, tape), substituted(self.decoder, parameters, aliases):
+            recording = self.recorder(run, tensors, aliases, self.shared)
         memory = [*self.decoder.parameters(), *self.decoder.buffers()]
         return _Entry(recording, tape, kinds.pop(), parameters, _tokens(tensors), memory, _addresses(memory))
 
@@ -325,8 +323,6 @@ class GraphedForward:
             yield
         finally:
             config._attn_implementation = "sdpa"
-
-
 
 
 def _graphed(model: nn.Module) -> GraphedForward | None:
@@ -387,3 +383,20 @@ def graph_status(model: nn.Module) -> GraphStatus:
     """What was replayed, and what was not and why."""
     graphed = _graphed(model)
     return GraphStatus(reasons=Counter({"not enabled": 1})) if graphed is None else graphed.status
+
+
+def decoding_status(model: nn.Module) -> DecodingStatus:
+    """Which steps of generation were replayed, and which were not and why."""
+    graphed = _graphed(model)
+    return DecodingStatus(reasons=Counter({"not enabled": 1})) if graphed is None else graphed.decoding.status
+
+
+def release_decoding(model: nn.Module) -> int:
+    """Free the recordings of generation with their keys and values, until the next generation. Caches that hold views of these
+    keep them alive.
+
+    Returns:
+        Bytes of keys and values that are not held here any more.
+    """
+    graphed = _graphed(model)
+    return 0 if graphed is None else graphed.decoding.release()

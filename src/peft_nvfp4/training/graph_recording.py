@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,6 +91,31 @@ class CudaRecording:
         return [None if g is None else next(copies) for g in self.gradients]
 
 
+class ForwardRecording:
+    """``run(**inputs)``, which returns one tensor, in a CUDA graph without backward.
+
+    Args:
+        pool: of the allocator, for what lives while it is replayed.
+    """
+
+    def __init__(self, run: Callable[..., Tensor], inputs: dict[str, Tensor], pool: Any):
+        self.inputs = {name: t.clone() for name, t in inputs.items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUPS):  # compiles kernels and makes workspaces, which a capture may not
+                run(**self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.y = run(**self.inputs)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        torch._foreach_copy_(list(self.inputs.values()), [inputs[name] for name in self.inputs])
+        self.graph.replay()
+        return self.y.clone()
+
+
 class Ticket:
     """Belongs to a forward whose backward has not run yet: alive as long as its autograd graph is."""
 
@@ -169,6 +194,36 @@ def _checkpoint(function: Callable, *args: Any) -> Any:
             return function(*args)
 
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextmanager
+def capturing(device: torch.device, tape: SeedTape) -> Iterator[None]:
+    """Within the context a recording is made: what that runs beforehand, and the capture, leave no trace.
+
+    Raises:
+        Unsupported: whatever a model does that a capture forbids: said, and the call goes on without.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    generators = [device] if device.type == "cuda" else []
+    torch.set_autocast_cache_enabled(False)  # its copies of weights would be made in, and die with, the recording
+    try:
+        # a capture that fails may leave its own stream the current one: stream() puts back what was
+        here = torch.cuda.stream(torch.cuda.current_stream() if device.type == "cuda" else None)
+        with here, torch.random.fork_rng(generators), tape.recording():
+            yield
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Unsupported(f"recording failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def check_devices(tensors: Iterable[Tensor]) -> None:
+    """Raises Unsupported unless all of them are on the current device: a capture records the streams of that one alone."""
+    current = torch.device("cuda", torch.cuda.current_device())
+    if {t.device for t in tensors} != {current}:
+        raise Unsupported(f"not all of the decoder and its inputs are on the current device, {current}")
 
 
 class SeedTape:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from ..fusion.probe import hooked, watched
@@ -25,6 +27,17 @@ def _adapter_state(layer: nn.Module) -> tuple:
     return *chosen, tuple(layer.scaling.items()), dropouts
 
 
+def _children_read(layer: nn.Module) -> Iterator[nn.Module]:
+    """Children of a LoRA layer that it reads: not those of adapters that are disabled or not active, which may be trained
+    meanwhile (a policy, while its reference computes)."""
+    active = () if layer.disable_adapters else layer.active_adapters
+    for child in layer._modules.values():
+        if type(child) is nn.ModuleDict:
+            yield from (child._modules[name] for name in active if name in child._modules)
+        elif child is not None:
+            yield child
+
+
 def baked_in(decoder: nn.Module) -> tuple:
     """What a recording has baked in. Asked in every step, of thousands of modules: ``modules()``, ``parameters()`` and
     ``buffers()`` took longer than the rest of a step's Python."""
@@ -37,7 +50,9 @@ def baked_in(decoder: nn.Module) -> tuple:
             continue
         seen.add(id(module))
         children = module._modules
-        if children:
+        if "lora_A" in children:
+            left += _children_read(module)
+        elif children:
             left += [child for child in children.values() if child is not None]
         own = module.__dict__
         state.append((type(module), module.training, own.get("attention_dropout"), own.get("gradient_checkpointing")))

@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
@@ -203,7 +204,8 @@ class PackedForward:
             return self.original(*args, **kwargs)
         named = dict(self.__signature__.bind(*args, **kwargs).arguments)
         named |= named.pop(self.catch_all, {})
-        if not (self.decoder.training or named.get("use_cache") is False):
+        cached = any(isinstance(value, Cache) for value in named.values())
+        if cached or not (self.decoder.training or named.get("use_cache") is False):
             return self.original(*args, **kwargs)  # generation keeps a cache
         labels = _LABELS.get()
         _LABELS.set(None)

@@ -1,7 +1,8 @@
 """What makes a training step fast and small, switched on by ``get_peft_model`` for a frozen base.
 
 The loss at supervised positions (:mod:`peft_nvfp4.fusion.loss_attach`), no padding (:mod:`peft_nvfp4.training.packing`), steps
-recorded in CUDA graphs (:mod:`peft_nvfp4.training.cuda_graphs`). Each of them falls back to the model's own way where it cannot
+recorded in CUDA graphs (:mod:`peft_nvfp4.training.cuda_graphs`), those of generation as well
+(:mod:`peft_nvfp4.training.decoding`). Each of them falls back to the model's own way where it cannot
 give the same numbers, and says why: ``print(model.base_model.nvfp4_steps)``.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 from torch import nn
 
 from ..fusion.loss_attach import LossReport, attach_loss_at_first_call, detach_loss, loss_report
-from .cuda_graphs import GraphStatus, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .cuda_graphs import GraphStatus, decoding_status, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .decoding import DecodingStatus
 from .packing import PackingStatus, decoder_of, disable_packing, enable_packing, packing_status
 
 
@@ -18,7 +20,7 @@ class StepReport:
     """How the steps of a model ran so far. Printed, it says what was switched on, and why something was not used.
 
     Attributes:
-        loss, packing, recordings: the reports of the three parts.
+        loss, packing, recordings, decoding: the reports of the parts.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,8 +38,12 @@ class StepReport:
     def recordings(self) -> GraphStatus:
         return graph_status(self.model)
 
+    @property
+    def decoding(self) -> DecodingStatus:
+        return decoding_status(self.model)
+
     def __str__(self) -> str:
-        return f"{self.loss}\n{self.packing}\n{self.recordings}"
+        return f"{self.loss}\n{self.packing}\n{self.recordings}\n{self.decoding}"
 
 
 def speed_up_steps(model: nn.Module, recordings: bool = True) -> StepReport:
