@@ -26,6 +26,7 @@ from .quantization.freeze import dense_share, dequantize_model, freeze_model, fr
 from .training import distributed
 from .training.callbacks import StopOnNonFinite, deterministic, memory_advice
 from .training.cuda_graphs import decoding_status, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .training.host_checkpoints import disable_host_checkpoints, enable_host_checkpoints, host_checkpoint_status
 from .training.offload.enable import disable_offload, enable_offload, offload_status
 from .training.packing import disable_packing, enable_packing, packing_status
 from .transformers import PactConfig, prepare_model_for_nvfp4_training
@@ -55,16 +56,19 @@ __all__ = [
     "detach_loss",
     "deterministic",
     "disable_cuda_graphs",
+    "disable_host_checkpoints",
     "disable_offload",
     "disable_packing",
     "distributed",
     "enable_cuda_graphs",
+    "enable_host_checkpoints",
     "enable_offload",
     "enable_packing",
     "export_checkpoint",
     "freeze_model",
     "frozen_bytes",
     "graph_status",
+    "host_checkpoint_status",
     "inspect_adapter",
     "kernels",
     "linear_cross_entropy",

@@ -25,15 +25,25 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import activation_cache
-from ..autograd.activation_cache import GatedSource, QuantizedInput
+from ..autograd.activation_cache import GatedSource, QuantizedInput, dequantized
 from ..autograd.frozen_linear import Branch, autocast_input
 from ..autograd.fused import GatedQuantize, as_parts
+from ..autograd.tiles import in_tiles, wanted
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..nn.plain import obstacle
 from ..numerics.recognition import activation_of, rows_for, samples
 from .fused_module import FusedModule
 from .probe import base_of, modes_kept, standing_in
+
+TILE_VALUES = 32 << 20
+"""Of gate, of up and of their product, where an MLP runs in tiles: 64 MiB of BF16, in which a GPU is busy, and a weight that is
+made for every tile costs a twentieth of its product."""
+
+
+def tile_rows(width: int) -> int:
+    """Tokens of a tile of an MLP with this inner width."""
+    return max(256, TILE_VALUES // width // 256 * 256)
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,12 @@ class FusedGatedMLP(FusedModule):
         down = down.get_base_layer() if hasattr(down, "get_base_layer") else down  # inside a wrapper, too
         if not isinstance(down, NVFP4FrozenLinear) or args or kwargs or self.was_edited():
             return self.call_original(x, *args, **kwargs)
+        if wanted() and x.numel() // x.shape[-1] > (most := tile_rows(down.in_features)) and self._is_plain():
+            return self._in_tiles(x, down, most)
+        return self._compute(x, down)
+
+    def _compute(self, x: Tensor, down: NVFP4FrozenLinear) -> Tensor:
+        parts = self.parts
         gate, up = self._gate_and_up(x)
         offset, terms, f, shape = down.input_offset, down.options.terms, gate.shape[-1], gate.shape
         mu = None if offset is None else offset.view(torch.float32)
@@ -88,6 +104,37 @@ class FusedGatedMLP(FusedModule):
         activation_cache.put(h, entry)
         return self._modules[parts.down](h)
 
+    def _is_plain(self) -> bool:
+        """Whether nobody looks at what is computed inside: a hook would see tiles, and see them twice."""
+        children = (self._modules[name] for name in (*self.parts.first, self.parts.down))
+        return all(_plain_branches(child) is not None for child in children)
+
+    def _in_tiles(self, x: Tensor, down: NVFP4FrozenLinear, most: int) -> Tensor:
+        """``most`` tokens at a time. Backward finds x in the codes that a fused norm keeps in any case."""
+        k, function, kept, input_of = x.shape[-1], lambda part: self._compute(part, down), (), None
+        if (entry := self._codes_of_a_norm(x)) is not None:
+            # of the entry no more than this: whoever holds it holds codes, and this is held until backward
+            kept, offset, dtypes = tuple(t for term in entry.terms for t in term[:3]), entry.offset, (x.dtype, entry.dtype)
+
+            def function(part: Tensor, *codes: Tensor) -> Tensor:
+                activation_cache.put(part, QuantizedInput(as_parts(codes, k), offset, dtypes[1], from_producer=True))
+                return self._compute(part, down)
+
+            def input_of(*codes: Tensor) -> Tensor:
+                return dequantized(as_parts(codes, k), None if offset is None else offset.view(torch.float32), dtypes[0])
+
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return in_tiles(function, x.reshape(-1, k), most, trained, kept, input_of).view(*x.shape[:-1], down.out_features)
+
+    def _codes_of_a_norm(self, x: Tensor) -> QuantizedInput | None:
+        """x~, where x is D(x~)."""
+        reader = base_of(self._modules[self.parts.first[0]])
+        if not isinstance(reader, NVFP4FrozenLinear):
+            return None
+        dtype = autocast_input(x[..., :0]).dtype
+        entry = activation_cache.get(x, reader.options.terms, reader.input_offset, dtype)
+        return entry if entry is not None and entry.from_producer else None
+
     def _gate_and_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
         parts = self.parts
         pair = [self._modules[name](x) for name in parts.first]
@@ -101,6 +148,11 @@ def _branches_of_codes(down: nn.Module, like: Tensor) -> Sequence[Branch] | None
     where somebody may look at that tensor: a hook, a wrapper, a subclass, autocast, a compiler."""
     if autocast_input(like).dtype != like.dtype or torch.compiler.is_compiling():
         return None
+    return _plain_branches(down)
+
+
+def _plain_branches(down: nn.Module) -> Sequence[Branch] | None:
+    """What a call of this linear adds, where nobody looks at the call: no hook, wrapper or subclass."""
     # of exactly that class: what a wrapper passes on as an attribute is not how it is called
     if "forward_codes" not in vars(type(down)) or obstacle((down, (type(down),))):
         return None

@@ -178,9 +178,11 @@ def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
-HARMLESS_HOOKS = frozenset({"make_inputs_require_grads", "output_capturing_hook"})
+HARMLESS_HOOKS = frozenset(
+    {"make_inputs_require_grads", "output_capturing_hook", "host_checkpoints_begin", "host_checkpoints_end"}
+)
 """Hooks of transformers and PEFT that do the same in every call, to whatever shape (for checkpointing), or nothing but while
-hidden states are asked for (they stay once somebody did)."""
+hidden states are asked for (they stay once somebody did); and this package's own, which change no tensor."""
 
 
 def watched(module: nn.Module, observers: bool = True) -> list[str]:

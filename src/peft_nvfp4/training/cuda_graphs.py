@@ -56,6 +56,7 @@ from .graph_recording import (
     substituted,
 )
 from .graph_state import baked_in
+from .host_checkpoints import pass_goes_to_host
 from .offload.layers import ATTRIBUTE
 from .packing import PackedForward, Replicate, decoder_of, packed_forward, put_back
 
@@ -163,6 +164,8 @@ class GraphedForward:
     def _replay(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.pending is not None and (ticket := self.pending()) is not None and ticket.open:
             raise Unsupported("the backward of an earlier forward is still to come")
+        if pass_goes_to_host():
+            raise Unsupported("its checkpoints go to the host")
         tensors, constants = self._inputs(args, kwargs)
         key = (
             tuple((name, tuple(t.shape), t.dtype, t.device) for name, t in tensors.items()),
@@ -237,7 +240,9 @@ class GraphedForward:
 
     @property
     def can_record(self) -> bool:
-        """Whether the decoder is on a GPU."""
+        """Whether the decoder is on a GPU, and the pass that runs now is one that can be recorded."""
+        if pass_goes_to_host():
+            return False
         return self.recorder is not CudaRecording or next(self.decoder.parameters()).device.type == "cuda"
 
     def recorded_size(self, tokens: int) -> int:

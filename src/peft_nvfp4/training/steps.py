@@ -2,7 +2,8 @@
 
 The loss at supervised positions (:mod:`peft_nvfp4.fusion.loss_attach`), no padding (:mod:`peft_nvfp4.training.packing`), steps
 recorded in CUDA graphs (:mod:`peft_nvfp4.training.cuda_graphs`), those of generation as well
-(:mod:`peft_nvfp4.training.decoding`). Each of them falls back to the model's own way where it cannot
+(:mod:`peft_nvfp4.training.decoding`), the checkpoints of long sequences on the host
+(:mod:`peft_nvfp4.training.host_checkpoints`). Each of them falls back to the model's own way where it cannot
 give the same numbers, and says why: ``print(model.base_model.nvfp4_steps)``.
 """
 
@@ -13,6 +14,13 @@ from torch import nn
 from ..fusion.loss_attach import LossReport, attach_loss_at_first_call, detach_loss, loss_report
 from .cuda_graphs import GraphStatus, decoding_status, disable_cuda_graphs, enable_cuda_graphs, graph_status
 from .decoding import DecodingStatus
+from .host_checkpoints import (
+    HostCheckpointStatus,
+    can_checkpoint,
+    disable_host_checkpoints,
+    enable_host_checkpoints,
+    host_checkpoint_status,
+)
 from .packing import PackingStatus, decoder_of, disable_packing, enable_packing, packing_status
 
 
@@ -20,7 +28,7 @@ class StepReport:
     """How the steps of a model ran so far. Printed, it says what was switched on, and why something was not used.
 
     Attributes:
-        loss, packing, recordings, decoding: the reports of the parts.
+        loss, packing, recordings, decoding, checkpoints: the reports of the parts.
     """
 
     def __init__(self, model: nn.Module):
@@ -42,8 +50,12 @@ class StepReport:
     def decoding(self) -> DecodingStatus:
         return decoding_status(self.model)
 
+    @property
+    def checkpoints(self) -> HostCheckpointStatus:
+        return host_checkpoint_status(self.model)
+
     def __str__(self) -> str:
-        return f"{self.loss}\n{self.packing}\n{self.recordings}\n{self.decoding}"
+        return "\n".join(map(str, (self.loss, self.packing, self.recordings, self.decoding, self.checkpoints)))
 
 
 def speed_up_steps(model: nn.Module, recordings: bool = True) -> StepReport:
@@ -58,11 +70,14 @@ def speed_up_steps(model: nn.Module, recordings: bool = True) -> StepReport:
         enable_packing(model)
         if recordings:
             enable_cuda_graphs(model, loud=False)
+    if can_checkpoint(model):
+        enable_host_checkpoints(model, automatic=True)
     return StepReport(model)
 
 
 def slow_down_steps(model: nn.Module) -> None:
     """Inverse of :func:`speed_up_steps`."""
+    disable_host_checkpoints(model)
     disable_cuda_graphs(model)
     disable_packing(model)
     detach_loss(model)

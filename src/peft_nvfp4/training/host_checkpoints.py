@@ -1,0 +1,313 @@
+"""Gradient checkpoints in the host's memory: sequences whose residual streams do not fit on the GPU.
+
+>>> model.gradient_checkpointing_enable()          # or TrainingArguments(gradient_checkpointing=True)
+>>> enable_host_checkpoints(model)
+>>> print(host_checkpoint_status(model))
+
+With gradient checkpointing a decoder layer keeps its input alone: 8 kB a token and layer of Llama-8B, 262 kB a token of all
+layers, which is most of what a long sequence takes. Here that input goes to page-locked host memory while its layer computes,
+and comes back while the layer after it runs backward. A layer takes longer than the copy: it computes 26 d^2 FLOP a token, for
+2 d bytes, which is 13 d FLOP a byte: with d = 4096 and 25 GB/s, a GPU of 1.3 PFLOP/s waits for nothing.
+
+How: transformers calls a function for every checkpointed layer (``_gradient_checkpointing_func``). In its place stands one that
+hands PyTorch's own ``checkpoint`` (the kind that is not reentrant, whatever was asked for) a function without the layer's
+input; when the layer is computed again, the function fetches it. What a layer computes is not touched, so results are the same
+bit for bit. In such a step MLPs, and the norm before the head, compute a tile of tokens at a time
+(:mod:`peft_nvfp4.autograd.tiles`), and no CUDA graph is replayed: launches take no time next to so many tokens.
+
+Buffers on the host are kept from step to step, one a layer, of the longest sequence so far. Where the host is short of memory a
+step that was to use it raises before anything is computed (or, if nobody has asked for this, keeps its checkpoints on the GPU).
+Rejected: ``torch.autograd.graph.save_on_cpu`` (pins new memory for every tensor, copies without overlap).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..autograd.tiles import in_tiles, tiling
+from ..fusion.mlp import TILE_VALUES
+from ..fusion.norm import looks_like_rmsnorm, plus_one
+from ..fusion.probe import watched
+from .checkpoint_transfers import Buffers, Checkpoint, HostMemoryShort
+from .packing import decoder_of
+
+SHARE = 8
+"""Checkpoints that would take more than this part (1/8) of the GPU's memory go to the host without being asked for."""
+
+
+@dataclass
+class HostCheckpointStatus:
+    """What :func:`host_checkpoint_status` returns.
+
+    Attributes:
+        enabled: for long sequences (``"automatic"``), for all of them (``"always"``), or not (``"no"``).
+        passes: forward passes whose checkpoints went to the host; ``last_bytes``: of the last of them.
+        host_bytes: of the buffers; ``pinned``: the GPU reads them by itself.
+        reason: why a pass that was long enough kept its checkpoints on the GPU, the last time.
+    """
+
+    enabled: str = "no"
+    passes: int = 0
+    last_bytes: int = 0
+    host_bytes: int = 0
+    pinned: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.enabled == "no":
+            return "checkpoints stay on the device"
+        pages = "page-locked" if self.pinned else "pageable"
+        line = f"checkpoints on the host ({self.enabled}): {self.passes} passes, {self.host_bytes / 1e9:.2f} GB in {pages} memory"
+        return f"{line}; on the device: {self.reason}" if self.reason else line
+
+
+# ---------------------------------------------------------------------------------------------- a forward pass
+
+
+class Pass:
+    """A forward pass of a decoder whose checkpoints go to the host.
+
+    Args:
+        norms: what computes in tiles.
+        own_embeddings: the first layer's input is the decoder's own, and nobody watches it.
+    """
+
+    def __init__(self, buffers: Buffers, norms: list[nn.Module], own_embeddings: bool):
+        self.buffers, self.norms, self.own_embeddings = buffers, norms, own_embeddings
+        self.last: Checkpoint | None = None
+        self.leaving: Tensor | None = None  # the last one's values, until their copy has ended
+
+    def keep(self, hidden: Tensor) -> tuple[Checkpoint, Tensor]:
+        """(what is fetched in backward, what the layer is called with now)."""
+        self.settle()
+        if self.last is None and self.own_embeddings and hidden.is_leaf:
+            # marked for the reentrant kind, which notices nothing else: autograd would hold them, and compute their gradient
+            hidden = hidden.detach()
+        self.last, self.leaving = Checkpoint(self.buffers, hidden, self.last), hidden.detach()
+        return self.last, hidden
+
+    def settle(self) -> None:
+        if self.leaving is not None:
+            self.last.wait()
+            self.leaving = None
+
+
+_PASS: ContextVar[Pass | None] = ContextVar("host_checkpoints_pass", default=None)
+
+
+def pass_goes_to_host() -> bool:
+    """Whether a forward pass whose checkpoints go to the host runs in this context."""
+    return _PASS.get() is not None
+
+
+class CheckpointFunction:
+    """In the place of a layer's ``_gradient_checkpointing_func``.
+
+    Args:
+        plain: what transformers has put there: PyTorch's ``checkpoint`` with the user's settings.
+    """
+
+    def __init__(self, plain: functools.partial):
+        self.plain = plain
+
+    def __call__(self, function: Callable, *args: Any) -> Any:
+        running = _PASS.get()
+        if running is None or not args or not isinstance(args[0], Tensor):
+            return self.plain(function, *args)
+        hidden, *others = args
+        kept, *first = running.keep(hidden)
+        del hidden, args, running
+
+        def run(anchor: Tensor, *others: Any) -> Any:
+            with tiling():
+                return function(first.pop() if first else kept.fetch(), *others)  # no name here: it would be held
+
+        # of nothing, but on the layer's device: there are the random numbers that are to be drawn again
+        anchor = torch.empty(0, device=kept.device)
+        return checkpoint(run, anchor, *others, **self.plain.keywords | {"use_reentrant": False})
+
+
+def replaceable(function: Any) -> bool:
+    return isinstance(function, functools.partial) and function.func is checkpoint and not function.args
+
+
+class HostCheckpoints:
+    """What watches a decoder's calls. Copies (and pickles) of a model begin without buffers."""
+
+    def __init__(self, automatic: bool):
+        self.automatic, self.status, self.buffers = automatic, HostCheckpointStatus(), Buffers()
+        self._found: tuple | None = None
+
+    def __reduce__(self):
+        return HostCheckpoints, (self.automatic,)
+
+    def host_checkpoints_begin(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before the decoder's forward."""
+        _PASS.set(None)
+        if torch.compiler.is_compiling() or not (decoder.training and torch.is_grad_enabled()):
+            return
+        layers, norms = self.parts(decoder)
+        if not layers or not all(layer.gradient_checkpointing for layer in layers):
+            return
+        inputs = kwargs.get("input_ids", args[0] if args else None)
+        inputs = inputs if isinstance(inputs, Tensor) and not inputs.is_floating_point() else None
+        tokens = _rows(kwargs.get("inputs_embeds")) if inputs is None else inputs.numel()
+        parameter = next(decoder.parameters())
+        bytes_ = tokens * decoder.config.get_text_config().hidden_size * parameter.dtype.itemsize
+        if not bytes_ or self.automatic and len(layers) * bytes_ <= _device_memory(parameter.device) // SHARE:
+            return
+        if not all(_prepared(layer) for layer in layers):
+            self.status.reason = "something else than PyTorch's checkpoint computes the layers again"
+            return
+        try:
+            self.buffers.prepare(len(layers), bytes_, parameter.device)
+        except HostMemoryShort as error:
+            if not self.automatic:
+                raise
+            self.status.reason = str(error)
+            return
+        self.status.passes, self.status.last_bytes = self.status.passes + 1, len(layers) * bytes_
+        norms = [norm for norm in norms if "forward" not in vars(norm)]
+        running = Pass(self.buffers, norms, inputs is not None and _embeds_unwatched(decoder))
+        for norm in running.norms:
+            norm.forward = functools.partial(_norm_in_tiles, weakref.ref(norm))
+        _PASS.set(running)
+
+    def host_checkpoints_end(self, decoder: nn.Module, args: tuple, output: Any) -> None:
+        """After it, or where it has raised."""
+        running = _PASS.get()
+        if running is not None:
+            _PASS.set(None)
+            running.settle()
+            for norm in running.norms:
+                del norm.forward
+
+    def parts(self, decoder: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The checkpointed layers, and the norms beside them (the one before the head)."""
+        if self._found is None or self._found[0]() is not decoder:
+            layers = list(_outermost(decoder))
+            norms = [m for m in decoder.children() if looks_like_rmsnorm(m) and plus_one(m) is not None]
+            self._found = weakref.ref(decoder), [list(map(weakref.ref, modules)) for modules in (layers, norms)]
+        layers, norms = ([ref() for ref in refs] for refs in self._found[1])
+        return layers, norms
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _outermost(child)
+
+
+def _embeds_unwatched(decoder: nn.Module) -> bool:
+    try:
+        return not watched(decoder.get_input_embeddings())
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def _rows(embeddings: Any) -> int:
+    return embeddings.shape[:-1].numel() if isinstance(embeddings, Tensor) else 0
+
+
+def _device_memory(device: torch.device) -> int | float:
+    """Bytes that PyTorch may use of a GPU; of anything else no limit."""
+    if device.type != "cuda":
+        return float("inf")
+    return int(torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def _prepared(layer: nn.Module) -> bool:
+    function = layer._gradient_checkpointing_func
+    if not isinstance(function, CheckpointFunction) and replaceable(function):
+        layer._gradient_checkpointing_func = function = CheckpointFunction(function)
+    return isinstance(function, CheckpointFunction)
+
+
+def norm_rows(width: int) -> int:
+    """Tokens of a tile of a norm."""
+    return max(256, TILE_VALUES // width)
+
+
+def _norm_in_tiles(norm: weakref.ref[nn.Module], x: Tensor) -> Tensor:
+    """A norm of a known formula, whose backward takes five FP32 matrices as wide as its input."""
+    module = norm()
+    compute, most = type(module).forward.__get__(module), norm_rows(x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1])
+    if len(flat) <= most:
+        return compute(x)
+    return in_tiles(compute, flat, most, [p for p in module.parameters() if p.requires_grad]).view(x.shape)
+
+
+# ---------------------------------------------------------------------------------------------- public
+
+
+def can_checkpoint(model: nn.Module) -> bool:
+    """Whether a model has a decoder with layers that transformers can checkpoint."""
+    decoder = decoder_of(model)
+    return decoder is not None and any(True for _ in _outermost(decoder))
+
+
+def enable_host_checkpoints(model: nn.Module, automatic: bool = False) -> None:
+    """Keep gradient checkpoints of a (PEFT) model of transformers on the host from now on, while its layers are checkpointed.
+
+    Args:
+        automatic: only in passes whose checkpoints would take more than an eighth of the GPU's memory, and only if the host has
+            room for them. A model where they always go to the host stays one.
+
+    Raises:
+        ValueError: no decoder with checkpointed layers was found.
+    """
+    decoder = decoder_of(model)
+    if not can_checkpoint(model):
+        raise ValueError(f"{type(model).__name__} has no decoder with layers that transformers can checkpoint")
+    if (watching := _watching(model)) is not None:
+        watching.automatic &= automatic
+        return
+    watching = HostCheckpoints(automatic)
+    decoder.register_forward_pre_hook(watching.host_checkpoints_begin, with_kwargs=True)
+    decoder.register_forward_hook(watching.host_checkpoints_end, always_call=True)
+
+
+def disable_host_checkpoints(model: nn.Module) -> None:
+    """Keep them on the device again, and free the host's memory. Nothing happens to a model that keeps them there."""
+    if (watching := _watching(model)) is None:
+        return
+    decoder = decoder_of(model)
+    for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is watching]:
+            del hooks[key]
+            for marked in (decoder._forward_pre_hooks_with_kwargs, decoder._forward_hooks_always_called):
+                marked.pop(key, None)
+    for layer in _outermost(decoder):
+        function = vars(layer).get("_gradient_checkpointing_func")
+        if isinstance(function, CheckpointFunction):
+            layer._gradient_checkpointing_func = function.plain
+
+
+def host_checkpoint_status(model: nn.Module) -> HostCheckpointStatus:
+    """What went to the host so far."""
+    if (watching := _watching(model)) is None:
+        return HostCheckpointStatus()
+    status, buffers = watching.status, watching.buffers.all
+    status.enabled = "automatic" if watching.automatic else "always"
+    status.host_bytes, status.pinned = sum(b.data.nbytes for b in buffers), bool(buffers) and all(b.pinned for b in buffers)
+    return status
+
+
+def _watching(model: nn.Module) -> HostCheckpoints | None:
+    decoder = decoder_of(model)
+    hooks = () if decoder is None else decoder._forward_pre_hooks.values()
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return next((owner for owner in owners if isinstance(owner, HostCheckpoints)), None)
