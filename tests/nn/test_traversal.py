@@ -110,6 +110,6 @@ def test_number_of_parameters_is_the_dense_model_s(tmp_path):
     for model in (adapted(base=loaded), adapted(backend="nf4"), adapted()):
         for settings in ({}, dict(only_trainable=True), dict(exclude_embeddings=True)):
             assert model.num_parameters(**settings) == plain.num_parameters(**settings)
-    assert copy.deepcopy(model).num_parameters.__self__ is not model.get_base_model()
+    assert copy.deepcopy(model).num_parameters.model() is not model.get_base_model()
     merged = model.merge_and_unload()
     assert "num_parameters" not in vars(merged) and merged.num_parameters() == tiny_llama().num_parameters()

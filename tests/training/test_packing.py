@@ -12,6 +12,7 @@ from _rehearsal import Rehearsal
 from low_level import adapted_model
 
 from peft_nvfp4 import disable_cuda_graphs, enable_cuda_graphs, graph_status
+from peft_nvfp4.training import cuda_graphs
 from peft_nvfp4.training.packed_attention import attention
 from peft_nvfp4.training.packing import (
     disable_packing,
@@ -222,6 +223,31 @@ def test_sizes_of_recordings():
     assert [forward.recorded_size(n) for n in (1, 64, 65, 1000, 1025, 4000, 4097)] == [64, 64, 128, 1024, 1152, 4096, 4608]
     step(model, **batch())
     assert forward.recorded_size(52) == 64 and forward.recorded_size(40) == 64
+
+
+def test_rows_are_filled_up_to_recordings_that_are_there_and_leave_room_for_longer_ones(monkeypatch):
+    """Tokens of batches, and of the recordings that served them."""
+    monkeypatch.setattr(cuda_graphs, "FILLING", 150)
+    model, eager = tuned(), tuned()
+    enable_cuda_graphs(model)
+    forward = packed_forward(model).inner
+    forward.recorder = Rehearsal
+    found = []
+    for rows in (5, 6, 9, 6, 3, 9, 8, 8, 8):
+        ids = torch.randint(1, 128, (rows, 30), generator=torch.Generator().manual_seed(rows))
+        got, expected = (step(m, input_ids=ids, labels=ids) for m in (model, eager))
+        for a, b in zip(got, expected):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        found.append((30 * rows, sorted(entry.tokens for entry in forward.entries.values())))
+    four = [128, 192, 320, 512]
+    assert found == [
+        (150, [192]), (180, [192]),
+        (270, [512]),  # half as long again as 320: the pool is made anew
+        (180, [192, 512]),  # 512 would be more than half as long again
+        (90, [128, 192, 512]), (270, four),
+        (240, four), (240, four), (240, [128, 192, 256, 320, 512]),  # after 64 and 128 tokens for nothing
+    ]  # fmt: skip
+    assert not graph_status(model).reasons
 
 
 def test_evaluation_generation_copies_and_switching_off():

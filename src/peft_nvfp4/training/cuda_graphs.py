@@ -62,8 +62,14 @@ from .packing import PackedForward, Replicate, decoder_of, packed_forward, put_b
 
 MAX_GRAPHS = 32
 """Combinations of input shapes that are recorded at one time: those that are met most often."""
-NEAR = 1.25
-"""A number of tokens that is met for the first time is filled up to that of a recording, up to this factor."""
+NEAR = 1.5
+"""A packed row is filled up to the tokens of a recording that is there, up to this factor,"""
+FILLING = 20_000
+"""until so many tokens were computed for nothing: they take about as long as recording the row's own size (0.5 s, and 0.015 ms a
+token, for 1B of parameters on an H200)."""
+HEADROOM = 1.5
+"""A packed row longer than all recordings is filled up by this factor, where the memory is there: the recordings share a pool of
+the longest one's size, so a longer one drops them all. This way that happens a handful of times, and not for each longest row."""
 RECORDING_COST = 4
 """Of a recording, in what an eager step takes longer than a replay: 0.55 s and 0.14 s for 1B of parameters on an H200."""
 CAUSAL = "peft_nvfp4_causal"
@@ -105,6 +111,12 @@ def _addresses(memory: list[Tensor]) -> list[int]:
     return [t.data_ptr() for t in memory]
 
 
+def _rounded_up(tokens: int) -> int:
+    """To a multiple of an eighth of a power of two, and of 64."""
+    step = max(64, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
+
+
 def _tokens(tensors: dict[str, Tensor]) -> int:
     """Tokens of a batch, padding counts."""
     return next((t.shape[0] * t.shape[1] for name, t in tensors.items() if name in ("input_ids", "inputs_embeds")), 0)
@@ -119,8 +131,10 @@ class GraphedForward:
         self.plain = plain  # somebody else's hook on the instance
         self.status, self.shared = GraphStatus(), SharedMemory()
         self.entries: dict[tuple, _Entry | str] = {}  # a reason where it cannot be recorded
-        self.met: Counter = Counter()  # how often an input's shapes were, and a size of recorded_size
+        self.met: Counter = Counter()  # how often an input's shapes were
+        self.filled: Counter = Counter()  # tokens that were filled up for want of a recording of a size
         self.tokens = 0  # of the largest recording
+        self.pool_bytes = 0  # of the pool, as the largest recording left it
         self.longer: list[int] = []  # tokens of batches since then that were longer
         self.state: tuple = ()  # of the model that they were made of
         self.pending: weakref.ref[Ticket] | None = None
@@ -187,7 +201,7 @@ class GraphedForward:
             del output
         if (state := baked_in(self.decoder)) != self.state:
             self.status.discarded += any(isinstance(entry, _Entry) for entry in self.entries.values())
-            self.entries, self.state = {}, state
+            self.entries, self.state, self.tokens, self.longer = {}, state, 0, []
         if key not in self.entries:
             self._make_room(key, tensors)
             try:
@@ -247,22 +261,35 @@ class GraphedForward:
 
     def recorded_size(self, tokens: int) -> int:
         """To how many a packed row of so many tokens is filled up: an eighth of a power of two (6 % on average), so that few
-        recordings serve all batches; for a size that is met for the first time, that of a recording if one is near."""
-        step = max(64, 1 << max(0, tokens.bit_length() - 4))
-        size = -(-tokens // step) * step
-        recorded = {entry.tokens for entry in self.entries.values() if isinstance(entry, _Entry)}
-        self.met[size] += 1
-        near = [n for n in recorded if tokens <= n <= NEAR * tokens]
-        return min(near) if near and size not in recorded and self.met[size] == 1 else size
+        recordings serve all batches; more where that saves a recording (:data:`NEAR`, :data:`HEADROOM`)."""
+        size, recorded = _rounded_up(tokens), {entry.tokens for entry in self.entries.values() if isinstance(entry, _Entry)}
+        if size in recorded or not recorded:
+            return size
+        if size > max(recorded):
+            longer = _rounded_up(int(HEADROOM * size))
+            return longer if self._finds_room_for(longer) else size
+        nearest = min(n for n in recorded if n >= size)
+        if nearest > NEAR * tokens or self.filled[size] + nearest - size > FILLING:
+            return size
+        self.filled[size] += nearest - size
+        return nearest
+
+    def _finds_room_for(self, tokens: int) -> bool:
+        """Whether a pool for so many tokens fits on the GPU in the place of today's, and a tenth to spare."""
+        if not torch.cuda.is_available():
+            return True
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return tokens / self.tokens * self.pool_bytes < 0.9 * (free + self.pool_bytes)
 
     def _make_room(self, key: tuple, tensors: dict[str, Tensor]) -> None:
         """For one more recording: the one that is met least gives way to one that is met more often. A recording of more tokens
         than any before finds no free memory of its size in the pool that they share. So all are dropped, and made anew in a
-        larger pool when they are met again; but not before eager steps of such batches have cost as much as that will."""
+        larger pool when they are met again; but if it is little longer, not before eager steps of such batches have cost as much
+        as that will."""
         recorded = [k for k, entry in self.entries.items() if isinstance(entry, _Entry)]
         if (tokens := _tokens(tensors)) > self.tokens:
             self.longer.append(tokens)
-            if len(self.longer) < RECORDING_COST * len(recorded):
+            if tokens < HEADROOM * self.tokens and len(self.longer) < RECORDING_COST * len(recorded):
                 raise Unsupported("it has more tokens than all batches that are recorded, and few batches do")
             self.tokens, self.longer = max(self.longer), []
             for k in recorded:
@@ -296,12 +323,16 @@ class GraphedForward:
             kinds.add(type(output))
             return output.last_hidden_state
 
-        if not any(isinstance(entry, _Entry) for entry in self.entries.values()):
+        first = not any(isinstance(entry, _Entry) for entry in self.entries.values())
+        if first:
             # not the pool of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does
             # that), and then cannot draw random numbers on the device any more
             self.shared = SharedMemory(torch.cuda.graph_pool_handle() if device.type == "cuda" else None)
+        reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         with capturing(device, tape), substituted(self.decoder, parameters, aliases):
             recording = self.recorder(run, tensors, aliases, self.shared)
+        if first and device.type == "cuda":
+            self.pool_bytes = max(0, torch.cuda.memory_reserved(device) - reserved)
         memory = [*self.decoder.parameters(), *self.decoder.buffers()]
         return _Entry(recording, tape, kinds.pop(), parameters, _tokens(tensors), memory, _addresses(memory))
 

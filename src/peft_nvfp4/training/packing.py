@@ -103,9 +103,9 @@ def pack(
         slots *= SLOTS
     first_tokens = torch.full((slots + 1,), tokens + filling, dtype=torch.int32, device=source.device)
     first_tokens[: len(starts)] = starts
-    if filling:  # a sequence of its own
+    if filling:  # a sequence of its own, at positions that the model has
         first_tokens[len(starts)] = tokens
-        positions = torch.cat([positions, torch.arange(filling, device=source.device)])
+        positions = torch.cat([positions, positions[torch.arange(filling, device=source.device) % tokens]])
         source = torch.cat([source, source[:1].detach().expand(filling, *source.shape[1:])])
     packed = {name: source[None], "position_ids": positions[None], "attention_mask": first_tokens.view(1, 1, 1, -1)}
     return PackedBatch(places, tokens, tuple(shape), places is None and len(starts) == shape[0], packed)

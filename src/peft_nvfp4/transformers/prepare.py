@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MethodType
+import weakref
 from typing import Any
 
 from torch import nn
@@ -55,7 +55,7 @@ def count_its_own(model: nn.Module) -> None:
     """Have a frozen model of transformers count its parameters by :func:`num_parameters`. Trainer asks for their number in every
     step, to estimate the floating-point operations."""
     if hasattr(model, "num_parameters"):
-        model.num_parameters = MethodType(num_parameters, model)
+        model.num_parameters = _ParameterCount(model)
 
 
 def count_as_others(model: nn.Module) -> None:
@@ -63,9 +63,22 @@ def count_as_others(model: nn.Module) -> None:
     vars(model).pop("num_parameters", None)
 
 
-def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+class _ParameterCount:
+    """:func:`num_parameters` of a model, without a cycle: ``del model`` frees it."""
+
+    def __init__(self, model: nn.Module):
+        self.model = weakref.ref(model)
+
+    def __reduce__(self):
+        return _ParameterCount, (self.model(),)
+
+    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        return num_parameters(self.model(), only_trainable, exclude_embeddings)
+
+
+def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Number of parameters, a packed weight counting as the matrix it stands for."""
-    modules = list(modules_of(self))
+    modules = list(modules_of(model))
     seen = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} if exclude_embeddings else set()
     total = 0
     for module in modules:
