@@ -266,7 +266,13 @@ def test_automatic_asks_how_much_of_the_device_checkpoints_take(monkeypatch, mem
     enable_host_checkpoints(model)  # asked for
     gradients(model)
     assert report.checkpoints.passes == passes + 1 and "always" in str(report)
-    assert host_checkpoints._device_memory(torch.device("cpu")) == memory
+
+
+def test_automatic_leaves_a_cpu_alone():
+    model = checkpointed(host=False)
+    enable_host_checkpoints(model, automatic=True)
+    gradients(model)
+    assert host_checkpoint_status(model).passes == 0 and host_checkpoint_status(model).reason == ""
 
 
 def test_without_checkpointing_and_without_training_nothing_goes_to_the_host():

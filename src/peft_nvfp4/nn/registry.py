@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .frozen_linear import FrozenLinear
+from .frozen_linear import FrozenLinear
 
 
 class _Registry(Mapping):

@@ -23,6 +23,7 @@ Rejected: ``torch.autograd.graph.save_on_cpu`` (pins new memory for every tensor
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -221,10 +222,10 @@ def _rows(embeddings: Any) -> int:
     return embeddings.shape[:-1].numel() if isinstance(embeddings, Tensor) else 0
 
 
-def _device_memory(device: torch.device) -> int | float:
+def _device_memory(device: torch.device) -> int:
     """Bytes that PyTorch may use of a GPU; of anything else no limit."""
     if device.type != "cuda":
-        return float("inf")
+        return sys.maxsize
     return int(torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device))
 
 

@@ -1,7 +1,4 @@
-"""Options of a training run: one dataclass for flags, YAML files and what a run writes beside its checkpoints.
-
-``--help`` reads it, so importing it imports no PyTorch.
-"""
+"""Options of a training run: one dataclass for flags, YAML files and what a run writes beside its checkpoints."""
 
 from __future__ import annotations
 
@@ -9,14 +6,12 @@ import types
 import typing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from ...lora.config import NVFP4LoraConfig
 from ...quantization.options import FIELDS, check_known, help_of
-
-if TYPE_CHECKING:
-    from ...lora.config import NVFP4LoraConfig
 
 FIXED = ("backend", "rank", "alpha", "targets", "layers", "optimizer", "lora")
 """What a checkpoint was made with: another value is another run."""
@@ -106,8 +101,6 @@ class TrainOptions:
 
 def adapter_config(options: TrainOptions) -> NVFP4LoraConfig:
     """The config of the adapter and of the base's freezing. Only here do options become fields of ``NVFP4LoraConfig``."""
-    from ...lora.config import NVFP4LoraConfig
-
     known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
     if unknown := sorted(map(str, options.lora.keys() - known)):
         raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")
