@@ -2,86 +2,29 @@
 
 >>> model = get_peft_model(model, NVFP4LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", backend="nvfp4"))
 
-Importing the package installs its hooks into PEFT (:func:`register`); :func:`unregister` removes them.
+Importing the package installs its hooks into PEFT (:func:`register`); :func:`unregister` removes them. Its names are those of
+:mod:`peft_nvfp4.api`.
+
+The command ``peft-nvfp4`` is the exception. PyTorch, transformers and PEFT take seconds to import, and neither ``--help`` nor
+``estimate`` needs them. So in a process that :mod:`peft_nvfp4_cli` has started, names and hooks come when a command asks for
+them.
 """
 
-from . import kernels
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
-from .calibration.gptq import GPTQOptions
-from .calibration.run import CalibrationOptions, apply_calibration, calibrate
-from .checkpoints import ExportReport, export_checkpoint
-from .diagnostics.statistics import NVFP4StatisticsCallback, tensor_statistics
-from .fusion.attach import attach, detach
-from .fusion.loss import linear_cross_entropy
-from .fusion.loss_attach import attach_loss, detach_loss
-from .lora.config import NVFP4LoraConfig
-from .lora.hooks import register, unregister
-from .lora.inits import preprocess_eora
-from .lora.inspection import AdapterReport, inspect_adapter
-from .lora.merge import merge
-from .lora.report import MergeReport
-from .nn.frozen_linear import FrozenLinear, FrozenOptions
-from .nn.registry import BACKENDS
-from .quantization.freeze import dense_share, dequantize_model, freeze_model, frozen_bytes
-from .training import distributed
-from .training.callbacks import StopOnNonFinite, deterministic, memory_advice
-from .training.cuda_graphs import decoding_status, disable_cuda_graphs, enable_cuda_graphs, graph_status
-from .training.host_checkpoints import disable_host_checkpoints, enable_host_checkpoints, host_checkpoint_status
-from .training.offload.enable import disable_offload, enable_offload, offload_status
-from .training.packing import disable_packing, enable_packing, packing_status
-from .transformers import PactConfig, prepare_model_for_nvfp4_training
 
-__all__ = [
-    "__version__",
-    "AdapterReport",
-    "BACKENDS",
-    "CalibrationOptions",
-    "ExportReport",
-    "FrozenLinear",
-    "FrozenOptions",
-    "GPTQOptions",
-    "MergeReport",
-    "NVFP4LoraConfig",
-    "NVFP4StatisticsCallback",
-    "PactConfig",
-    "StopOnNonFinite",
-    "apply_calibration",
-    "attach",
-    "attach_loss",
-    "calibrate",
-    "decoding_status",
-    "dense_share",
-    "dequantize_model",
-    "detach",
-    "detach_loss",
-    "deterministic",
-    "disable_cuda_graphs",
-    "disable_host_checkpoints",
-    "disable_offload",
-    "disable_packing",
-    "distributed",
-    "enable_cuda_graphs",
-    "enable_host_checkpoints",
-    "enable_offload",
-    "enable_packing",
-    "export_checkpoint",
-    "freeze_model",
-    "frozen_bytes",
-    "graph_status",
-    "host_checkpoint_status",
-    "inspect_adapter",
-    "kernels",
-    "linear_cross_entropy",
-    "memory_advice",
-    "merge",
-    "offload_status",
-    "packing_status",
-    "prepare_model_for_nvfp4_training",
-    "preprocess_eora",
-    "register",
-    "tensor_statistics",
-    "unregister",
-]
+if TYPE_CHECKING or "peft_nvfp4_cli" not in sys.modules:
+    from .api import *  # noqa: F403
+    from .api import __all__ as _names
 
-register()
-kernels.load()
+    __all__ = ["__version__", *_names]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name in the process of the command, where :mod:`peft_nvfp4.api` is not imported yet."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(".api", __name__), name)

@@ -307,7 +307,7 @@ def test_the_commands(tmp_path, monkeypatch):
     from peft_nvfp4.cli import application
 
     report = doctor.Report({"torch": "1 [x]"}, Status(()), [Result("g", "n", PASSED, "fine [a]")])
-    monkeypatch.setattr("peft_nvfp4.cli.doctor.tool.run", lambda: report)
+    monkeypatch.setattr("peft_nvfp4.diagnostics.doctor.run.run", lambda: report)
     run = lambda *arguments: CliRunner().invoke(application(), arguments)
     shown = run("doctor", "--json", str(tmp_path / "r.json"))
     assert shown.exit_code == 0 and "Nothing is wrong" in shown.output and "fine [a]" in shown.output, shown.output

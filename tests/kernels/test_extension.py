@@ -162,18 +162,18 @@ def test_measured_tiles_win_and_survive(tmp_path, monkeypatch):
 
 def test_tune_stores_the_fastest(tmp_path, monkeypatch, capsys):
     pytest.importorskip("typer")
-    from peft_nvfp4.cli import tune
+    from peft_nvfp4.cli._run import tuning
 
     class Loaded:
         tiles, info = [SMALL, LARGE], {"source": "abc"}
 
     monkeypatch.setenv("PEFT_NVFP4_CACHE", str(tmp_path))
     problems = [Problem(128, (128,), 128), Problem(4096, (128,), 128)]
-    winners = tune.measure("Some GPU", Loaded, problems, lambda problem, tile: abs(problem.m / 16 - tile.m))
+    winners = tuning.measure("Some GPU", Loaded, problems, lambda problem, tile: abs(problem.m / 16 - tile.m))
     assert winners == {problems[0].key: SMALL.name, problems[1].key: LARGE.name}
     assert json.loads((tmp_path / "tiles-some-gpu-abc.json").read_text())["tiles"] == winners
     assert len(capsys.readouterr().out.splitlines()) == 3
-    assert len({problem.key for problem in tune.usual_problems()}) == 64
+    assert len({problem.key for problem in tuning.usual_problems()}) == 64
 
 
 def test_generated_sources(build, tmp_path):

@@ -52,9 +52,6 @@ from ..ops import linear as linear_ops
 from .activation_cache import GatedSource, QuantizedInput, dequantized, kept_by_attention, saturated
 from .seeds import draw_seed
 
-GRADIENTS = ("nvfp4", "nvfp4_sr", "bf16")
-"""How dy is rounded for dx: to nearest, stochastically, not at all."""
-
 # ---------------------------------------------------------------------------------------------- what a call depends on
 
 
@@ -76,7 +73,7 @@ class Linear(NamedTuple):
     bias: Tensor | None  # (N,)
     constant: Tensor | None  # (N,) float32, D(W_f) @ mu
     scale_factor: float  # of W_f: 1, but for another tool's checkpoint
-    gradients: str  # a word of GRADIENTS
+    gradients: str  # how dy is rounded for dx, see FrozenOptions
     branches: tuple[Branch, ...]
     rounding_seed: Tensor | None = None  # of stochastic rounding, drawn by :func:`frozen_linear`
     there: AbstractContextManager | None = None  # within it backward may read the weights (:mod:`.hosted`); None: always

@@ -33,7 +33,6 @@ def application():
         name="peft-nvfp4",
         help="LoRA fine-tuning on a frozen NVFP4, NF4 or BF16 base.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

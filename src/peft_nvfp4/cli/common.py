@@ -1,4 +1,8 @@
-"""What the commands share: the shape of a command, options that several have, how tables and errors look."""
+"""What the commands share: the shape of a command, options that several have, how tables and errors look.
+
+``--help`` imports every module of this package, so none of them imports PyTorch, transformers or PEFT before a command runs:
+functions import what they need.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers.utils import logging
 
 from ..quantization.options import help_of
-from ..training.callbacks import NonFiniteError, OutOfMemory
 from ._run.folders import check_writable
 
 DEBUG = {"on": bool(os.environ.get("PEFT_NVFP4_DEBUG"))}
 """Set by ``--debug``: errors with their tracebacks."""
 EXTRA = ("trl", "datasets", "torchmetrics", "matplotlib")
 """Packages of the extra ``cli`` that only some commands need."""
-EXPLAINED = (ValueError, FileNotFoundError, ImportError, NonFiniteError, OutOfMemory)
-"""Errors whose message is the whole explanation."""
+EXPLAINED = (ValueError, FileNotFoundError, ImportError)
+"""Errors whose message is the whole explanation; those of training are, too (:func:`_explained`)."""
 
 Json = Annotated[str | None, typer.Option("--json", help="Write to this file; - is the output.")]
 Output = Annotated[str, typer.Option("--output", "-o", help="Folder to write.")]
@@ -51,12 +53,12 @@ class Outcome(NamedTuple):
     code: int = 0
 
 
-def command(function: Callable[..., Outcome] | None = None, *, busy: str = "") -> Callable:
+def command(function: Callable[..., Outcome] | None = None, *, busy: str = "", models: bool = True) -> Callable:
     """A command out of a function that returns an :class:`Outcome`: with the option ``--json`` (``-``: the JSON is all that goes
     to the standard output), libraries that are quiet, and errors of one paragraph on the error stream with the exit code 1.
-    ``busy`` is shown while the function runs."""
+    ``busy`` is shown while the function runs. ``models=False``: it works without PyTorch, transformers and PEFT."""
     if function is None:
-        return functools.partial(command, busy=busy)
+        return functools.partial(command, busy=busy, models=models)
 
     @with_options({"json_file": (Json, None)})
     @functools.wraps(function)
@@ -65,9 +67,9 @@ def command(function: Callable[..., Outcome] | None = None, *, busy: str = "") -
             for path in (json_file, options.get("png"), options.get("trace")):
                 if path not in (None, "-"):
                     check_writable(Path(path).parent)  # before hours of work
-            with quiet_libraries(), redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):
+            with redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):
                 out = console()
-                with out.status(busy) if busy else nullcontext():
+                with out.status(busy) if busy else nullcontext(), libraries() if models else nullcontext():
                     content, shown, code = function(**options)
                 for item in shown:
                     show(out, item)
@@ -179,17 +181,26 @@ def report(error: Exception) -> None:
     words = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRA:
         words = f"this command needs {error.name}: pip install 'peft_nvfp4[cli]'"
-    if not isinstance(error, EXPLAINED) or not words:
+    if not _explained(error) or not words:
         words = f"{type(error).__name__}: {words}"
     out = console(stderr=True)
     out.print(Text("Error: ", style="bold red") + Text(words, style="default"), soft_wrap=True)  # paths stay whole
-    if not isinstance(error, EXPLAINED):
+    if not _explained(error):
         out.print(Text("(peft-nvfp4 --debug COMMAND shows where it happened)", style="dim"))
 
 
+def _explained(error: Exception) -> bool:
+    training = sys.modules.get("peft_nvfp4.training.callbacks")  # where it is not imported, its errors were not raised
+    return isinstance(error, EXPLAINED + (() if training is None else (training.NonFiniteError, training.OutOfMemory)))
+
+
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Without the progress bars and warnings of transformers, which would tear ours apart."""
+def libraries() -> Iterator[None]:
+    """The package with its hooks into PEFT, and transformers without progress bars and warnings, which would tear ours apart."""
+    from transformers.utils import logging
+
+    from .. import api  # noqa: F401  installs the hooks
+
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -5,21 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.filesize import decimal
 
-from ..calibration import run as calibration
-from ..checkpoints import export_checkpoint
-from ..checkpoints.gguf import export_gguf
-from ..lora import merge as merging
-from ..lora.hooks import freeze_base
-from ..lora.inspection import inspect_adapter
-from ..quantization.freeze import freeze_model, frozen_modules
 from ..quantization.options import Options
-from ..transformers.config import PactConfig
-from ..transformers.prepare import num_parameters
-from ._run import models
 from ._run.folders import check_writable, kept_writes, new_folder
 from .common import Base, Calibration, Columns, Dtype, Layers, Limit, Outcome, Output, base_option, command, pairs
 
@@ -29,6 +18,9 @@ Adapter = Annotated[str, typer.Argument(help="Folder of the adapter.")]
 
 def _written(folder: Path, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str]:
     """A folder with a model, which gets its tokenizer: (for JSON, in words). Packed are linears and projections of experts."""
+    from ..quantization.freeze import frozen_modules
+    from ..transformers.prepare import num_parameters
+
     tokenizer.save_pretrained(folder)
     count = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     packed = sum(m.experts * len(m.projections) if hasattr(m, "projections") else 1 for _, m in frozen_modules(model))
@@ -45,6 +37,11 @@ def quantize(
     layers: Layers = None,
 ) -> Outcome:
     """Pack a model's linears in NVFP4 and save it: 4.5 bits a weight, loaded with from_pretrained."""
+    import torch
+
+    from ..transformers.config import PactConfig
+    from ._run import models
+
     device = models.default_device()
     names = [name.strip() for name in skip_modules.split(",") if name.strip()]
     settings: dict[str, Any] = {"quantization_config": PactConfig(skip_modules=names or None)}
@@ -78,7 +75,10 @@ def calibrate(
     layers: Layers = None,
 ) -> Outcome:
     """GPTQ weights, terms and offsets from a few texts, for train --calibration."""
-    from ._run import texts  # needs the extra
+    import torch
+
+    from ..calibration import run as calibration
+    from ._run import models, texts
 
     models.check_model(model)
     longest = models.positions(models.config_of(model)) or seq or 2048
@@ -112,12 +112,19 @@ def merge(
     layers: Layers = None,
 ) -> Outcome:
     """Merge an adapter into its base model, and say how much of it is left."""
+    import torch
+
+    from ..checkpoints import export_checkpoint
+    from ..checkpoints.gguf import export_gguf
+    from ..lora import merge as merging
+    from ._run import models
+
     if gguf and to == "nvfp4":
         raise ValueError("GGUF has no NVFP4 of this kind: merge to bf16, fp16 or fp32 for --gguf")
     with new_folder(output) as path:
         rows = None
         if probe is not None:
-            from ._run import evaluation, texts  # need the extra
+            from ._run import evaluation, texts
 
             rows = evaluation.first_tokens(texts.read(probe, limit=8), models.tokenizer_of(model, adapter), 128)
         adapted, tokenizer = models.load_with_adapter(model, adapter, dtype, layers, calibration)
@@ -145,6 +152,10 @@ def export(
     layers: Layers = None,
 ) -> Outcome:
     """Write an NVFP4 model in the layout of a serving engine."""
+    from ..checkpoints import export_checkpoint
+    from ..quantization.freeze import freeze_model, frozen_modules
+    from ._run import models
+
     with new_folder(output) as path:
         packed, tokenizer = models.load(model, "stored", layers)
         if not frozen_modules(packed):
@@ -166,6 +177,11 @@ def inspect(
     layers: Layers = None,
 ) -> Outcome:
     """Does an adapter fit a base model, and is that the one it was trained on? Exit code 1 if it does not fit."""
+    from ..lora.hooks import freeze_base
+    from ..lora.inspection import inspect_adapter
+    from ..quantization.freeze import frozen_modules
+    from ._run import models
+
     config, base, _ = models.load_base(adapter, model, dtype, layers, calibration)
     if not frozen_modules(base):
         freeze_base(config, base)

@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from ..diagnostics.doctor import run as tool
 from .common import Outcome, command
 
 STYLES = {"passed": "green", "warning": "yellow", "(FAILED|SOMETHING IS WRONG).*": "bold red", "not run": "dim"}
@@ -14,6 +13,8 @@ STYLES = {"passed": "green", "warning": "yellow", "(FAILED|SOMETHING IS WRONG).*
 @command(busy="Checking")
 def doctor(plain: Annotated[bool, typer.Option("--plain", help="Without colours, to paste into an issue.")] = False) -> Outcome:
     """What this machine has, what is wrong with it, and whether it computes what it should. Exit code 1 if something is wrong."""
+    from ..diagnostics.doctor import run as tool
+
     report = tool.run()
     text = Text(str(report))
     for words, style in {} if plain else STYLES.items():

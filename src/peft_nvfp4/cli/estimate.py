@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 @with_options({name: (option, getattr(Settings, name)) for name, option in OPTIONS.items()} | {"batch": (Batch, 4)})
-@command
+@command(models=False)
 def estimate_command(
     model: Annotated[
         str, typer.Argument(help="Folder with a config.json, that file, a Hub id, or llama-1b, llama-3b, llama-8b.")

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from ._run import models
 from .common import Base, Batch, Calibration, Columns, Dtype, Layers, Limit, Outcome, command, pairs, table
 
 
@@ -33,7 +32,7 @@ def evaluate(
 
     Labels: accuracy and F1. Answers: exact match, F1 and ROUGE-L. Everything: perplexity.
     """
-    from ._run import evaluation, texts  # need the extra
+    from ._run import evaluation, models, texts
 
     if base and adapter is None:
         raise ValueError("--base scores the base beside the adapter: give an --adapter")

@@ -1,21 +1,11 @@
 """``peft-nvfp4 profile``."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from peft import get_peft_model
-from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ..fusion.loss_attach import attach_loss
-from ..lora.config import NVFP4LoraConfig
-from ..memory import BUILTIN
 from ..quantization.options import Options
-from ..training.cuda_graphs import disable_cuda_graphs
-from ._run import models, profiling
 from .common import Batch, Dtype, Layers, Outcome, Rank, base_option, command, stacked_bars, table
 
 
@@ -37,18 +27,26 @@ def profile(
     png: Annotated[Path | None, typer.Option(help="Draw the times.")] = None,
 ) -> Outcome:
     """Time of a training step by category, as the paper's Table 11, with random weights of the model's shape."""
+    import torch
+    from peft import get_peft_model
+
+    from ..fusion.loss_attach import attach_loss
+    from ..lora.config import NVFP4LoraConfig
+    from ..training.cuda_graphs import disable_cuda_graphs
+    from ._run import models, profiling
+
     device = models.default_device()
     cuda = device.type == "cuda"
     settings = {"backend": backend, "accuracy": accuracy, "memory": memory, "r": rank, "lora_alpha": 2 * rank}
     config = NVFP4LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **settings)
     torch.manual_seed(0)
-    adapted = get_peft_model(_random_model(model, models.choose_dtype(dtype), device, layers), config)
+    adapted = get_peft_model(profiling.random_model(model, models.choose_dtype(dtype), device, layers), config)
     attach_loss(adapted)
     if not cuda_graphs:
         disable_cuda_graphs(adapted)
     if checkpointing:
         adapted.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    step = _training_step(adapted.train(), batch, seq, supervised, device)
+    step = profiling.training_step(adapted.train(), batch, seq, supervised, device)
     step()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -61,40 +59,6 @@ def profile(
         stacked_bars({backend: result["times_ms"]}, png, "ms of a step", title)
     files = [f"{what}: {path}" for path, what in ((trace, "Chrome trace"), (png, "Drawn")) if path is not None]
     return Outcome(result, [*_tables(result, title), *files])
-
-
-def _random_model(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> nn.Module:
-    """A model of the shape that a config or a built-in name says, with random weights: times do not depend on them."""
-    if (shape := BUILTIN.get(name.lower())) is not None:
-        config = LlamaConfig(
-            **{"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers},
-            **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim},
-            **{"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "max_position_embeddings": 131072},
-        )
-    else:
-        config = models.config_of(name)
-    if layers is not None:
-        models.shorten(config, layers)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def _training_step(model: nn.Module, batch: int, seq: int, supervised: int, device: torch.device) -> Callable[[], None]:
-    """A function that does one step over random tokens: forward, backward, AdamW. ``supervised``: labels of the last so many."""
-    config = getattr(model.config, "text_config", None) or model.config
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (batch, seq), generator=generator, device="cpu").to(device)
-    labels = ids.clone()
-    labels[:, : max(seq - supervised, 0)] = -100
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
-
-    def step() -> None:
-        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
 
 
 def _tables(result: dict[str, Any], title: str) -> list:

@@ -1,17 +1,15 @@
 """``peft-nvfp4 statistics``: what :mod:`peft_nvfp4.diagnostics.statistics` measures, on a user's data."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from peft import get_peft_model
 
-from ..diagnostics.statistics import PERCENT, TITLES, Statistics, TensorStatistics, short, tensor_statistics
-from ..fusion.loss_attach import attach_loss
-from ..lora.config import NVFP4LoraConfig
 from ..quantization.options import Options
-from ._run import models
 from .common import Base, Batch, Calibration, Columns, Dtype, Layers, Outcome, base_option, command, pairs, table
+
+if TYPE_CHECKING:
+    from ..diagnostics.statistics import Statistics, TensorStatistics
 
 MEANS = ("tensor", "error %", "underflow %", "saturation %")
 WORST = ("layer", "tensor", "error", "underfl.", "satur.", "amax", "scales")
@@ -40,7 +38,12 @@ def statistics(
 
     Nothing is trained: forward and backward passes with a fresh adapter, or with a trained one.
     """
-    from ._run import evaluation, texts  # need the extra
+    from peft import get_peft_model
+
+    from ..diagnostics.statistics import PERCENT, tensor_statistics
+    from ..fusion.loss_attach import attach_loss
+    from ..lora.config import NVFP4LoraConfig
+    from ._run import evaluation, models, texts
 
     if by not in PERCENT:
         raise ValueError(f"--by must be one of {', '.join(PERCENT)}, got {by!r}")
@@ -70,8 +73,10 @@ def statistics(
     return Outcome(measured.as_dict(), shown)
 
 
-def _tables(measured: Statistics, worst: int, by: str) -> list:
+def _tables(measured: "Statistics", worst: int, by: str) -> list:
     """Means over the layers, the layers that are worst, and a note."""
+    from ..diagnostics.statistics import PERCENT, TITLES
+
     sites = [site for site in TITLES if measured.of(site, "amax")]
     means = [(TITLES[site], *(percent(measured.mean(site, number)) for number in PERCENT)) for site in sites]
     rows = [cells(*row) for row in measured.worst(worst, by=by)]
@@ -87,8 +92,10 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f}"
 
 
-def cells(name: str, site: str, s: TensorStatistics) -> tuple[str, ...]:
+def cells(name: str, site: str, s: "TensorStatistics") -> tuple[str, ...]:
     """A row of :data:`WORST`."""
+    from ..diagnostics.statistics import PERCENT, short
+
     scales = "–" if s.scale_min is None else f"{s.scale_min:.2g}–{s.scale_max:.3g}"
     mark = "" if s.used else " *"
     return (short(name), site + mark, *(percent(getattr(s, number)) for number in PERCENT), f"{s.amax:.3g}", scales)

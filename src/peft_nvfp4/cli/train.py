@@ -37,7 +37,7 @@ def train(
     Everything can also be said in one YAML file (--config), further fields of NVFP4LoraConfig and SFTConfig in it under lora: and
     trainer:. Ctrl-C stops after the running step, with a checkpoint to --resume from.
     """
-    from ._run import training  # needs the extra
+    from ._run import training
 
     options = gathered(flags | {"columns": pairs(flags["columns"])}, config, resume)
     out = console()

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from accelerate.utils import convert_file_size_to_int
-
-from ..quantization.groups import ACCURACY
+from ..quantization.groups import ACCURACY, skipped
 from ..quantization.options import Options
-from ..quantization.plan import skipped
 from .shapes import ModelShape, Projection
 
 BACKENDS = ("nvfp4", "nf4", "bf16", "nf4-liger", "bf16-liger")
@@ -170,10 +167,11 @@ def _last_word(target: str) -> str:
 
 def parse_bytes(text: str) -> int:
     """Bytes of ``"16GiB"``, ``"500MiB"`` (powers of 1024) or ``"16 GB"`` (of 1000). Raises ValueError for anything else."""
-    try:
-        return convert_file_size_to_int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no amount of memory: write it as 16GiB, 16GB or 500MiB") from None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG])(I?)B\s*", text.upper())
+    if match is None:
+        raise ValueError(f"{text!r} is no amount of memory: write it as 16GiB, 16GB or 500MiB")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (1 + "KMG".index(prefix)))
 
 
 # ---------------------------------------------------------------------------------------------- GPUs

@@ -7,12 +7,14 @@ what is not raises, with the missing name.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedConfig
+import huggingface_hub
 
 SOURCES = ("attention", "o", "mlp", "down")
 """What feeds a linear: the norm before attention, attention itself, the norm before the MLP, the MLP's inner product."""
@@ -167,16 +169,27 @@ def model_shape(model: Any) -> ModelShape:
         return _from_config(dict(model if isinstance(model, Mapping) else model.to_dict()), "")
     if (known := str(model).lower()) in BUILTIN:
         return BUILTIN[known]
+    return _from_config(_content(model), str(model))
+
+
+def _content(model: str | Path) -> dict[str, Any]:
+    """What a file, the config.json of a folder, or that of a model on the Hub says."""
+    exists = os.path.exists(model)  # not Path's: False for a text that can be no path
     try:
-        content, _ = PreTrainedConfig.get_config_dict(model)
-    except (OSError, TypeError, ValueError, RecursionError) as error:
-        if Path(model).exists():
-            raise ValueError(f"{model} holds no configuration ({error})") from error
+        if exists:
+            file = Path(model) / "config.json" if os.path.isdir(model) else Path(model)
+        else:
+            file = Path(huggingface_hub.hf_hub_download(str(model), "config.json"))
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        if exists:
+            why = f"not a valid JSON file: {error}" if isinstance(error, ValueError) else error
+            raise ValueError(f"{model} holds no configuration ({why})") from error
         content = None
     if not content or not isinstance(content, dict):
         known = ", ".join(BUILTIN)
         raise FileNotFoundError(f"{model} is neither one of {known} nor a folder, a file or a Hub id with a config.json")
-    return _from_config(content, str(model))
+    return content
 
 
 def _from_config(config: dict[str, Any], label: str) -> ModelShape:

@@ -9,55 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd.activation_cache import quantized_input
-from ..autograd.frozen_linear import GRADIENTS, Branch, autocast_input
+from ..autograd.frozen_linear import Branch, autocast_input
 from ..autograd.hosted import Hosted
 from ..autograd.lora import lora_branch
 from ..autograd.module_hooks import hooks_of
 from ..ops.core import FLOATS
-
-WEIGHT_LAYOUTS = ("cached", "transient")
-ACTIVATIONS = ("bf16", "nvfp4")
+from .frozen_options import FrozenOptions
 
 
 def frozen(data: Tensor) -> nn.Parameter:
     """A parameter without gradient."""
     return nn.Parameter(data, requires_grad=False)
-
-
-@dataclass(frozen=True)
-class FrozenOptions:
-    """How one layer computes; every backend takes what concerns it, so that changing the backend is changing one word.
-
-    Attributes:
-        weight_layouts: ``"cached"`` keeps forward and backward layout (faster), ``"transient"`` makes the backward one when it
-            is needed (half the weight memory, the same bits).
-        gradients: rounding of the incoming gradient: ``"nvfp4"``, ``"nvfp4_sr"`` (stochastic; to nearest in evaluation mode) or
-            ``"bf16"`` (none).
-        terms: NVFP4 terms of the layer's input, 1 or 2.
-        activations: (nf4, bf16) what is kept for backward: ``"bf16"``, the input as it is, or ``"nvfp4"``, its codes.
-    """
-
-    weight_layouts: str = "cached"
-    gradients: str = "nvfp4"
-    terms: int = 1
-    activations: str = "bf16"
-
-    def __post_init__(self) -> None:
-        if self.weight_layouts not in WEIGHT_LAYOUTS:
-            raise ValueError(f"weight_layouts must be one of {', '.join(WEIGHT_LAYOUTS)}, got {self.weight_layouts!r}")
-        if self.gradients not in GRADIENTS:
-            raise ValueError(f"gradients must be one of {', '.join(GRADIENTS)}, got {self.gradients!r}")
-        if type(self.terms) is not int or self.terms not in (1, 2):
-            raise ValueError(f"terms must be 1 or 2, got {self.terms!r}")
-        if self.activations not in ACTIVATIONS:
-            raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {self.activations!r}")
 
 
 class FrozenLinear(nn.Linear):

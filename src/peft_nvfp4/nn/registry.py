@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from .frozen_linear import FrozenLinear
+if TYPE_CHECKING:
+    from .frozen_linear import FrozenLinear
 
 
 class _Registry(Mapping):

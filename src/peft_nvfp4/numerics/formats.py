@@ -22,9 +22,10 @@ v1.0 for E2M1; "FP8 Formats for Deep Learning" (2022) for E4M3; the 128x4 layout
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:  # the estimator needs these facts and no PyTorch
+    from torch import Tensor
 
 BLOCK = 16
 """Values that share one block scale."""

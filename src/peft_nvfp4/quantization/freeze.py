@@ -28,8 +28,8 @@ from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.registry import BACKENDS
 from ..nn.wrapping import warn_caller
 from ..ops import shared_gscale, weight_gscale
-from .groups import check_accuracy, fused_siblings, input_terms
-from .plan import check_names, expert_options, kept_dense, plan, plan_experts, skipped
+from .groups import check_accuracy, fused_siblings, input_terms, skipped
+from .plan import check_names, expert_options, kept_dense, plan, plan_experts
 
 DENSE_SHARE_WARNING = 0.05
 

@@ -1,4 +1,4 @@
-"""Which linears share an input, and what feeds them: the little that must be known about a model by name.
+"""Which linears share an input, what feeds them, which are left out: the little that must be known about a model by name.
 
 A *shared-input group* is one producer of activations and the linears it feeds. Two facts about it matter before a model has run:
 
@@ -56,3 +56,10 @@ def fused_siblings(module_name: str) -> tuple[str, ...]:
         if name in group:
             return tuple(f"{parent}.{sibling}" if parent else sibling for sibling in group)
     return (module_name,)
+
+
+def skipped(name: str, skip_modules: tuple[str, ...]) -> bool:
+    """Whether a dotted name, or one of its ancestors, equals or ends with one of the given names."""
+    parts = name.split(".")
+    prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(p == s or p.endswith("." + s) for s in skip_modules for p in prefixes)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from ..nn.frozen_linear import FrozenOptions
+from ..nn.frozen_options import FrozenOptions
 from ..nn.registry import BACKENDS
 from .groups import check_accuracy, input_terms
 

@@ -19,7 +19,7 @@ from ..nn.frozen_linear import FrozenLinear, FrozenOptions
 from ..nn.wrapping import warn_caller
 from ..ops.core import FLOATS
 from .direct_reads import read_directly
-from .groups import input_terms
+from .groups import input_terms, skipped
 from .linears import is_plain_linear
 
 HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "qa_outputs", "output_head", "summary"})
@@ -135,13 +135,6 @@ def output_embeddings(model: nn.Module) -> nn.Module | None:
         return getattr(model, "get_output_embeddings", lambda: None)()
     except (AttributeError, NotImplementedError):
         return None
-
-
-def skipped(name: str, skip_modules: tuple[str, ...]) -> bool:
-    """Whether a dotted name, or one of its ancestors, equals or ends with one of the given names."""
-    parts = name.split(".")
-    prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(p == s or p.endswith("." + s) for s in skip_modules for p in prefixes)
 
 
 def check_names(model: nn.Module, skip_modules: tuple[str, ...]) -> None:

@@ -1,4 +1,7 @@
-"""Options of a training run: one dataclass for flags, YAML files and what a run writes beside its checkpoints."""
+"""Options of a training run: one dataclass for flags, YAML files and what a run writes beside its checkpoints.
+
+``--help`` reads it, so importing it imports no PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import types
 import typing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...lora.config import NVFP4LoraConfig
 from ...quantization.options import FIELDS, check_known, help_of
+
+if TYPE_CHECKING:
+    from ...lora.config import NVFP4LoraConfig
 
 FIXED = ("backend", "rank", "alpha", "targets", "layers", "optimizer", "lora")
 """What a checkpoint was made with: another value is another run."""
@@ -101,6 +106,8 @@ class TrainOptions:
 
 def adapter_config(options: TrainOptions) -> NVFP4LoraConfig:
     """The config of the adapter and of the base's freezing. Only here do options become fields of ``NVFP4LoraConfig``."""
+    from ...lora.config import NVFP4LoraConfig
+
     known = {f.name for f in fields(NVFP4LoraConfig) if f.init}
     if unknown := sorted(map(str, options.lora.keys() - known)):
         raise ValueError(f"unknown settings of the adapter (lora): {', '.join(unknown)}; they are those of NVFP4LoraConfig")

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import DeviceType
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ...memory import BUILTIN
+from . import models
 
 CATEGORIES = ("BF16 GEMMs", "NVFP4 GEMMs", "dequantise", "quantise/fused", "attention", "elementwise/other")
 LAUNCHES = re.compile(r"cu(da)?LaunchKernel|cu(da)?LaunchCooperative|cuda(Memcpy|Memset)Async|cudaGraphLaunch")
@@ -92,3 +97,37 @@ def breakdown(
         "profiled_host_ms": sum(e.self_cpu_time_total for e in host) / steps / 1e3,
         "launches": sum(e.count for e in host if LAUNCHES.match(e.key)) / steps if cuda else None,
     }
+
+
+def random_model(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> nn.Module:
+    """A model of the shape that a config or a built-in name says, with random weights: times do not depend on them."""
+    if (shape := BUILTIN.get(name.lower())) is not None:
+        config = LlamaConfig(
+            **{"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers},
+            **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim},
+            **{"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "max_position_embeddings": 131072},
+        )
+    else:
+        config = models.config_of(name)
+    if layers is not None:
+        models.shorten(config, layers)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def training_step(model: nn.Module, batch: int, seq: int, supervised: int, device: torch.device) -> Callable[[], None]:
+    """A function that does one step over random tokens: forward, backward, AdamW. ``supervised``: labels of the last so many."""
+    config = getattr(model.config, "text_config", None) or model.config
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (batch, seq), generator=generator, device="cpu").to(device)
+    labels = ids.clone()
+    labels[:, : max(seq - supervised, 0)] = -100
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
+
+    def step() -> None:
+        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
