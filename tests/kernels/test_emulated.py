@@ -30,9 +30,14 @@ def check(device):
     if not torch.equal(out[:, :88], expected) or not bool((out[:, 88:] == 7.0).all()):
         wrong.append("write_operand")
     residual = reference.quantize(random(7, 40, seed=5).to(device) / 16, ACTIVATION)
+    both = reference.dequantize_terms([q, residual], None, BF16)
     dequantize.write_operand(out, q, residual=residual)
-    if not torch.equal(out[:, :40], reference.dequantize_terms([q, residual], None, BF16)):
+    if not torch.equal(out[:, :40], both):
         wrong.append("write_operand of two terms")
+    out.fill_(7.0)
+    dequantize.write_operand(out, q, 1, extra, 0, 5, residual)
+    if not torch.equal(out[:, :46], torch.cat([both, extra, 0 * extra[:, :2], 0 * extra[:, :1] + 7.0], 1)):
+        wrong.append("write_operand of two terms, with extra columns")
     dy = random(7, 40, seed=4).to(BF16).to(device)
     dy[3, 5] = float("nan")
     out = torch.full((7, 48), 7.0, dtype=BF16, device=device)
@@ -42,6 +47,9 @@ def check(device):
         out[:, :40].float(), rounded.float(), rtol=0, atol=0, equal_nan=True
     ):
         wrong.append("write_rounded")
+    dequantize.write_rounded(out, dy, extra.T.contiguous().T, 5)
+    if not torch.equal(out[:, 40:46], torch.cat([extra, 0 * extra[:, :2], 0 * extra[:, :1] + 7.0], 1)):
+        wrong.append("write_rounded, with extra columns")
     limits = emulated.ROWS, emulated.OPERAND_BYTES, emulated.SMALL_ROWS
     m = 9 if device == "cpu" else 300  # the interpreter's cost is per row
     for chunks in (False, True):

@@ -75,7 +75,8 @@ def fprop(p: Fprop, exact: bool = True) -> list[Tensor]:
     if from_operand and all(item.scale_factor == 1.0 for item in p.linears):
         h = p.a.new_empty(m, p.a.shape[0])
         extras = [join([adapter.up for adapter in item.adapters]) for item in p.linears]
-        return [*_side_by_side(p, copies, extras, h, p.a), h]
+        with full_precision_sums():
+            return [*_side_by_side(p, copies, extras, h, p.a), h]
     p, h = reference.with_hidden(p, linear.dequantize_input.run)
     extras, columns = [], []
     for item in p.linears:
@@ -88,7 +89,8 @@ def fprop(p: Fprop, exact: bool = True) -> list[Tensor]:
             extra, multipliers = _in_three(extra.float() / item.scale_factor), 3 * multipliers
         extras.append(extra)
         columns += multipliers
-    ys = _side_by_side(p, copies, extras, join(columns), None)
+    with full_precision_sums():
+        ys = _side_by_side(p, copies, extras, join(columns), None)
     return ys if h is None else [*ys, h]
 
 
@@ -126,13 +128,29 @@ def _side_by_side(
             if x is None or len(chunks) > 1:
                 x = None  # before the next one is made
                 x = _input_operand(terms, copies, columns, width, rows, a if not ys else None)
-            with full_precision_sums():
-                if factor == 1.0:
-                    torch.mm(x, wd.T, out=y[rows])
-                else:
-                    y[rows].addmm_(x, wd.T, beta=0, alpha=factor)
+            _multiply(y, rows, x, wd, factor)
         ys.append(y)
     return ys
+
+
+def _multiply(y: Tensor, rows: slice, x: Tensor, wd: Tensor, factor: float = 1.0, add: bool = False) -> None:
+    """y[rows] = (or, to ``add``, +=) factor * x @ wd.T"""
+    y = _rows(y, rows)
+    if factor == 1.0 and not add:
+        torch.mm(x, wd.T, out=y)
+    else:
+        y.addmm_(x, wd.T, beta=int(add), alpha=factor)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """x[rows], which takes longer than a launch where it is all of x."""
+    return x if rows.stop - rows.start == x.shape[0] else x[rows]
+
+
+def _rows_of(q: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
+    if rows.stop - rows.start == q.codes.shape[0]:
+        return q
+    return QuantizedMatrix(q.codes[rows], q.scales[rows], q.gscale[rows] if q.gscale.shape[0] > 1 else q.gscale, q.k)
 
 
 def _input_operand(
@@ -140,28 +158,19 @@ def _input_operand(
 ) -> Tensor:
     k, count = terms[0].k, rows.stop - rows.start
     x = terms[0].gscale.new_empty(count, copies * k + width, dtype=torch.bfloat16)
-    parts = [
-        QuantizedMatrix(t.codes[rows], t.scales[rows], t.gscale[rows] if t.gscale.shape[0] > 1 else t.gscale, k) for t in terms
-    ]
-    if copies < len(terms):
-        write_operand(x, parts[0], residual=parts[1])
+    first, *others = [_rows_of(term, rows) for term in terms]
+    columns = None if columns is None else _rows(columns, rows)
+    if a is not None:  # the columns are made of the operand
+        write_operand(x, first)
+        torch.mm(x[:, :k], a.T, out=columns)
+        x[:, k : k + columns.shape[1]] = columns
+        x[:, k + columns.shape[1] :] = 0.0
+    elif copies == 1:
+        write_operand(x, first, 1, columns, 0, width, *others)
     else:
-        for i, part in enumerate(parts):
-            write_operand(x[:, i * k :], part)
-    if a is not None:
-        with full_precision_sums():
-            torch.mm(x[:, :k], a.T, out=columns[rows])
-    _fill(x[:, copies * k :], columns, rows)
+        write_operand(x, first)
+        write_operand(x[:, k:], *others, 1, columns, 0, width)
     return x
-
-
-def _fill(out: Tensor, columns: Tensor | None, rows: slice) -> None:
-    """The last columns of an operand: what is given, then zeros."""
-    used = 0 if columns is None else columns.shape[1]
-    if used:
-        out[:, :used].copy_(columns[rows])
-    if used < out.shape[1]:
-        out[:, used:].zero_()
 
 
 def dgrad(p: Dgrad) -> Tensor:
@@ -173,8 +182,9 @@ def dgrad(p: Dgrad) -> Tensor:
         return reference.dgrad(p, matmul.matmul, ops.quantize)
     dx = first.dy.new_empty(m, k)
     together = m * columns * 2 <= OPERAND_BYTES
-    for i, members in enumerate([p.linears] if together else [[item] for item in p.linears]):
-        _accumulate(dx, members, *((None, None) if i else (p.g, p.a)), i == 0)
+    with full_precision_sums():
+        for i, members in enumerate([p.linears] if together else [[item] for item in p.linears]):
+            _accumulate(dx, members, *((None, None) if i else (p.g, p.a)), i == 0)
     return dx
 
 
@@ -183,27 +193,26 @@ def _accumulate(dx: Tensor, members: Sequence[BackwardLinear], g: Tensor | None,
     columns = sum(item.weight.k for item in members)
     width = _aligned(columns + (0 if g is None else g.shape[1])) - columns
     wd, at = dx.new_empty(dx.shape[1], columns + width), 0
+    last = len(members) - 1
     for i, (_, w, _) in enumerate(members):
-        last = i == len(members) - 1
-        write_operand(wd[:, at:], w, 1, a.T if last and a is not None else None, 0, width if last else 0)
+        extra = (a.T if a is not None else None, 0, width) if i == last else ()
+        write_operand(wd[:, at:] if at else wd, w, 1, *extra)
         at += w.k
     for rows in _chunks(dx.shape[0], columns + width):
         operand, at = dx.new_empty(rows.stop - rows.start, columns + width), 0
-        for dy, w, seed in members:
-            _rounded(operand[:, at : at + w.k], dy, seed, rows)
+        for i, (dy, w, seed) in enumerate(members):
+            extra = (None if g is None else _rows(g, rows), width) if i == last else ()
+            _write_gradient(operand[:, at:] if at else operand, dy, seed, rows, *extra)
             at += w.k
-        _fill(operand[:, columns:], g, rows)
-        with full_precision_sums():
-            if first:
-                torch.mm(operand, wd.T, out=dx[rows])
-            else:
-                dx[rows].addmm_(operand, wd.T)
+        _multiply(dx, rows, operand, wd, add=not first)
 
 
-def _rounded(out: Tensor, dy: Tensor, seed: Tensor | None, rows: slice) -> None:
-    """D(Q(dy)) of some rows into out."""
+def _write_gradient(
+    out: Tensor, dy: Tensor, seed: Tensor | None, rows: slice, extra: Tensor | None = None, width: int = 0
+) -> None:
+    """D(Q(dy)) of some rows into the first columns of out, and behind them ``width`` columns: extra, then zeros."""
     if seed is None:
-        write_rounded(out, dy[rows])
+        write_rounded(out, _rows(dy, rows), extra, width)
         return
     q = ops.quantize(dy, GRADIENT_STOCHASTIC, seed=seed)  # of all rows: an element's random number depends on its place in dy
-    write_operand(out, QuantizedMatrix(q.codes[rows], q.scales[rows], q.gscale[rows], q.k))
+    write_operand(out, _rows_of(q, rows), 1, extra, 0, width)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...numerics.formats import QuantizedMatrix, padded_k
 from .blocks import decode_e4m3, store_terms
 from .codes import decode_e2m1
-from .launch import launch_rows, launch_words, mode_for, rows_contiguous
+from .launch import launch_rows, launch_words, mode_for, power_of_two, rows_contiguous
 from .rows import BLOCK, load_values
 
 
@@ -99,11 +99,24 @@ def operand_kernel(
 
 
 @triton.jit
-def rounded_kernel(x_ptr, out_ptr, x_stride, out_stride, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
-    """D(Q(x)) of a row, without the codes in between."""
+def rounded_kernel(
+    x_ptr,  # (M, K), rows x_stride apart
+    extra_ptr,  # (M, E) by its strides extra_row, extra_column
+    out_ptr,  # (M, columns), rows out_stride apart
+    x_stride, out_stride,
+    E, extra_row, extra_column,
+    extra_width,
+    K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr,
+    EXTRA: tl.constexpr,  # extra_width, rounded up to a power of two; 0: none
+):  # fmt: skip
+    """D(Q(x)) of a row, without the codes in between, and extra columns after it: E of them given, then zeros."""
     row = tl.program_id(0).to(tl.int64)
     blk = tl.arange(0, NB)
     x = load_values(x_ptr + row * x_stride, blk, K, NB, MODE)
+    if EXTRA:
+        column = tl.arange(0, EXTRA)
+        extra = tl.load(extra_ptr + row * extra_row + column * extra_column, mask=column < E, other=0.0)
+        tl.store(out_ptr + row * out_stride + K + column, extra, mask=column < extra_width)
     out_ptr += row * (out_stride - K)
     store_terms(out_ptr, out_ptr, out_ptr, out_ptr, out_ptr, row, x, blk, 0, K, NB, MODE, 1, False, False, True)
 
@@ -113,7 +126,7 @@ def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dt
     rows, k = terms[0].codes.shape[0], terms[0].k
     out = terms[0].codes.new_empty(rows, k, dtype=dtype)
     if out.numel():
-        packed = [(q.codes.contiguous().view(torch.int32), q.scales.contiguous(), q.gscale) for q in terms]
+        packed = [(q.codes.contiguous(), q.scales.contiguous(), q.gscale) for q in terms]
         tensors = (*packed[0], *packed[-1], out if offset is None else offset, out)
         numbers = (k, padded_k(k), int(terms[0].gscale.shape[0] > 1), int(terms[-1].gscale.shape[0] > 1))
         launch_words(dequantize_kernel, rows, k, tensors, numbers, {"TERMS": len(terms), "HAS_OFFSET": offset is not None})
@@ -138,16 +151,19 @@ def write_operand(
     columns: zeros, but for extra (R, E) from the column ``first`` of them on. With a residual term D(q) + D(residual), summed in
     FP32 and rounded once."""
     source, columns = (out, 0) if extra is None else (extra, extra.shape[1])
-    packed = [(t.codes.contiguous().view(torch.int32), t.scales.contiguous(), t.gscale) for t in (q, residual or q)]
+    packed = [(t.codes.contiguous(), t.scales.contiguous(), t.gscale) for t in (q, residual or q)]
     tensors = (*packed[0], *packed[1], source, out)
     numbers = (q.k, padded_k(q.k), *(int(t.gscale.shape[0] > 1) for t in (q, residual or q)), columns, *source.stride())
     numbers += (out.stride(0), copies * q.k, first, width)
-    constants = {"TERMS": 2 if residual else 1, "COPIES": copies, "EXTRA": triton.next_power_of_2(width) if width else 0}
+    constants = {"TERMS": 2 if residual else 1, "COPIES": copies, "EXTRA": power_of_two(width)}
     launch_words(operand_kernel, q.codes.shape[0], q.k, tensors, numbers, constants)
 
 
-def write_rounded(out: Tensor, x: Tensor) -> None:
-    """D(Q(x)) of x (M, K), a row's global scale, to nearest, into out (M, K); both with rows of any stride."""
+def write_rounded(out: Tensor, x: Tensor, extra: Tensor | None = None, width: int = 0) -> None:
+    """D(Q(x)) of x (M, K), a row's global scale, to nearest, into the first columns of out (M, >= K + width); both with rows of
+    any stride. After them ``width`` columns: extra (M, E), then zeros."""
     x = rows_contiguous(x)
+    source, columns = (x, 0) if extra is None else (extra, extra.shape[1])
+    numbers = (x.stride(0), out.stride(0), columns, *source.stride(), width)
     mode = mode_for(x.dtype, x.shape[1], x, out)
-    launch_rows(rounded_kernel, "terms", x.shape, mode, (x, out), (x.stride(0), out.stride(0)), {})
+    launch_rows(rounded_kernel, "terms", x.shape, mode, (x, source, out), numbers, {"EXTRA": power_of_two(width)})

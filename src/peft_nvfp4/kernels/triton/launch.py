@@ -7,7 +7,7 @@ fewer threads per row and fewer repeated instructions, less means fewer register
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -52,9 +52,18 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n; 0 for 0. (Triton's own helpers cost a microsecond or two a call.)"""
+    return 1 << (n - 1).bit_length() if n else 0
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def row_blocks(k: int) -> int:
     """Blocks of a row of K values, rounded up to a power of two."""
-    return triton.next_power_of_2(max(padded_k(k) // BLOCK, 2))
+    return power_of_two(max(padded_k(k) // BLOCK, 2))
 
 
 def options_for(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
@@ -66,37 +75,102 @@ def options_for(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
     return options
 
 
+# ---------------------------------------------------------------------------------------------- launching
+
+
+class Plan:
+    """All of a launch but its grid, its tensors and the values of its numbers.
+
+    Attributes:
+        constants: ``tl.constexpr`` parameters by name, in the kernel's order.
+        options: of the compiler.
+        words: places of tensors of bytes that the kernel reads as 32-bit words.
+        compiled: what else a launch is specialised on -> how to launch what was compiled for it.
+    """
+
+    __slots__ = ("kernel", "constants", "values", "options", "words", "compiled")
+
+    def __init__(self, kernel: triton.JITFunction, constants: dict, options: dict[str, int | bool], words: Sequence[int] = ()):
+        self.kernel, self.constants, self.options, self.words = kernel, constants, options, words
+        self.values = tuple(constants.values())
+        self.compiled: dict[tuple, tuple[triton.compiler.CompiledKernel, Callable, int, tuple]] = {}
+
+    def launch(self, grid: Sequence[int], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> None:
+        """``kernel[grid](*tensors, *numbers, **constants, **options)`` on the current device, that of the tensors, and its
+        current stream."""
+        addresses = [t.data_ptr() for t in tensors]
+        key = (*[t.dtype for t in tensors], *[t.get_device() for t in tensors], *[address & 15 for address in addresses])
+        found = None if INTERPRETED or self.kernel.pre_run_hooks else self.compiled.get(key)
+        if found is None:
+            self._by_triton(key, grid, tensors, numbers)
+            return
+        compiled, run, function, metadata = found
+        runtime = triton.knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # chains of hooks, as long as nobody replaced them
+            compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *self.values)
+            return
+        stream = triton.runtime.driver.active.get_current_stream(tensors[0].get_device())
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *self.values)
+
+    def _by_triton(self, key: tuple, grid: Sequence[int], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> None:
+        """Triton's own way, which compiles what it has not compiled yet."""
+        names = self.kernel.arg_names[len(tensors) + len(numbers) :]
+        if list(self.constants) != names:
+            raise TypeError(f"{self.kernel.__name__}: constants {list(self.constants)}, its parameters are {names}")
+        tensors = [t.view(torch.int32) if i in self.words else t for i, t in enumerate(tensors)]
+        compiled = self.kernel[tuple(grid)](*tensors, *numbers, **self.constants, **self.options)
+        # None: a hook of Triton's compiler took over
+        if compiled is not None and not INTERPRETED and not self.kernel.pre_run_hooks:
+            self.compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
+
+
+_plans: dict[tuple, Plan] = {}
+"""By what they are made of; kernels by their ``id``: a plan keeps its kernel alive."""
+MOST_PLANS = 1 << 14
+"""Beyond, they are made anew: sizes of batches are among the numbers."""
+
+
+def _remember(key: tuple, plan: Plan) -> Plan:
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
 def launch_rows(
     kernel: triton.JITFunction,
     name: str,
     shape: tuple[int, int],
     mode: int,
     tensors: Sequence[Tensor],
-    numbers: Sequence[int | float],
+    numbers: tuple[int | float, ...],
     constants: dict,
 ) -> None:
     """Launch a kernel whose program holds one of M rows of K values; ``shape`` is (M, K), ``name`` one of
     :data:`BLOCKS_PER_THREAD`. The kernel's first constants are K, NB and MODE."""
     m, k = shape
-    if m:
+    if not m:
+        return
+    key = (id(kernel), k, mode, numbers, *constants.values())
+    if (plan := _plans.get(key)) is None:
         nb = row_blocks(k)
-        constants = {"K": k, "NB": nb, "MODE": mode, **constants}
-        launch(kernel, (m,), tensors, numbers, constants, **options_for(nb, name, mode))
+        plan = _remember(key, Plan(kernel, {"K": k, "NB": nb, "MODE": mode, **constants}, options_for(nb, name, mode)))
+    plan.launch((m,), tensors, numbers)
 
 
 def launch_words(
-    kernel: triton.JITFunction, rows: int, k: int, tensors: Sequence[Tensor], numbers: Sequence[int], constants: dict
+    kernel: triton.JITFunction, rows: int, k: int, tensors: Sequence[Tensor], numbers: tuple[int, ...], constants: dict
 ) -> None:
-    """Launch a kernel whose program decodes some 32-bit words of codes of a row of K values: NW, its first constant."""
-    words = padded_k(k) // 8
-    nw = min(triton.next_power_of_2(words), DEQUANTIZE["words"])
-    warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
-    grid = (rows, triton.cdiv(words, nw))
-    launch(kernel, grid, tensors, numbers, {"NW": nw, **constants}, num_warps=warps, **EXACT_MATH)
-
-
-_compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
-"""What a launch is specialised on -> its kernel, which keeps the function alive whose ``id`` is in the key."""
+    """Launch a kernel whose program decodes some 32-bit words of codes of a row of K values: NW, its first constant. Its first
+    tensors are the codes (bytes), scales and global scales of two matrices."""
+    key = (id(kernel), k, numbers, *constants.values())
+    if (plan := _plans.get(key)) is None:
+        nw = min(power_of_two(padded_k(k) // 8), DEQUANTIZE["words"])
+        warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
+        plan = _remember(key, Plan(kernel, {"NW": nw, **constants}, {"num_warps": warps, **EXACT_MATH}, (0, 3)))
+    plan.launch((rows, ceil_div(padded_k(k) // 8, plan.values[0])), tensors, numbers)
 
 
 def _number_kind(n: int | float) -> int:
@@ -114,34 +188,19 @@ def launch(
     constants: dict,
     **options: int | bool,
 ) -> None:
-    """``kernel[grid](*tensors, *numbers, **constants, **options)`` on the current device and stream.
+    """``kernel[grid](*tensors, *numbers, **constants, **options)`` on the current device, that of the tensors.
 
-    Triton's own way finds out at every call what to specialise a kernel on, and reads its settings from the environment. On a
-    host where a BF16 GEMM call takes 23 us that took 25 us of 43 (H200 machine, Triton 3.6), for a kernel that runs for 3. Here a
-    compiled kernel is remembered by all that it depends on. Hooks of a launch (profilers) are called as always. Triton's settings
-    (``TRITON_DEBUG``, instrumentation) count at the first launch of a kind. Triton's interpreter, and a kernel with hooks of its
-    own, take Triton's way every time.
+    Triton's own way finds out at every call what to specialise a kernel on, reads its settings from the environment, asks the
+    driver about every pointer, and describes the launch to hooks, whether there are any or not. On a host where a BF16 GEMM call
+    takes 23 us all that took 30 us of 43 (H200 machine, Triton 3.6), for a kernel that runs for 3. Here a compiled kernel is
+    remembered by all that it depends on. Hooks of a launch (profilers) are called as always. Triton's settings (``TRITON_DEBUG``,
+    instrumentation) count at the first launch of a kind. Triton's interpreter, and a kernel with hooks of its own, take Triton's
+    way every time; so does a tensor that is not on the GPU, which raises there.
 
     Args:
         kernel: its parameters are the tensors, the numbers (no bool) and the constants, in this order.
         constants: ``tl.constexpr`` parameters by name; a name always has values of one type.
     """
-    direct = not INTERPRETED and not kernel.pre_run_hooks
-    if direct:
-        key = (
-            id(kernel),
-            torch.cuda.current_device(),
-            *[(t.dtype, t.data_ptr() % 16 == 0) for t in tensors],
-            *map(_number_kind, numbers),
-            *constants.values(),
-            *options.items(),
-        )
-        compiled = _compiled.get(key)
-        if compiled is not None:
-            compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants.values())
-            return
-    if list(constants) != kernel.arg_names[len(tensors) + len(numbers) :]:
-        raise TypeError(f"{kernel.__name__}: constants {list(constants)}, its parameters are {kernel.arg_names}")
-    compiled = kernel[tuple(grid)](*tensors, *numbers, **constants, **options)
-    if direct and compiled is not None:  # None: a hook of Triton's compiler took over
-        _compiled[key] = compiled
+    key = (id(kernel), *map(_number_kind, numbers), *constants.values(), *options.items())
+    plan = _plans.get(key) or _remember(key, Plan(kernel, constants, options))
+    plan.launch(grid, tensors, numbers)

@@ -36,7 +36,7 @@ from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import QuantizedMatrix
 from ...numerics.matmul import full_precision_sums
 from ...numerics.reference import without_scale_factor
-from .launch import EXACT_MATH, INTERPRETED, launch, rows_contiguous
+from .launch import EXACT_MATH, INTERPRETED, ceil_div, launch, power_of_two, rows_contiguous
 from .products import lora_down_kernel, matmul_sum_kernel, matmul_tile_kernel, matmul_vector_kernel
 
 VECTOR_ROWS, MORE_VECTOR_ROWS, MORE_VECTOR_ROWS_UP_TO = 4, 8, 1 << 24
@@ -61,15 +61,6 @@ TILE = {"rows_of_w": 64, "blocks": 8, "warps": 4, "stages": 3, "enough": 112, "p
 DOWN = {"columns": 2048, "columns_per_thread": 8}
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power(n: int) -> int:
-    """The least power of two that is at least n; 0 for 0. (Triton's own helpers cost a microsecond or two a call.)"""
-    return 1 << (n - 1).bit_length() if n else 0
-
-
 def _parts(q: QuantizedMatrix) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and global scales, contiguous, the codes on an address that 64-bit words may have."""
     codes = q.codes.contiguous()
@@ -78,33 +69,33 @@ def _parts(q: QuantizedMatrix) -> tuple[Tensor, Tensor, Tensor]:
 
 def _vector_launch(tensors: list, numbers: tuple, constants: dict) -> None:
     m, n, nb = *numbers[:2], constants["NB"]
-    warps = min(VECTOR["warps"], _power(_cdiv(nb, 64)))
+    warps = min(VECTOR["warps"], power_of_two(ceil_div(nb, 64)))
     if nb % (64 * warps) and nb % (32 * warps) == 0:
         warps //= 2
-    bm, kb = _power(m), 64 * warps
+    bm, kb = power_of_two(m), 64 * warps
     least, most = VECTOR["rows_of_w"]
-    bn = min(max(_power(n // VECTOR["programs"]), least), most) if bm < 8 else 4  # more sums do not fit in registers
+    bn = min(max(power_of_two(n // VECTOR["programs"]), least), most) if bm < 8 else 4  # more sums do not fit in registers
     constants |= {"BM": bm, "BN": bn, "KB": kb, "MASKED": nb % kb != 0}
-    launch(matmul_vector_kernel, (_cdiv(n, bn), 1, 1), tensors, numbers, constants, num_warps=warps, **EXACT_MATH)
+    launch(matmul_vector_kernel, (ceil_div(n, bn), 1, 1), tensors, numbers, constants, num_warps=warps, **EXACT_MATH)
 
 
 def _tile_launch(tensors: list, numbers: tuple, constants: dict, values: Tensor | None) -> None:
     out, m, n, nb = tensors[-1], *numbers[:2], constants["NB"]
-    bm, bn, kb = min(max(_power(m), 16), 64), TILE["rows_of_w"], TILE["blocks"]
-    tiles, steps = _cdiv(n, bn) * _cdiv(m, bm), _cdiv(nb, kb)
+    bm, bn, kb = min(max(power_of_two(m), 16), 64), TILE["rows_of_w"], TILE["blocks"]
+    tiles, steps = ceil_div(n, bn) * ceil_div(m, bm), ceil_div(nb, kb)
     wanted = TILE["programs"] // tiles if tiles < TILE["enough"] else 1
-    part = _cdiv(steps, min(wanted, steps))  # steps of a program
-    parts = _cdiv(steps, part)
+    part = ceil_div(steps, min(wanted, steps))  # steps of a program
+    parts = ceil_div(steps, part)
     target = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
     masked = nb % (part * kb) != 0 or constants["K"] != nb * BLOCK_SIZE
     constants["R"] = max(constants["R"], 16)  # the least depth of a tensor core's product
     constants |= {"HAS_VALUES": values is not None, "STEPS": part, "BM": bm, "BN": bn, "KB": kb, "MASKED": masked}
     tensors[-1:] = [out if values is None else values, target]
     options = {"num_warps": TILE["warps"], "num_stages": TILE["stages"]}
-    launch(matmul_tile_kernel, (_cdiv(n, bn), parts, _cdiv(m, bm)), tensors, numbers, constants, **options, **EXACT_MATH)
+    launch(matmul_tile_kernel, (ceil_div(n, bn), parts, ceil_div(m, bm)), tensors, numbers, constants, **options, **EXACT_MATH)
     if parts > 1:
         constants = {"PARTS": parts, "BN": 512}
-        launch(matmul_sum_kernel, (m, _cdiv(n, 512), 1), (target, out), (m, n), constants, num_warps=4, **EXACT_MATH)
+        launch(matmul_sum_kernel, (m, ceil_div(n, 512), 1), (target, out), (m, n), constants, num_warps=4, **EXACT_MATH)
 
 
 def many_rows(
@@ -161,7 +152,7 @@ def matmul(
     ]
     strides = (hidden.stride(0) if rank else 0, *(int(q.gscale.shape[0] > 1) for q in (first, last, w)))
     numbers = (m, n, float(scaling), *strides)
-    constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": _power(rank), "HAS_BIAS": constant is not None}
+    constants = {"NB": nb, "TERMS": len(terms), "RANK": rank, "R": power_of_two(rank), "HAS_BIAS": constant is not None}
     constants |= {"SPLIT": factor != 1.0, "PTX": not INTERPRETED}
     if m <= VECTOR_ROWS or m <= MORE_VECTOR_ROWS and len(terms) == 1 and n * w.k <= MORE_VECTOR_ROWS_UP_TO:
         _vector_launch(tensors, numbers, constants)
@@ -176,7 +167,7 @@ def down(x: Tensor, a: Tensor) -> Tensor:
     m, k = x.shape
     out = x.new_empty(m, a.shape[0])
     if out.numel():
-        bk = min(_power(k), DOWN["columns"])
+        bk = min(power_of_two(k), DOWN["columns"])
         warps = max(1, bk // (32 * DOWN["columns_per_thread"]))
         tensors, constants = (x.contiguous(), a.contiguous(), out), {"K": k, "BK": bk}
         launch(lora_down_kernel, (a.shape[0], m, 1), tensors, (), constants, num_warps=warps, **EXACT_MATH)

@@ -33,7 +33,7 @@ from .blocks import (
     store_codes,
     store_terms,
 )
-from .launch import CHUNK_BLOCKS, MAX_BLOCKS, launch, launch_rows, mode_for, options_for, row_blocks, rows_contiguous
+from .launch import CHUNK_BLOCKS, MAX_BLOCKS, ceil_div, launch, launch_rows, mode_for, options_for, row_blocks, rows_contiguous
 from .random import round_stochastically, seed_arguments
 from .rows import BLOCK, load_values, padded_k, row_max
 
@@ -129,7 +129,7 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | 
         return QuantizedMatrix(codes, scales, out if gscale is not None else out.fill_(1.0), k)
     g_stride = int(out.shape[0] > 1)
     chunk = nb if where == FROM_ROW else min(nb, CHUNK_BLOCKS)
-    chunks = 1 if where == FROM_ROW else triton.cdiv(padded(k), BLOCK_SIZE * chunk)
+    chunks = 1 if where == FROM_ROW else ceil_div(padded(k), BLOCK_SIZE * chunk)
     mode = mode_for(x.dtype, k, x)
     options = options_for(chunk, "quantize", mode)
     if where == FROM_AMAX:

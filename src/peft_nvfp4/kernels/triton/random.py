@@ -16,7 +16,7 @@ from torch import Tensor
 from ...numerics.philox import PHILOX_M, PHILOX_W
 from .blocks import E4M3_NAN, max6_scale_up
 from .codes import PAIR, decode_e2m1, pack_nibbles
-from .launch import EXACT_MATH, RANDOM_CHUNK, launch
+from .launch import EXACT_MATH, RANDOM_CHUNK, ceil_div, launch
 from .pairs import JOIN_NIBBLES, both, exponent_factor, split_words
 from .rows import INF
 
@@ -219,7 +219,7 @@ def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     n = out.numel()
     if n:
-        grid = (triton.cdiv(n, 4 * RANDOM_CHUNK),)
+        grid = (ceil_div(n, 4 * RANDOM_CHUNK),)
         pointer, key0, key1, on_device = seed_arguments(seed, out)
         numbers = (n, _keep_value(p), _signed(int(p * 2**32)), key0, key1)
         constants = {"CHUNK": RANDOM_CHUNK, "SEED_ON_DEVICE": on_device}

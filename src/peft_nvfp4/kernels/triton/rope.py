@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...numerics.fused_reference import rotary_output
-from .launch import EXACT_MATH, launch, rows_contiguous
+from .launch import EXACT_MATH, ceil_div, launch, power_of_two, rows_contiguous
 
 PAIRS = 2048
 """Pairs of values (one of each half) per program: 16 per thread, four 16-byte loads of BF16 from memory in flight."""
@@ -104,10 +104,10 @@ def rotary_embedding(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, back
     queries, keys = rows_contiguous(q), rows_contiguous(k if k_heads else q)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    lanes = triton.next_power_of_2(max(d // 2, 1))
+    lanes = power_of_two(max(d // 2, 1))
     rows = max(PAIRS // lanes, 1)
     out = k_out if k_heads else q_out
-    grid = (triton.cdiv(s * heads, rows) + triton.cdiv(s * k_heads, rows), b)
+    grid = (ceil_div(s * heads, rows) + ceil_div(s * k_heads, rows), b)
     of_cos = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
     numbers = (s, *queries.stride()[:3], *keys.stride()[:3], *of_cos, *q_out.stride()[:3], *out.stride()[:3])
     constants = {"HQ": heads, "HK": k_heads, "D": d, "ROWS": rows, "LANES": lanes, "BACKWARD": backward}

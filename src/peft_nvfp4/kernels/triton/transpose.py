@@ -25,7 +25,7 @@ from .blocks import (
     search_blocks,
 )
 from .codes import PAIR, decode_e2m1
-from .launch import EXACT_MATH, TRANSPOSE, launch, mode_for
+from .launch import EXACT_MATH, TRANSPOSE, ceil_div, launch, mode_for
 from .pairs import both, decode_e4m3_pairs, decode_nibbles, interleave, load, multiply, opaque, store
 from .rows import BLOCK, HALF, row_max
 
@@ -149,7 +149,7 @@ def transpose_requantize(q: QuantizedMatrix, factor: float) -> QuantizedMatrix:
     mode = mode_for(torch.bfloat16 if factor == 1.0 else torch.float32)
     constants = {"NB": nb, "KW": kw, "WHOLE": n % (BLOCK_SIZE * nb) == 0 and k % (8 * kw) == 0, "MODE": mode}
     options = {"num_warps": max(nb * kw // 32, 1), **EXACT_MATH}
-    grid = (triton.cdiv(np_, BLOCK_SIZE * nb), triton.cdiv(kp, 8 * kw))
+    grid = (ceil_div(np_, BLOCK_SIZE * nb), ceil_div(kp, 8 * kw))
     tensors = (codes, scales, gscale, amax)
     launch(transpose_amax_kernel, grid, tensors, (n, kp), constants, **options)
     tensors += (out.codes.view(torch.int32), out.scales, out.gscale)
