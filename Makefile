@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PEFT_NVFP4_BUILD ?= 0# the CUDA extension takes minutes: make build-ext
 
-.PHONY: demo fetch test test-narrow test-oldest peer-tests mutants dataflow audit build-ext lint clean
+.PHONY: demo fetch test test-narrow test-oldest peer-tests mutants dataflow audit build-ext dist docs lint clean
 
 # PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
 $(VENV)/.base: pyproject.toml
@@ -77,6 +77,17 @@ build-ext: $(VENV)/.base
 	$(BIN)/python -m pip install -q --no-deps $(CUTLASS)
 	$(BIN)/python csrc/build.py
 
+# what is released but for the wheel with the FP4 library (RELEASING.md)
+dist: $(VENV)/.base
+	$(BIN)/python -m pip install -q build twine
+	PEFT_NVFP4_BUILD=0 $(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
+# the documentation as a site in build/site; a link that leads nowhere is an error
+docs: $(VENV)/.base
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
 # style, and the contract of the packages (pyproject.toml, importlinter): a package imports only what stands below it
 lint: $(VENV)/.base
 	$(BIN)/python -m pip install -q -e ".[dev]"
@@ -84,4 +95,4 @@ lint: $(VENV)/.base
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(OLDEST) demo-out
+	rm -rf $(VENV) $(VENV)-audit $(OLDEST) demo-out dist build/site
