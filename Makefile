@@ -86,7 +86,7 @@ dist: $(VENV)/.base
 # the documentation as a site in build/site; a link that leads nowhere is an error
 docs: $(VENV)/.base
 	$(BIN)/python -m pip install -q -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # style, and the contract of the packages (pyproject.toml, importlinter): a package imports only what stands below it
 lint: $(VENV)/.base

@@ -12,6 +12,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import peft_nvfp4
+from peft_nvfp4 import api
 from peft_nvfp4.memory import CARDS, Settings, estimate
 from peft_nvfp4.memory.run import room
 
@@ -91,6 +92,13 @@ def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     missing = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"]({page.name})" not in index]
     assert not missing
+    navigation = re.findall(r"- (?:[\w ]+: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert sorted(navigation) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_page_of_the_api_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: peft_nvfp4\.api\.(\w+)$", text, re.M)) == sorted(api.__all__)
 
 
 def test_the_configuration_page_is_what_the_code_says():
