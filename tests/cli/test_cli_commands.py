@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from _tiny_models import save_tiny
 from rich.console import Console
 from typer.testing import CliRunner
 
-from peft_nvfp4 import cli
+from peft_nvfp4 import cli, memory
 from peft_nvfp4.cli._run import profiling
 from peft_nvfp4.cli.common import table
+from peft_nvfp4.memory import Settings
 
 ROWS = [{"text": f"the film is {word}", "label": label} for word, label in (("good", "positive"), ("bad", "negative"))] * 4
 
@@ -117,6 +119,20 @@ def test_estimate_reads_a_config_and_says_what_is_wrong(app, world):
     assert "unknown backend" in run(app, "estimate", "llama-1b", "--backend", "int8", code=1).stderr
     assert "unknown card" in run(app, "estimate", "llama-1b", "--card", "GTX", code=1).stderr
     assert "no amount of memory" in run(app, "estimate", "llama-1b", "--max-memory", "much", code=1).stderr
+
+
+def test_longest_context(app):
+    card, options = "RTX 5080", ("estimate", "llama-8b", "--longest-context")
+    found = json_of(app, *options, "--card", card, "--rank", 32)["longest_context"]
+    settings = Settings(rank=32, native_fp4=memory.card(card).fp4, workspace=memory.card(card).workspace)
+    assert list(found) == ["fast", "small", "smallest"]
+    for level, entry in found.items():
+        expected = memory.longest_context("llama-8b", replace(settings, memory=level), memory.card(card).memory)
+        assert (entry["tokens"], entry["host_bytes"]) == (expected.settings.sequence, expected.checkpoints + expected.offloaded)
+    text = plain(run(app, *options, "--card", card, "--rank", 32).stdout)
+    assert f"{found['small']['tokens']:,}" in text and "15.92 GiB" in text
+    assert json_of(app, *options, "--max-memory", "6GiB")["longest_context"]["fast"] is None
+    assert "name one (--card)" in run(app, *options, code=1).stderr
 
 
 def test_estimate_of_one_of_several_gpus(app, tmp_path):

@@ -8,7 +8,19 @@ import typer
 from rich.bar import Bar
 from rich.table import Table
 
-from ..memory import Estimate, Settings, card, estimate, fit, largest_batch, model_shape, parse_bytes, room
+from ..memory import (
+    LEVELS,
+    Estimate,
+    Settings,
+    card,
+    estimate,
+    fit,
+    largest_batch,
+    longest_context,
+    model_shape,
+    parse_bytes,
+    room,
+)
 from .common import Batch, Outcome, Rank, base_option, command, stacked_bars, table, with_options
 
 GIB, MIB = 2**30, 2**20
@@ -42,11 +54,13 @@ def estimate_command(
     card_name: Annotated[str | None, typer.Option("--card", help='A GPU: "RTX 5080".')] = None,
     max_memory: Annotated[str | None, typer.Option(help="GPU memory: 16GiB.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw it for several lengths.")] = None,
+    longest: Annotated[bool, typer.Option("--longest-context", help="Instead, the longest row of each level of memory.")] = False,
     **options: Any,
 ) -> Outcome:
     """How much GPU memory a training step takes, from config.json alone.
 
-    With --card or --max-memory also the largest batch that fits, and settings for the batch that was asked for.
+    With --card or --max-memory also the largest batch that fits, and settings for the batch that was asked for; with
+    --longest-context, instead, the longest row that trains on that card.
     """
     available = None if max_memory is None else parse_bytes(max_memory)
     if card_name is not None:
@@ -56,6 +70,8 @@ def estimate_command(
     if options["targets"] != "all-linear":
         options["targets"] = tuple(name.strip() for name in options["targets"].split(","))
     settings = Settings(**options)
+    if longest:
+        return _longest(model, settings, available)
     step = estimate(model_shape(model), settings)
     report, lines = step.as_dict(), _words(step)
     if available is not None:
@@ -67,6 +83,26 @@ def estimate_command(
         stacked_bars(bars, png, "GPU memory at the peak of a step (GiB)", _title(step), limit)
         lines.append(f"Drawn: {png}")
     return Outcome(report, [_table(step), *lines])
+
+
+def _longest(model: str, settings: Settings, available: int | None) -> Outcome:
+    """Tokens of the longest row, of every level of ``memory``."""
+    if available is None:
+        raise ValueError("the longest context is that of a GPU: name one (--card), or its memory (--max-memory)")
+    shape = model_shape(model)
+    steps = {level: longest_context(shape, replace(settings, memory=level), available) for level in LEVELS}
+    found = {
+        level: None if step is None else {"tokens": step.settings.sequence, "host_bytes": step.checkpoints + step.offloaded}
+        for level, step in steps.items()
+    }
+    rows = [
+        (level, "none", "") if entry is None else (level, f"{entry['tokens']:,}", f"{entry['host_bytes'] / GIB:.1f}")
+        for level, entry in found.items()
+    ]
+    title = f"{shape.name or 'model'}: longest row in {available / GIB:.2f} GiB, {settings.backend}, r={settings.rank}"
+    shown = table(title, ("memory", "tokens", "GiB of the host"), rows)
+    note = "With gradient checkpointing; checkpoints (and with smallest the frozen weights) are in the host's memory."
+    return Outcome({"model": shape.name, "memory_bytes": available, "longest_context": found}, [shown, note])
 
 
 def _over_lengths(step: Estimate) -> list[Estimate]:

@@ -5,10 +5,11 @@
 >>> largest_batch("path/to/model", Settings(), card("RTX 5080").memory)
 
 Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.memory.shapes` (the model), ``settings`` (how it is trained,
-and on what GPU), ``kept`` (weights, and what a layer keeps for backward), ``moments`` (where the peak is), ``run`` (the answers).
+and on what GPU), ``kept`` (weights, and what a layer keeps for backward), ``moments`` (where the peak is; of long sequences
+``long_sequences``), ``run`` (the answers).
 """
 
-from .run import Estimate, Plan, estimate, fit, largest_batch, room
+from .run import LEVELS, Estimate, Plan, estimate, fit, largest_batch, longest_context, room
 from .settings import CARDS, Card, Settings, card, parse_bytes, usable
 from .shapes import BUILTIN, ModelShape, model_shape
 
@@ -17,6 +18,7 @@ __all__ = [
     "CARDS",
     "Card",
     "Estimate",
+    "LEVELS",
     "ModelShape",
     "Plan",
     "Settings",
@@ -24,6 +26,7 @@ __all__ = [
     "estimate",
     "fit",
     "largest_batch",
+    "longest_context",
     "model_shape",
     "parse_bytes",
     "room",

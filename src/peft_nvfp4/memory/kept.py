@@ -139,6 +139,11 @@ def host_bytes(shape: ModelShape, settings: Settings) -> int:
     return int(adapter_parameters(shape, settings) * OPTIMIZERS[settings.optimizer]) if paged else 0
 
 
+def checkpoint_bytes(shape: ModelShape, settings: Settings) -> int:
+    """The inputs of all decoder layers."""
+    return shape.layers * shape.dtype_bytes * shape.hidden * settings.tokens
+
+
 # ---------------------------------------------------------------------------------------------- kept for backward
 
 
@@ -234,7 +239,8 @@ def forward_end(shape: ModelShape, settings: Settings) -> dict[str, int]:
     """Kind -> bytes per token at the end of forward, of all layers together (the final norm apart). The first norm keeps nothing
     of its input: nothing before it is trained."""
     if settings.checkpointing:
-        return dict.fromkeys(KINDS, 0) | {STREAM: shape.layers * shape.dtype_bytes * shape.hidden}
+        here = 0 if settings.host_checkpoints else shape.layers
+        return dict.fromkeys(KINDS, 0) | {STREAM: here * shape.dtype_bytes * shape.hidden}
     total = {kind: shape.layers * n for kind, n in layer(shape, settings).items()}
     total[NORMS] -= 0 if settings.compressed else final_norm(shape, settings)
     return total

@@ -55,25 +55,20 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     if not settings.checkpointing:
         layers |= {part: n * shape.layers for part, n in kept.per_layer(shape, settings).items()}
     recomputed = layer if settings.checkpointing else {}
+    if settings.host_checkpoints:  # the layer's input, and that of the next on its way
+        recomputed = recomputed | {STREAM: 2 * hidden * tokens}
     last = added(layers, recomputed)
     first = added({kind: n // shape.layers for kind, n in layers.items()}, recomputed)
-    # one for the thread of forward and one for that of backward, one for products with an FP32 result, a recording's own
-    workspaces = 2 + (settings.backend == "nvfp4") + settings.cuda_graphs
-    always = {
-        "cuBLAS workspaces": settings.workspace * workspaces,
-        COPIES: kept.adapter_copies(shape, settings),
-        **({GRADIENTS: kept.gradients(shape, settings)} if settings.accumulation > 1 else {}),
-        **({RECORDING: 2 * hidden * tokens} if settings.cuda_graphs else {}),
-    }
+    always = always_there(shape, settings)
     gradients = {GRADIENTS: kept.gradients(shape, settings)}
     # in transformers' FP32 arithmetic five matrices as wide as the residual stream; Liger: two of BF16
     norm_backward = (2 * shape.dtype_bytes if settings.liger else 5 * FP32) * shape.hidden
     end = layers | {FINAL_NORM: kept.final_norm(shape, settings) * tokens}
-    running = _mlp_forward(shape, settings)
+    running = mlp_forward(shape, settings)
     product, backward = _product_backward(shape, settings), _layer_backward(shape, settings)
     named = {
         "forward": added(layers, {k: max(n, 0) for k, n in running.items()} if settings.checkpointing else running),
-        "loss": end | _loss(shape, settings),
+        "loss": end | loss_moment(shape, settings),
         "final norm": end | {ACTIVATION_GRADIENTS: norm_backward * tokens},
         "recomputation": added(last, running) | {ACTIVATION_GRADIENTS: hidden * tokens} if settings.checkpointing else None,
         "MLP": None if product is None else added(last, product),
@@ -84,7 +79,19 @@ def moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     return {name: always | parts for name, parts in named.items() if parts is not None}
 
 
-def _loss(shape: ModelShape, settings: Settings) -> Moment:
+def always_there(shape: ModelShape, settings: Settings) -> Moment:
+    """Of every moment."""
+    # one for the thread of forward and one for that of backward, one for products with an FP32 result, a recording's own
+    workspaces = 2 + (settings.backend == "nvfp4") + settings.cuda_graphs
+    return {
+        "cuBLAS workspaces": settings.workspace * workspaces,
+        COPIES: kept.adapter_copies(shape, settings),
+        **({GRADIENTS: kept.gradients(shape, settings)} if settings.accumulation > 1 else {}),
+        **({RECORDING: 2 * shape.dtype_bytes * shape.hidden * settings.tokens} if settings.cuda_graphs else {}),
+    }
+
+
+def loss_moment(shape: ModelShape, settings: Settings) -> Moment:
     rows = settings.batch * (settings.sequence if settings.positions is None else settings.positions)
     v, d = shape.vocabulary, shape.hidden * shape.dtype_bytes
     if settings.loss == "full":
@@ -116,7 +123,7 @@ def _operands(shape: ModelShape, settings: Settings, backward: bool) -> Moment:
     return {"operands": count + packed_bytes(p.inputs, p.outputs) * (settings.frozen.weight_layouts == "transient")}
 
 
-def _mlp_forward(shape: ModelShape, settings: Settings) -> Moment:
+def mlp_forward(shape: ModelShape, settings: Settings) -> Moment:
     """While the MLP runs, without what it has not kept yet."""
     if shape.mixture:
         return _experts_forward(shape, settings)
@@ -138,6 +145,11 @@ def _product_backward(shape: ModelShape, settings: Settings) -> Moment | None:
     freed = kept.layer(shape, settings)[INNER] * settings.tokens
     width = shape.dtype_bytes * (3 * shape.intermediate + shape.hidden)
     return {INNER: -freed, ACTIVATION_GRADIENTS: width * settings.tokens}
+
+
+def mlp_backward(shape: ModelShape, settings: Settings) -> tuple[Moment, ...]:
+    """The moments of an MLP's backward."""
+    return tuple(m for m in (_product_backward(shape, settings), _layer_backward(shape, settings)) if m is not None)
 
 
 def _layer_backward(shape: ModelShape, settings: Settings) -> Moment:

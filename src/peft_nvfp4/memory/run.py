@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from ..quantization.options import MEMORY
 from . import kept
 from .kept import BACKWARD, DENSE, EMBEDDING, FORWARD, KINDS, PER_LAYER
+from .long_sequences import in_tiles, long_moments
 from .moments import COPIES, FINAL_NORM, GRADIENTS, LOGITS, RECORDING, Moment, moments
 from .settings import NCCL, Settings, usable
 from .shapes import ModelShape, model_shape
@@ -67,6 +68,7 @@ class Estimate:
     at: str  # the moment of the peak
     host: int  # bytes that a paged optimizer may keep in the host's memory
     offloaded: int  # bytes of frozen weights in the host's memory
+    checkpoints: int  # bytes of decoder layers' inputs in the host's memory
 
     @property
     def peak(self) -> int:
@@ -129,6 +131,7 @@ class Estimate:
             "saved_besides_per_layer": self.saved_besides_per_layer,
             "host_bytes": self.host,
             "offloaded_bytes": self.offloaded,
+            "checkpoint_bytes": self.checkpoints,
             "notes": list(self.notes),
         }
 
@@ -145,14 +148,15 @@ def estimate(model: Any, settings: Settings | None = None) -> Estimate:
     if settings.packs_experts(shape):  # they count their rows on the host, which cannot be recorded: run without
         settings = replace(settings, cuda_graphs=False)
     static, offloaded = _offload(shape, settings, kept.static(shape, settings))
-    parts, host = moments(shape, settings), kept.host_bytes(shape, settings)
+    parts = long_moments(shape, settings) if in_tiles(shape, settings) else moments(shape, settings)
+    host, checkpoints = kept.host_bytes(shape, settings), kept.checkpoint_bytes(shape, settings) * settings.host_checkpoints
     if settings.cards > 1 and settings.strategy == "ddp":
         static |= {BUCKETS: kept.gradients(shape, settings)}
     elif settings.cards > 1:
         parts = {name: _gathered(name, moment, shape, settings, static) for name, moment in parts.items()}
         static, host = _shares(shape, settings, static), host // settings.cards
     at = max(parts, key=lambda name: sum(parts[name].values()))
-    return Estimate(shape, settings, static, parts, at, host, offloaded)
+    return Estimate(shape, settings, static, parts, at, host, offloaded, checkpoints)
 
 
 # ---------------------------------------------------------------------------------------------- weights elsewhere
@@ -217,6 +221,22 @@ def largest_batch(model: Any, settings: Settings, memory: int) -> int:
     many."""
     shape, limit = model_shape(model), room(settings, memory)
     return bisect_right(range(1, LARGEST + 1), limit, key=lambda batch: estimate(shape, replace(settings, batch=batch)).peak)
+
+
+LEVELS = ("fast", "small", "smallest")
+"""Of ``memory``, each takes less than the one before."""
+LONGEST_STEP = 256
+"""Tokens to which a longest sequence is given."""
+
+
+def longest_context(model: Any, settings: Settings, memory: int) -> Estimate | None:
+    """A step over the longest row that fits into so many bytes of a GPU, a multiple of :data:`LONGEST_STEP` tokens, with decoder
+    layers checkpointed and the checkpoints on the host; None if not even the shortest does."""
+    shape, limit = model_shape(model), room(settings, memory)
+    settings = replace(settings, batch=1, accumulation=1, checkpointing=True, host_checkpoints=True, cuda_graphs=False)
+    of = lambda n: estimate(shape, replace(settings, sequence=n * LONGEST_STEP, positions=None))
+    count = bisect_right(range(1, LARGEST + 1), limit, key=lambda n: of(n).peak)
+    return of(count) if count else None
 
 
 class Plan(NamedTuple):

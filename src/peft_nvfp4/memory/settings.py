@@ -40,6 +40,8 @@ class Settings(Options):
             ``gate_proj``, ...). PEFT turns the latter into ``target_parameters``, and so it does with ``"all-linear"``.
         cuda_graphs: steps are replayed (:func:`peft_nvfp4.enable_cuda_graphs`).
         checkpointing: of every decoder layer.
+        host_checkpoints: the checkpoints are on the host, and MLPs compute in tiles
+            (:mod:`peft_nvfp4.training.host_checkpoints`); long sequences get that by themselves.
         optimizer: a word of :data:`OPTIMIZERS`. The state of paged ones counts as the host's.
         adapter_bytes: of an adapter's parameter: 4 (the default of PEFT and of this package) or 2.
         loss: ``"supervised"``: :func:`peft_nvfp4.attach_loss`; ``"full"``: transformers' own, with all logits; ``"liger"``.
@@ -58,6 +60,7 @@ class Settings(Options):
     targets: str | Sequence[str] = "all-linear"
     cuda_graphs: bool = False
     checkpointing: bool = False
+    host_checkpoints: bool = False
     optimizer: str = "adamw_torch_fused"
     adapter_bytes: int = 4
     loss: str = "supervised"
@@ -79,6 +82,8 @@ class Settings(Options):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.offload and self.excludes_offload:
             raise ValueError("memory='smallest' excludes CUDA graphs and FSDP")
+        if self.host_checkpoints and not self.checkpointing:
+            raise ValueError("host_checkpoints needs checkpointing: without, decoder layers have no checkpoints")
         for name in ("batch", "sequence", "rank", "accumulation", "cards"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

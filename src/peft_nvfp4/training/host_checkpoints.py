@@ -13,7 +13,8 @@ How: transformers calls a function for every checkpointed layer (``_gradient_che
 hands PyTorch's own ``checkpoint`` (the kind that is not reentrant, whatever was asked for) a function without the layer's
 input; when the layer is computed again, the function fetches it. What a layer computes is not touched, so results are the same
 bit for bit. In such a step MLPs, and the norm before the head, compute a tile of tokens at a time
-(:mod:`peft_nvfp4.autograd.tiles`), and no CUDA graph is replayed: launches take no time next to so many tokens.
+(:mod:`peft_nvfp4.autograd.tiles`), attention's backward takes a quarter of the heads at a time
+(:mod:`peft_nvfp4.autograd.long_attention`), and no CUDA graph is replayed: launches take no time next to so many tokens.
 
 Buffers on the host are kept from step to step, one a layer, of the longest sequence so far. Where the host is short of memory a
 step that was to use it raises before anything is computed (or, if nobody has asked for this, keeps its checkpoints on the GPU).
@@ -34,14 +35,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.tiles import in_tiles, tiling
-from ..fusion.mlp import TILE_VALUES
 from ..fusion.norm import looks_like_rmsnorm, plus_one
 from ..fusion.probe import watched
 from .checkpoint_transfers import Buffers, Checkpoint, HostMemoryShort
+from .packed_attention import attention
 from .packing import decoder_of
 
+NORM_VALUES = 8 << 20
+"""Of a tile of a norm, whose backward takes five such matrices in FP32."""
 SHARE = 8
 """Checkpoints that would take more than this part (1/8) of the GPU's memory go to the host without being asked for."""
 
@@ -120,6 +124,11 @@ class CheckpointFunction:
 
     def __init__(self, plain: functools.partial):
         self.plain = plain
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The user's settings, where others look for them."""
+        return self.plain.keywords
 
     def __call__(self, function: Callable, *args: Any) -> Any:
         running = _PASS.get()
@@ -238,7 +247,7 @@ def _prepared(layer: nn.Module) -> bool:
 
 def norm_rows(width: int) -> int:
     """Tokens of a tile of a norm."""
-    return max(256, TILE_VALUES // width)
+    return max(256, NORM_VALUES // width)
 
 
 def _norm_in_tiles(norm: weakref.ref[nn.Module], x: Tensor) -> Tensor:
@@ -276,6 +285,7 @@ def enable_host_checkpoints(model: nn.Module, automatic: bool = False) -> None:
     if (watching := _watching(model)) is not None:
         watching.automatic &= automatic
         return
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention  # for good, as packing does: it is transformers' own but for long sequences
     watching = HostCheckpoints(automatic)
     decoder.register_forward_pre_hook(watching.host_checkpoints_begin, with_kwargs=True)
     decoder.register_forward_hook(watching.host_checkpoints_end, always_call=True)

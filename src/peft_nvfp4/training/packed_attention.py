@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..autograd.long_attention import FlashAttnByHeadsFunc, can_be_grouped
+from ..autograd.tiles import wanted
+
 
 class NotPackable(Exception):
     """This call, or this decoder, is not packed; the message is the reason."""
@@ -70,11 +73,36 @@ def _attention_by_sequence(
     return torch.cat(outputs)
 
 
+def _by_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The same for a long sequence, which is one row; None where it is not a plain causal attention for FlashAttention."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if dropout or not causal or position_bias is not None or any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
+        return None
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    return FlashAttnByHeadsFunc.apply(q, k, v, scaling) if can_be_grouped(q, k, v) else None
+
+
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """In the place of transformers' ``sdpa`` function, which it calls, unless ``attention_mask`` holds the first tokens of packed
     sequences: (1, 1, 1, S + 1) int32. Queries (1, Hq, N, D), result (1, N, Hq, D)."""
+    if attention_mask is None and wanted():
+        output = _by_heads(module, query, key, value, *args, **kwargs)
+        if output is not None:
+            return output, None
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     options = dict(zip(("dropout", "scaling", "is_causal", "position_bias"), args)) | kwargs
