@@ -108,22 +108,27 @@ def run_case(results: list[dict], model: nn.Module, ballast: int, memory: str, c
 
 
 def compare(model: nn.Module, length: int, device: torch.device) -> dict:
-    """Differences of a step with checkpoints on the host to one without, and of that one to itself."""
-    ids, found = torch.randint(5, model.config.vocab_size, (1, length), device=device), []
-    for switch in (disable_host_checkpoints, disable_host_checkpoints, enable_host_checkpoints):
+    """Differences of a step with checkpoints on the host to one without, and of that one to itself; two steps of each kind."""
+    ids, found, seconds = torch.randint(5, model.config.vocab_size, (1, length), device=device), [], []
+    for switch in (disable_host_checkpoints, disable_host_checkpoints, enable_host_checkpoints, enable_host_checkpoints):
         switch(model)
         model.zero_grad()
+        common.synchronize(device)
+        start = time.perf_counter()
         loss = loss_of(model, ids)
         loss.backward()
+        common.synchronize(device)
+        seconds.append(round(time.perf_counter() - start, 3))  # the first of each kind compiles kernels, and makes buffers
         found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
     disable_host_checkpoints(model)
     enable_host_checkpoints(model, automatic=True)
     model.zero_grad()
     error = lambda a, b: max(((a[n] - b[n]).norm() / b[n].norm().clamp_min(1e-30)).item() for n in b)
-    plain, again, host = found
+    plain, again, host, _ = found
     same = lambda a, b: sum(torch.equal(a[n], b[n]) for n in b)
     return {
         "length": length,
+        "seconds": seconds,
         "losses": [loss for loss, _ in found],
         "tensors": len(plain[1]),
         "again": {"equal": same(again[1], plain[1]), "largest": error(again[1], plain[1])},
