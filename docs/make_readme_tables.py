@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from peft_nvfp4.memory import BUILTIN, ModelShape, Settings, card, largest_batch, model_shape
+from peft_nvfp4.memory import BUILTIN, ModelShape, Settings, card, largest_batch, longest_context, model_shape
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -196,15 +196,24 @@ def fits_all() -> str:
 
 
 def longest_rows() -> str:
-    """Tokens of the longest single row, in steps of 1024."""
-    shapes = _models()
-    rows = [[name, *(_longest(shapes[name], gpu, plan) for gpu in CARDS for plan in (SMALL, QLORA))] for name in shapes]
-    return table(["", *(f"{gpu}: {who}" for gpu in CARDS for who in ("`small`", "QLoRA"))], rows)
+    """Tokens of the longest single row, in thousands of 1024."""
+    shapes, levels = _models(), ("small", "smallest")
+    rows = [
+        [name, *(f"{' / '.join(_longest(shape, gpu, level) for level in levels)} / {_longest_qlora(shape, gpu)}" for gpu in CARDS)]
+        for name, shape in shapes.items()
+    ]
+    return table(["", *map(_with_memory, CARDS)], rows)
 
 
-def _longest(shape: ModelShape, name: str, plan: Settings) -> str:
+def _longest(shape: ModelShape, name: str, level: str) -> str:
+    settings, memory = _on(name, Settings(memory=level), 1024)
+    step = longest_context(shape, settings, memory)
+    return NOT_MEASURED if step is None else f"{step.settings.sequence // 1024}k"
+
+
+def _longest_qlora(shape: ModelShape, name: str) -> str:
     low, high = 0, 1 << 10  # in steps of 1024 tokens
-    fits_in = lambda steps: int(_rows_that_fit(shape, name, plan, 1024 * steps).replace(NOT_MEASURED, "0")) > 0
+    fits_in = lambda steps: int(_rows_that_fit(shape, name, QLORA, 1024 * steps).replace(NOT_MEASURED, "0")) > 0
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits_in(middle) else (low, middle)
