@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from peft_nvfp4 import NVFP4LoraConfig, attach, detach, freeze_model
 from peft_nvfp4.fusion.mlp import FusedGatedMLP, recognise
 from peft_nvfp4.nn.experts.frozen_experts import frozen_experts, is_experts, linear_of
-from peft_nvfp4.nn.experts.rows import by_expert
 from peft_nvfp4.nn.frozen_linear import FrozenOptions
 from peft_nvfp4.nn.registry import BACKENDS
+from peft_nvfp4.numerics.grouped import route
 
 
 def linears(weights, backend, options=OPTIONS):
@@ -96,10 +96,9 @@ def test_a_failed_replacement_leaves_the_weights(backend):
     assert torch.equal(experts(x, index, w), y)
 
 
-@BACKEND
-def test_linears_are_kept_by_the_forward_only(backend):
+def test_linears_are_kept_by_the_forward_only():
     """They hold the memory that they look at: of an offloaded model, a copy on the device. NF4's code books are shared."""
-    _, experts = frozen(mixtral, backend)
+    _, experts = frozen(mixtral, "nf4")
     experts.requantize_("down_proj", torch.randn(4, 32, 48))
     experts.dequantize("down_proj")
     assert not experts._layers
@@ -107,9 +106,8 @@ def test_linears_are_kept_by_the_forward_only(backend):
     assert experts._layers.keys() == experts.projections.keys()
     first, second = experts.layers("down_proj")[:2]
     assert first is experts._layers["down_proj"][1][0]
-    if backend == "nf4":
-        assert first.quant_state.code is second.quant_state.code
-        assert first.quant_state.state2.code is second.quant_state.state2.code
+    assert first.quant_state.code is second.quant_state.code
+    assert first.quant_state.state2.code is second.quant_state.state2.code
 
 
 def test_backends_that_do_not_pack_are_refused():
@@ -235,13 +233,21 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_counting_rows_waits_for_the_device_once():
-    """On a GPU the host waits for ``tolist``, and for the operations named here, each of which asks for a value."""
+def test_routing_waits_for_nothing():
+    """On a GPU the host waits for the operations named here, each of which asks for a value."""
     _, index, _ = routed()
     with Operations() as operations:
-        by_expert(index, 4)
+        route(index, 4)
     assert "sort" in operations.names
     assert not operations.names & {"bincount", "nonzero", "_local_scalar_dense", "unique", "repeat_interleave"}
+
+
+def test_rows_by_expert():
+    """Every expert's rows are those of its tokens, in their order; experts of other processes have no place."""
+    index = torch.tensor([[2, 0], [5, 2], [0, 3]])  # 5: of another process
+    order, places, ends = route(index, 4)
+    assert ends.tolist() == [2, 2, 4, 5] and ends.dtype == torch.int32
+    assert order.tolist() == [1, 4, 0, 3, 5, 2] and places.tolist() == [[2, 0], [-1, 3], [1, 4]]
 
 
 @by_family
@@ -289,6 +295,6 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
     words = ["--shape", "tiny", "--tokens", "24", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["bench_experts.py", *words])
     bench_experts.main()
-    rows = json.loads((tmp_path / "experts_cpu.json").read_text())["rows"]
-    assert [row["case"].split(",")[0] for row in rows] == ["dense", "frozen", "frozen", "frozen"]
-    assert rows[1]["weight_bytes"] < rows[0]["weight_bytes"]
+    rows = json.loads((tmp_path / "experts_cpu_tiny.json").read_text())["rows"]
+    assert [row["case"].split(",")[0] for row in rows] == ["dense", "dense", "frozen", "frozen", "frozen"]
+    assert rows[2]["weight_bytes"] < rows[0]["weight_bytes"]

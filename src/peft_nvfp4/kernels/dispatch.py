@@ -46,6 +46,8 @@ WHOLE_ROW = ("quantize_terms", "rmsnorm_quantize", "rmsnorm_backward", "silu_mul
 """Operators whose first argument is a matrix, or the codes of one, a row of which must fit in one program."""
 PRODUCTS = ("fprop", "dgrad")
 """The products of a training step, which have several implementations (:mod:`implementations`)."""
+GROUPED = ("grouped_fprop", "grouped_dgrad", "grouped_mm", "grouped_outer")
+"""The products of a mixture's experts (:mod:`.grouped`)."""
 
 _loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered
 _forced = ""  # a name of implementations.NAMES
@@ -123,6 +125,16 @@ def _product_on_cuda(name: str) -> Callable:
     return run
 
 
+def _grouped_on_cuda(name: str) -> Callable:
+    def run(*args):
+        if _loaded or _obstacle():
+            return OPERATORS[name].reference(*args)
+        function = getattr(importlib.import_module(f"{__package__}.grouped"), name)
+        return _on_its_device(first_tensor(args).device, function, args)
+
+    return run
+
+
 def few_rows_module(x: torch.Tensor) -> ModuleType | None:
     """The module whose ``linear`` computes frozen linears of x (M, K) with their adapters, without autograd; None if it cannot:
     it takes few BF16 rows, on a GPU that runs the Triton kernels."""
@@ -150,6 +162,8 @@ def load() -> None:
         return
     for name in PRODUCTS:
         OPERATORS[name].register("cuda", _product_on_cuda(name))
+    for name in GROUPED:
+        OPERATORS[name].register("cuda", _grouped_on_cuda(name))
     if importlib.util.find_spec("triton") is None:
         _loaded = "Triton is not installed (pip install triton)"
         return

@@ -3,8 +3,8 @@
 >>> NVFP4LoraConfig(target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
 
 PEFT keeps the adapters of all experts of a projection in one pair, A (rE, K) and B (N, rE), and adds B_e A_e to every expert's
-dense weight before it is used. A packed weight has nothing to add to, so here each expert's pair goes to its frozen linear as a
-branch, as any LoRA branch does. Parameters, names and checkpoints are PEFT's own: an adapter trained here loads on a dense model
+dense weight before it is used. A packed weight has nothing to add to, so here the pairs of all experts are one branch of the
+projection (:mod:`peft_nvfp4.autograd.experts`), as any LoRA branch is of a linear. Parameters, names and checkpoints are PEFT's own: an adapter trained here loads on a dense model
 with stock PEFT. (PEFT itself turns "all-linear" and the expert projections' old names into ``target_parameters`` for Mixtral and
 Qwen.)
 """
@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from ..autograd.frozen_linear import Branch
+from ..autograd.experts import ExpertsBranch
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..numerics.matmul import exact_matmul
 
@@ -59,20 +59,15 @@ class ParamWrapper(PeftParamWrapper):
 
     # -- forward
 
-    def branches(self, names: list[str]) -> list[list[Branch]]:
-        """For every expert, its branches of the named adapters."""
-        found: list[list[Branch]] = [[] for _ in range(self.num_experts)]
-        for name in names:
-            a, b = self._factors(name)
-            for its, a_e, b_e in zip(found, a.unbind(0), b.unbind(0)):
-                its.append(Branch(a_e, b_e, self.scaling[name], 0.0))
-        return found
+    def _branch(self, name: str) -> ExpertsBranch:
+        """Of the adapter ``name``."""
+        return ExpertsBranch(*self._factors(name), self.scaling[name])
 
     def _factors(self, name: str) -> tuple[Tensor, Tensor]:
         """A (E, r, K) and B (E, N, r), in PEFT's order."""
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         a = a.view(self.num_experts, -1, a.shape[1])
-        return a, b.view(b.shape[0], -1, self.num_experts).permute(2, 0, 1).contiguous()
+        return a, b.view(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
 
     def forward(self, x: Tensor, *args: Any, adapters: dict | None = None, **kwargs: Any) -> Tensor:
         self._check_forward_args(x, *args, **kwargs)
@@ -81,7 +76,7 @@ class ParamWrapper(PeftParamWrapper):
         names = [name for name in self.active_adapters if name in self.lora_A]
         adapters = dict(adapters or {})
         if names and not self.disable_adapters and not self.merged:
-            adapters[self.parameter_name] = self.branches(names)
+            adapters[self.parameter_name] = [self._branch(name) for name in names]
         return self.base_layer(x, *args, adapters=adapters, **kwargs)
 
     # -- merging: on dequantised weights, quantised once; the original bytes come back, exactly

@@ -10,13 +10,10 @@ model has one target parameter.
 
     y_t = sum_j  w_tj * down_e(act(gate_e(x_t)) * up_e(x_t)),    e = index_tj,  j = 1 .. k
 
-Tokens are sorted by expert (:mod:`.rows`), so each expert runs once, on its rows; an expert that no token was routed to
-is not run at all. Rows are weighted and summed in their own order afterwards, in FP32 where the weights are: nothing depends on
-an order of additions in memory, so a forward that is computed again (checkpointing) gives the same bits. One synchronisation a
-layer tells how many rows each expert has, so a CUDA graph cannot be recorded.
-
-Kept for backward are the codes of a frozen linear's input, per row, and what the experts return (T, k, H), in full: the gradient
-of the routing weights is its product with dy.
+Tokens are sorted by expert, on the device (:func:`peft_nvfp4.numerics.grouped.route`). In NVFP4 all experts of a projection are
+one operator, forward and backward, adapters included (:mod:`peft_nvfp4.autograd.experts`): no size depends on the routing and
+nothing waits for the device, so that a CUDA graph can be recorded. In NF4 each expert runs as a frozen linear on its rows, after
+one synchronisation that tells how many there are.
 
 Routers, shared experts and everything else of the mixture stay what they are.
 """
@@ -24,23 +21,26 @@ Routers, shared experts and everything else of the mixture stay what they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from ...autograd.activation_cache import QuantizedInput
-from ...autograd.frozen_linear import Branch
+from ...autograd.activation_cache import QuantizedInput, quantized_input
+from ...autograd.experts import ExpertsBranch, ExpertsLinear, SortedRows, WeightedSum, experts_linear
+from ...autograd.frozen_linear import Branch, autocast_input, no_autocast
 from ...autograd.fused import GatedQuantize, as_parts
 from ...autograd.hosted import Hosted
+from ...numerics.formats import QuantizedMatrix
+from ...numerics.grouped import Routing, route, segments
 from ...numerics.recognition import activation_of, limit_of, rows_for, samples
 from ..frozen_linear import FrozenLinear, FrozenOptions, frozen
 from ..plain import StandIn
 from ..registry import BACKENDS
 from .packing import FROM_PACKED, LEAVES, packed_of, scale_factors, stack_name
-from .rows import SortedRows, TokenRows, by_expert
 
-Adapters = Mapping[str, Sequence[Sequence[Branch]]]
-"""Name of a projection -> for every expert, the LoRA branches of that projection."""
+Adapters = Mapping[str, Sequence[ExpertsBranch]]
+"""Name of a projection -> its LoRA branches."""
 
 DOWN = "down_proj"
 
@@ -226,45 +226,80 @@ class FrozenExperts(StandIn):
     ) -> Tensor:
         """y (T, H) of hidden_states (T, H), with the k experts of every token and their weights in the other two, (T, k) each.
         An index of E or more is an expert of another process, and adds nothing here."""
-        if top_k_index.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("the rows of every expert are counted on the host, which a CUDA graph cannot record")
-        if self.hosted is not None:
-            self.hosted.fetch()
-        tokens, k = top_k_index.shape
-        order, counts = by_expert(top_k_index, self.experts)
-        rows = SortedRows.apply(hidden_states, order, k)
+        there = None if self.hosted is None else self.hosted.fetch()
         act = None if self.act is None or self.was_edited() else self.act
-        first, down = ((self.layers(name, True), (adapters or {}).get(name, [()] * self.experts)) for name in self.projections)
-        members = zip(rows.split(counts), *first, *down)
-        outputs = [self._expert(x, act, *member) for x, *member in members if len(x)]
-        if not outputs:
-            return hidden_states.new_zeros(hidden_states.shape)
-        shares = TokenRows.apply(torch.cat(outputs), order, tokens * k).view(tokens, k, -1)
-        y = (shares * top_k_weights.unsqueeze(-1)).sum(1)
-        return y.to(hidden_states.dtype)
+        routing = route(top_k_index, self.experts)
+        branches = [(adapters or {}).get(name, ()) for name in self.projections]
+        if self.backend == "nvfp4":
+            rows = self._grouped(hidden_states, routing, act, branches, there)
+        else:
+            rows = self._one_by_one(hidden_states, routing, branches)
+        with no_autocast(hidden_states):
+            return WeightedSum.apply(rows, top_k_weights, routing, hidden_states.dtype)
 
-    def _expert(
+    def _grouped(
         self,
         x: Tensor,
+        routing: Routing,
         act: str | None,
-        first: FrozenLinear,
-        inner: Sequence[Branch],
-        down: FrozenLinear,
-        outer: Sequence[Branch],
+        branches: Sequence[Sequence[ExpertsBranch]],
+        there: AbstractContextManager | None,
     ) -> Tensor:
-        """One expert, its projections and their branches, on its rows x (R, H); ``act``: that of the fused product, or None."""
-        z = first.lora_forward(x, inner)
-        if act is None:
-            return down.lora_forward(self._activate(z), outer)
-        h, quantized = self._product(z, act, down)
-        return down.forward_codes(h, outer, quantized)
+        """(R, H) of all experts together; ``act``: that of the fused product, or None."""
+        first, down = (self._linear(*item, there) for item in zip(self.projections, branches))
+        x = autocast_input(x)
+        with no_autocast(x):
+            quantized = quantized_input(x, x, self.options[first_of(self)].terms, None, False)
+            z = experts_linear(x, quantized, routing, True, first)
+        terms = self.options[DOWN].terms
+        h, quantized = (self._activate(z), None) if act is None else self._product(z, act, terms)
+        with no_autocast(x):
+            quantized = quantized or quantized_input(h, h, terms, None, False)
+            return experts_linear(h, quantized, routing, False, down)
 
-    def _product(self, z: Tensor, act: str, down: FrozenLinear) -> tuple[Tensor, QuantizedInput]:
-        """act(gate) * up, quantised for ``down`` in the same pass; backward keeps codes of gate and up."""
+    def _linear(
+        self, name: str, branches: Sequence[ExpertsBranch], there: AbstractContextManager | None
+    ) -> ExpertsLinear:
+        gradients = self.options[name].gradients
+        if gradients == "nvfp4_sr" and not self.training:  # evaluation draws no random numbers
+            gradients = "nvfp4"
+        (n, k), factors = self.projections[name], self._factors(name)
+        w_b = self._stack(name, "backward_weight", "backward_scales", "backward_gscale", n)
+        w_f = self._stack(name, "weight", "weight_scales", "weight_gscale", k)
+        return ExpertsLinear(w_f, w_b, factors, gradients, tuple(branches), there=there)
+
+    def _stack(self, name: str, codes: str, scales: str, gscale: str, k: int) -> QuantizedMatrix | None:
+        """A layout of all experts, None if it is not kept."""
+        found = [self._parameters.get(stack_name(name, leaf)) for leaf in (codes, scales, gscale)]
+        return None if found[0] is None else QuantizedMatrix(*found[:2], found[2].view(torch.float32).view(-1), k)
+
+    def _factors(self, name: str) -> tuple[float, ...] | None:
+        """Of the global scales; None where all are powers of two, as this package's own."""
+        if (known := self._scale_factors.get(name)) is None:
+            known = self._scale_factors[name] = scale_factors(self.stacks(name), self.experts)
+        return None if all(factor == 1.0 for factor in known) else tuple(known)
+
+    def _one_by_one(self, x: Tensor, routing: Routing, branches: Sequence[Sequence[ExpertsBranch]]) -> Tensor:
+        """(R, H), each expert's projections as frozen linears."""
+        rows = SortedRows.apply(x, routing)
+        first, down = (self.layers(name, True) for name in self.projections)
+        inner, outer = ([[Branch(b.a[e], b.b[e], b.scaling, 0.0) for b in of] for e in range(self.experts)] for of in branches)
+        outputs, end = [], 0
+        for e, here in segments(routing.ends):
+            z = first[e].lora_forward(rows[here], inner[e])
+            outputs.append(down[e].lora_forward(self._activate(z), outer[e]))
+            end = here.stop
+        rest = len(rows) - end  # rows of other processes' experts
+        if rest or not outputs:
+            outputs.append(rows.new_zeros(rest, x.shape[1], dtype=outputs[0].dtype if outputs else x.dtype))
+        return torch.cat(outputs)
+
+    def _product(self, z: Tensor, act: str, terms: int) -> tuple[Tensor, QuantizedInput]:
+        """act(gate) * up, quantised in the same pass for the last projection; backward keeps codes of gate and up."""
         gate, up = z.chunk(2, dim=-1)
-        h, *flat = GatedQuantize.apply(gate, up, None, act, down.options.terms, False)
+        h, *flat = GatedQuantize.apply(gate, up, None, act, terms, True)
         *codes, _, _ = as_parts(flat, gate.shape[-1])
-        return h, QuantizedInput(tuple(codes), None, h.dtype, from_producer=True)
+        return h, QuantizedInput(tuple(codes), None, h.dtype, from_producer=True, placeholder=True)
 
     def fuse(self) -> str | None:
         """Compute act(gate) * up as a fused gated MLP does (:mod:`peft_nvfp4.fusion.mlp`): from now on the product is quantised

@@ -1,0 +1,171 @@
+"""The products of a mixture's experts on a GPU: dequantised operands, then PyTorch's grouped BF16 GEMM.
+
+``torch.nn.functional.grouped_mm`` multiplies the rows of every expert with its matrix in one kernel, which reads on the device
+where an expert's rows end. As in :mod:`.emulated`, what is summed is laid side by side along K: D(x~) and h against D(W) and s B.
+The GEMM therefore rounds once, and adapters cost it their rank. Of an input with two terms it multiplies the sum, rounded to
+BF16; both terms where ``PEFT_NVFP4_KERNELS=emulated``. FP4 tensor cores are not used: no library has a grouped FP4 product for
+global scales by row.
+
+Weights are dequantised for one product, all experts at once: experts cannot be taken in chunks without knowing where their rows
+begin. Where that would take more than :data:`OPERAND_BYTES`, the rows of every expert's matrix are taken in chunks.
+
+PyTorch has a kernel for compute capability 9 and 10; elsewhere it loops over the experts and waits for the device, as the
+definition does (:mod:`peft_nvfp4.numerics.grouped`), which is used then, with the products of single linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import grouped_mm as grouped_gemm
+
+from .. import ops
+from ..numerics import grouped as definition
+from ..numerics.formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
+from ..numerics.grouped import GroupedDgrad, GroupedFprop
+from ..ops.linear import dequantize_input
+from .dispatch import choice
+from .triton.dequantize import write_operand, write_rounded
+from .triton.launch import MAX_BLOCKS
+
+ALIGNED = 8
+"""Strides of a grouped GEMM's operands are multiples of 16 bytes."""
+CAPABILITIES = (9, 10)
+"""Major compute capabilities for which PyTorch has a grouped GEMM."""
+OPERAND_BYTES = 1 << 30
+FEW_ROWS = 64
+"""Up to so many rows in all, dequantising every expert's weights costs more than a loop over the experts that have any."""
+
+
+def has_grouped_gemm(device: torch.device) -> bool:
+    """Whether PyTorch computes a grouped GEMM there in one kernel."""
+    return torch.cuda.get_device_capability(device)[0] in CAPABILITIES
+
+
+def _takes(x: Tensor, dtype: torch.dtype, rows: int, *sizes: int) -> bool:
+    few = rows <= FEW_ROWS and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    aligned = all(size % ALIGNED == 0 and size for size in sizes)
+    return dtype == torch.bfloat16 and rows > 0 and aligned and not few and has_grouped_gemm(x.device)
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // ALIGNED) * ALIGNED
+
+
+def _padded(x: Tensor) -> Tensor:
+    """x (..., n) with n filled up with zeros to what the GEMM wants."""
+    return x if x.shape[-1] % ALIGNED == 0 else F.pad(x, (0, -x.shape[-1] % ALIGNED))
+
+
+def grouped_fprop(p: GroupedFprop) -> tuple[Tensor, Tensor]:
+    """The operator ``grouped_fprop``."""
+    first, chosen = p.terms[0], choice(p.ends.device)
+    rows = first.codes.shape[0] if p.sources is None else p.sources.shape[0]
+    if p.factors is not None or not _takes(p.ends, p.dtype, rows, first.k, p.weight.codes.shape[1]):
+        return definition.grouped_fprop(p, chosen.fprop)
+    copies = len(p.terms) if chosen.implementation == "emulated" else 1
+    rank = 0 if p.a is None else p.a.shape[1]
+    width = _aligned(copies * first.k + rank) - copies * first.k
+    x = _input_operand(p, copies, width)
+    h = x.new_empty(rows, rank)
+    if rank:
+        xd = x[:, : first.k] if copies == 1 else _gathered(dequantize_input.run(p.terms, None, p.dtype), p.sources)
+        h = grouped_gemm(xd, p.a.transpose(1, 2), offs=p.ends)
+        _fill(x[:, copies * first.k :], h)
+    return _by_weight(x, p.weight, copies, p.up, width, p.ends), h
+
+
+def _gathered(x: Tensor, sources: Tensor | None) -> Tensor:
+    return x if sources is None else x.index_select(0, sources)
+
+
+def _input_operand(p: GroupedFprop, copies: int, width: int) -> Tensor:
+    """D(x~) of every row, ``copies`` times or as one sum, and ``width`` columns that are filled later."""
+    terms, k = p.terms, p.terms[0].k
+    x = p.ends.new_empty(terms[0].codes.shape[0], copies * k + width, dtype=torch.bfloat16)
+    if copies < len(terms):
+        write_operand(x, terms[0], residual=terms[1])
+    else:
+        for i, term in enumerate(terms):
+            write_operand(x[:, i * k :], term)
+    return _gathered(x, p.sources)
+
+
+def _fill(out: Tensor, columns: Tensor | None) -> None:
+    """The last columns of an operand: what is given, then zeros."""
+    used = 0 if columns is None else columns.shape[1]
+    if used:
+        out[:, :used].copy_(columns)
+    if used < out.shape[1]:
+        out[:, used:].zero_()
+
+
+def _by_weight(x: Tensor, w: QuantizedMatrix, copies: int, extra: Tensor | None, width: int, ends: Tensor) -> Tensor:
+    """x @ [D(W_e) ... | extra_e | 0].T of every expert's rows, by chunks of the rows of W_e."""
+    parts = []
+    for rows in _chunks(w, x.shape[1]):
+        wd = _weight_operand(w, rows, copies, None if extra is None else extra[:, rows], width)
+        parts.append(grouped_gemm(x, wd.transpose(1, 2), offs=ends))
+        del wd
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _chunks(w: QuantizedMatrix, columns: int) -> Iterator[slice]:
+    experts, n, _ = w.codes.shape
+    step = max(ALIGNED, OPERAND_BYTES // (2 * columns * experts) // ALIGNED * ALIGNED)
+    return (slice(i, min(i + step, n)) for i in range(0, n, step))
+
+
+def _weight_operand(w: QuantizedMatrix, rows: slice, copies: int, extra: Tensor | None, width: int) -> Tensor:
+    """[D(W_e) ... | extra_e | 0] (E, rows, copies * K + width)."""
+    codes, scales = w.codes[:, rows], w.scales[:, rows]
+    experts, n, _ = codes.shape
+    gscale = w.gscale[:, None].expand(experts, n).reshape(-1)
+    flat = QuantizedMatrix(codes.reshape(experts * n, -1), scales.reshape(experts * n, -1), gscale, w.k)
+    out = gscale.new_empty(experts * n, copies * w.k + width, dtype=torch.bfloat16)
+    write_operand(out, flat, copies, None if extra is None else extra.reshape(experts * n, -1), 0, width)
+    return out.view(experts, n, -1)
+
+
+def grouped_dgrad(p: GroupedDgrad) -> Tensor:
+    """The operator ``grouped_dgrad``."""
+    rows, n = p.dy.shape
+    k = p.weight.codes.shape[1] if p.quantized else p.weight.k
+    wide = p.quantized and n > MAX_BLOCKS * BLOCK
+    if wide or p.factors is not None or not _takes(p.dy, p.dy.dtype, rows, k, n):
+        return definition.grouped_dgrad(p, choice(p.dy.device).dgrad)
+    if not p.quantized:
+        wd = _weight_operand(p.weight, slice(None), 1, None, 0)
+        dx = grouped_gemm(p.dy.contiguous(), wd, offs=p.ends)
+        return dx if p.g is None else dx.add_(grouped_mm(p.g, p.a.transpose(1, 2), p.ends))
+    rank = 0 if p.g is None else p.g.shape[1]
+    width = _aligned(n + rank) - n
+    dy = p.dy.new_empty(rows, n + width)
+    if p.seed is None:
+        write_rounded(dy[:, :n], p.dy)
+    else:
+        write_operand(dy, ops.quantize(p.dy, GRADIENT_STOCHASTIC, seed=p.seed))
+    _fill(dy[:, n:], p.g)
+    return _by_weight(dy, p.weight, 1, None if p.a is None else p.a.transpose(1, 2), width, p.ends)
+
+
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """The operator ``grouped_mm``."""
+    if x.dtype != torch.bfloat16 or not x.shape[0] or not has_grouped_gemm(x.device):
+        return definition.grouped_mm(x, w, ends)
+    by_column = w.stride(1) == 1 and w.stride(2) % ALIGNED == 0
+    if x.shape[1] % ALIGNED or not by_column:
+        w = _padded(w).contiguous()
+    return grouped_gemm(_padded(x).contiguous(), w.transpose(1, 2), offs=ends)
+
+
+def grouped_outer(x: Tensor, y: Tensor, sources: Tensor | None, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """The operator ``grouped_outer``; rounded to BF16 on the way to ``dtype``."""
+    if x.dtype != torch.bfloat16 or not x.shape[0] or not has_grouped_gemm(x.device):
+        return definition.grouped_outer(x, y, sources, ends, dtype)
+    m, n = x.shape[1], y.shape[1]
+    x, y = _padded(x).contiguous(), _padded(_gathered(y.to(x.dtype), sources)).contiguous()
+    return grouped_gemm(x.T, y, offs=ends)[:, :m, :n].to(dtype)

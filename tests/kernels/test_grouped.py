@@ -1,0 +1,153 @@
+"""The grouped products of a mixture's experts against the definition: operands are the same, so results differ by the order of
+FP32 sums and by roundings to BF16 that are counted.
+
+As in test_emulated.py the kernels run in Triton's interpreter on a CPU, in a process of its own, and on CUDA; the GEMM is
+PyTorch's in both."""
+
+import pytest
+import torch
+from _interpreter import interpreted_results
+from _product_groups import BF16, close, random
+
+from peft_nvfp4.numerics import grouped as definition
+from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics.formats import GRADIENT, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
+from peft_nvfp4.numerics.grouped import GroupedDgrad, GroupedFprop, route
+
+EXPERTS = 3
+SIZES = {"cpu": (8, 16), "cuda": (48, 128)}  # N, K; the interpreter's cost is per row
+ROUTINGS = {  # (T, k) experts; the number 3 is one of another process
+    "some": [[0, 2], [2, 0], [2, 0]],
+    "one": [[1, 1]] * 2,
+    "others": [[3, 1], [3, 3], [0, 3]],
+    "fewer tokens than experts": [[2, 1]],
+}
+VARIANTS = ((2, 3, True, "bf16"), (2, 8, True, "emulated"), (1, 8, False, "bf16"), (1, 0, False, "bf16"))
+
+
+def stacked(matrices) -> QuantizedMatrix:
+    codes, scales, gscale = (torch.stack(t) for t in list(zip(*matrices))[:3])
+    return QuantizedMatrix(codes, scales, gscale.view(-1), matrices[0].k)
+
+
+def products(name, terms, rank, gathers, device, repeat=1):
+    """Arguments of fprop and dgrad."""
+    index = torch.tensor(ROUTINGS[name] * repeat)
+    order, places, ends = (t.to(device) for t in route(index, EXPERTS))
+    rows, (n, k) = len(order), SIZES[device]
+    x = random(len(index) if gathers else rows, k, seed=1).to(device, BF16)
+    weights = [reference.quantize(random(n, k, seed=e, scale=0.1).to(device), WEIGHT) for e in range(EXPERTS)]
+    backward = stacked([reference.transpose_requantize(w, WEIGHT_BACKWARD) for w in weights])
+    a = random(EXPERTS, rank, k, seed=20).to(device, BF16) if rank else None
+    up = random(EXPERTS, n, rank, seed=21, scale=0.1).to(device, BF16) if rank else None
+    sources = order // 2 if gathers else None
+    forward = GroupedFprop(reference.quantize_terms(x, None, terms), sources, ends, stacked(weights), BF16, None, a, up)
+    dy = random(rows, n, seed=30).to(device, BF16)
+    g = random(rows, rank, seed=31).to(device, BF16) if rank else None
+    return forward, GroupedDgrad(dy, ends, backward, True, None, None, g, a)
+
+
+def exact(p: GroupedFprop, h, rounded: bool):
+    """y and the sum of magnitudes, in FP64; x~ as the sum of its terms, or that rounded to BF16."""
+    x = reference.dequantize_terms(p.terms, None, BF16 if rounded else torch.float32).double()
+    x = x if p.sources is None else x[p.sources]
+    y, magnitude = (torch.zeros(len(x), p.weight.codes.shape[1], dtype=torch.double, device=x.device) for _ in range(2))
+    for e, here in definition.segments(p.ends):
+        pairs = [(x[here], reference.dequantize(definition.one(p.weight, e)).double())]
+        pairs += [] if p.up is None else [(h[here].double(), p.up[e].double())]
+        y[here] = sum(a @ b.T for a, b in pairs)
+        magnitude[here] = sum(a.abs() @ b.abs().T for a, b in pairs)
+    return y, magnitude
+
+
+def exact_dgrad(p: GroupedDgrad):
+    dy = reference.dequantize(reference.quantize(p.dy, GRADIENT)).double() if p.quantized else p.dy.double()
+    size = p.weight.codes.shape[1] if p.quantized else p.weight.k
+    dx, magnitude = (torch.zeros(len(dy), size, dtype=torch.double, device=dy.device) for _ in range(2))
+    for e, here in definition.segments(p.ends):
+        w = reference.dequantize(definition.one(p.weight, e)).double()
+        pairs = [(dy[here], w.T if p.quantized else w)]
+        pairs += [] if p.g is None else [(p.g[here].double(), p.a[e].double())]
+        dx[here] = sum(a @ b for a, b in pairs)
+        magnitude[here] = sum(a.abs() @ b.abs() for a, b in pairs)
+    return dx, magnitude
+
+
+def mismatches(grouped, label, forward, backward, implementation):
+    """Messages about what is wrong; rows that are no expert's are not looked at."""
+    wrong, count = [], int(forward.ends[-1])
+    y, h = grouped.grouped_fprop(forward)
+    wrong += [] if close(y[:count], *(t[:count] for t in exact(forward, h, implementation == "bf16")), 1) else [f"y {label}"]
+    if forward.a is not None:
+        x = reference.dequantize_terms(forward.terms, None, BF16)
+        x = x if forward.sources is None else x[forward.sources]
+        expected = definition.grouped_mm(x, forward.a, forward.ends)
+        magnitude = definition.grouped_mm(x.abs(), forward.a.abs(), forward.ends).double()
+        wrong += [] if close(h[:count], expected[:count].double(), magnitude[:count], 2) else [f"h {label}"]
+    for p in (backward, backward._replace(weight=forward.weight, quantized=False)):
+        roundings = 1 if p.quantized else 3  # of dy @ D(W_f), of g @ A, and of their sum
+        near = close(grouped.grouped_dgrad(p)[:count], *(t[:count] for t in exact_dgrad(p)), roundings)
+        wrong += [] if near else [f"dgrad {label} {p.quantized}"]
+    if forward.a is None:
+        return wrong
+    for x, z, sources in ((backward.dy, h, None), (backward.g, reference.dequantize(forward.terms[0], BF16), forward.sources)):
+        found = grouped.grouped_outer(x, z, sources, forward.ends, torch.float32)
+        arguments = x.double(), z.double(), sources, forward.ends, torch.double
+        magnitude = definition.grouped_outer(x.double().abs(), z.double().abs(), *arguments[2:])
+        wrong += [] if close(found, definition.grouped_outer(*arguments), magnitude, 1) else [f"outer {label}"]
+    found = grouped.grouped_mm(backward.dy, forward.up.transpose(1, 2), forward.ends)
+    expected = [
+        definition.grouped_mm(t(backward.dy.double()), t(forward.up.double()).transpose(1, 2), forward.ends)
+        for t in (lambda t: t, torch.abs)
+    ]
+    return wrong + ([] if close(found[:count], *(t[:count] for t in expected), 1) else [f"g {label}"])
+
+
+def check(device):
+    """Messages about what is wrong."""
+    from types import SimpleNamespace
+
+    from peft_nvfp4.kernels import grouped
+
+    before, wrong = (grouped.choice, grouped.has_grouped_gemm, grouped.FEW_ROWS, grouped.OPERAND_BYTES), []
+    grouped.has_grouped_gemm, grouped.FEW_ROWS = lambda device: True, 0
+    few = {"some": VARIANTS[:1], "others": VARIANTS[1:2]}
+    for name, variants in few.items() if device == "cpu" else dict.fromkeys(ROUTINGS, VARIANTS).items():
+        for terms, rank, gathers, implementation in variants:
+            grouped.choice = lambda device: SimpleNamespace(implementation=implementation)
+            grouped.OPERAND_BYTES = before[3] if rank == 3 else 1  # chunks of eight rows of every matrix
+            case = products(name, terms, rank, gathers, device, 1 if device == "cpu" else 60)
+            wrong += mismatches(grouped, f"{name} terms={terms} rank={rank} {implementation}", *case, implementation)
+    grouped.choice, grouped.has_grouped_gemm, grouped.FEW_ROWS, grouped.OPERAND_BYTES = before
+    return wrong
+
+
+@pytest.mark.gpu
+def test_on_cuda():
+    from peft_nvfp4.kernels import grouped
+
+    if not grouped.has_grouped_gemm(torch.device("cuda", 0)):
+        pytest.skip("not run: PyTorch has no grouped GEMM for this GPU")
+    with torch.no_grad():
+        assert check("cuda") == []
+
+
+def test_in_the_interpreter():
+    assert interpreted_results(__file__) == []
+
+
+@pytest.mark.parametrize("terms, rank, gathers", [(1, 0, False), (2, 3, True)])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_definition_is_the_exact_product(name, terms, rank, gathers):
+    from types import SimpleNamespace
+
+    with torch.no_grad():
+        names = ("grouped_fprop", "grouped_dgrad", "grouped_mm", "grouped_outer")
+        loop = SimpleNamespace(**{function: getattr(definition, function) for function in names})
+        assert mismatches(loop, name, *products(name, terms, rank, gathers, "cpu"), "exact") == []
+
+
+if __name__ == "__main__":
+    import triton_interpreter
+
+    triton_interpreter.report(lambda: check("cpu"))
