@@ -5,9 +5,9 @@
     python benchmarks/bench_experts.py --shape tiny --device cpu           # does it run?
 
 Random weights, every token to its own random experts. Dense LoRA is what a careful user would write, all experts' adapters as
-grouped products (PEFT adds B A to every expert's weight instead, which takes as much memory as the experts again). Routing weights
-have a gradient, as they do below a router. ``x dense``: times the dense case with the same adapters. ``host``: milliseconds that
-the host needs to issue the step. ``peak``: over weights and inputs.
+grouped products (PEFT adds B A to every expert's weight instead, which takes as much memory as the experts again). Routing
+weights have a gradient, as they do below a router. ``x dense``: times the dense case with the same adapters. ``host``:
+milliseconds that the host needs to issue the step. ``peak``: over weights and inputs.
 """
 
 from __future__ import annotations

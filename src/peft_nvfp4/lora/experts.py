@@ -4,9 +4,9 @@
 
 PEFT keeps the adapters of all experts of a projection in one pair, A (rE, K) and B (N, rE), and adds B_e A_e to every expert's
 dense weight before it is used. A packed weight has nothing to add to, so here the pairs of all experts are one branch of the
-projection (:mod:`peft_nvfp4.autograd.experts`), as any LoRA branch is of a linear. Parameters, names and checkpoints are PEFT's own: an adapter trained here loads on a dense model
-with stock PEFT. (PEFT itself turns "all-linear" and the expert projections' old names into ``target_parameters`` for Mixtral and
-Qwen.)
+projection (:mod:`peft_nvfp4.autograd.experts`), as any LoRA branch is of a linear. Parameters, names and checkpoints are PEFT's
+own: an adapter trained here loads on a dense model with stock PEFT. (PEFT itself turns "all-linear" and the expert projections'
+old names into ``target_parameters`` for Mixtral and Qwen.)
 """
 
 from __future__ import annotations

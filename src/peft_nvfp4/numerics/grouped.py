@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .formats import GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix
+from .formats import GRADIENT_STOCHASTIC, QuantizedMatrix
 from .products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 
 

@@ -171,7 +171,7 @@ spread = Operator(
 
 
 def backward_stack(weight: QuantizedMatrix, factors: tuple[float, ...] | None) -> QuantizedMatrix:
-    """The backward layouts (K, N) of a stack of forward weights (N, K), each as :data:`~.matrix.transpose_requantize` makes it."""
+    """The backward layouts (K, N) of a stack of forward weights (N, K), each by :data:`~.matrix.transpose_requantize`."""
     experts = range(weight.codes.shape[0])
     each = [transpose_requantize.run(definition.one(weight, e), 1.0 if factors is None else factors[e]) for e in experts]
     codes, scales, gscale = (torch.stack(tensors) for tensors in list(zip(*each))[:3])
