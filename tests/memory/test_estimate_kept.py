@@ -99,7 +99,8 @@ def test_what_autograd_keeps_of_a_router_that_normalises_in_16_bits(as_on_a_gpu)
 
 @pytest.mark.parametrize("backend", ["nvfp4", "nf4"])
 def test_what_is_kept_does_not_depend_on_the_routing(backend, as_on_a_gpu):
-    """All tokens to two of four experts: the same bytes but for the copies of the other experts' adapters."""
+    """All tokens to two of four experts: the same bytes. In NF4, where experts run one by one, but for the copies of the other
+    experts' adapters."""
     sizes = {}
     for one_sided in (False, True):
         model, _ = adapted(mixtral(), backend=backend, **ONLY_FIRST)
@@ -109,7 +110,7 @@ def test_what_is_kept_does_not_depend_on_the_routing(backend, as_on_a_gpu):
                     module.register_forward_hook(lambda m, x, y: (y[0], y[1], y[2] % 1 + torch.arange(2)))
         sizes[one_sided] = sum(storages(model, MANY))
     # 2 layers, 2 experts without a row: A (4, 64) and B (192, 4) in BF16 each
-    assert sizes[False] - sizes[True] == 2 * 2 * 2 * 4 * (64 + 192)
+    assert sizes[False] - sizes[True] == (0 if backend == "nvfp4" else 2 * 2 * 2 * 4 * (64 + 192))
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,16 @@ goes to: nothing is padded. So what is kept does not depend on the routing. Per 
 (:mod:`peft_nvfp4.nn.experts.frozen_experts`):
 
     =====================  ==============================================================================================
-    rows of the input      codes, if an adapter reads them; nf4: the row
+    rows of the input      codes of the token, once for all of its rows, if an adapter reads them; nf4: the row
     gate and up            codes of both; nf4: gate, up and act(gate)
     inner product          codes, if an adapter reads them; nf4: the row
     output                 the row: the gradient of a routing weight is its product with dy
     =====================  ==============================================================================================
 
-How much the allocator adds by rounding each of an expert's tensors up to 512 bytes is taken to be 511, of every expert that can
-have a row. Experts that stay dense (``bf16``, or skipped) are transformers' ``grouped_mm``, and adapters on them PEFT's own: it
-adds B A to the weights of all experts in each forward, and autograd keeps the sums, as large as the experts, in every layer.
-(PEFT before 0.21 computes B A of all experts in FP32 first, which is not counted.)
+In NF4 every expert has tensors of its own. How much the allocator adds by rounding each of them up to 512 bytes is taken to be
+511, of every expert that can have a row. Experts that stay dense (``bf16``, or skipped) are transformers' ``grouped_mm``, and
+adapters on them PEFT's own: it adds B A to the weights of all experts in each forward, and autograd keeps the sums, as large as
+the experts, in every layer. (PEFT before 0.21 computes B A of all experts in FP32 first, which is not counted.)
 
 The router keeps its probabilities, the chosen indices (8 bytes each) and what it divides. The norm before it has a reader that is
 no frozen linear, and stays transformers' own.
@@ -195,7 +195,8 @@ def _mlp(shape: ModelShape, settings: Settings) -> dict[str, int]:
     }
     if mixture:
         row = codes(d, settings.terms("norm")) if compressed else b * d
-        kept |= {ROWS: rows * row * is_read(shape, settings, "experts"), OUTPUTS: rows * b * d}
+        inputs = 1 if packed and settings.backend == "nvfp4" else rows
+        kept |= {ROWS: inputs * row * is_read(shape, settings, "experts"), OUTPUTS: rows * b * d}
         kept[HIDDEN] += b * rows * packed * sum(map(settings.rank_of, shape.experts))
     return kept
 
@@ -205,7 +206,7 @@ def _router(shape: ModelShape, settings: Settings) -> dict[str, int]:
     k = mixture.chosen
     weights = k * (FP32 if mixture.wide_weights else b)  # which multiply the experts' outputs
     divided = FP32 * (k + 1) if mixture.normalised else 0  # the chosen probabilities and their sum
-    order = INT64 * k * (1 if settings.packs_experts(shape) else 3)  # of the rows; in grouped_mm, the way back and the tokens
+    order = INT64 * k * (2 if settings.packs_experts(shape) else 3)  # of the rows, the way back; in grouped_mm, the tokens too
     read = b * shape.hidden * is_read(shape, settings, "router")
     return {ROUTER: FP32 * mixture.experts + k * INT64 + divided + weights + order + read}
 
@@ -216,21 +217,21 @@ def per_layer(shape: ModelShape, settings: Settings) -> dict[str, int]:
         return {}
     packed = settings.packs_experts(shape)
     merged = [p for p in shape.projections if settings.is_target(p) and (p.source == "router" or p.of_experts and not packed)]
-    ends = 0 if packed else INT32 * shape.mixture.experts  # where the rows of every expert end
+    in_a_loop = packed and settings.backend == "nf4"
+    ends = 0 if in_a_loop else INT32 * shape.mixture.experts  # where the rows of every expert end
     return {
         MERGED: shape.dtype_bytes * sum(p.elements for p in merged) + ends,
-        ROUNDING: _rounding(shape, settings) if packed else 0,
+        ROUNDING: _rounding(shape, settings) if in_a_loop else 0,
     }
 
 
 def _rounding(shape: ModelShape, settings: Settings) -> int:
-    """What the allocator may add to the tensors of every expert that runs."""
-    matrix = 3  # codes, scales, global scales; of both terms together
-    tensors = 2 * matrix if settings.backend == "nvfp4" else 2  # of gate and up; or they, in one, and act(gate)
+    """What the allocator may add to the tensors of every expert that runs by itself."""
+    tensors = 2  # gate and up in one, and act(gate)
     for source in ("experts", "expert"):
         if is_read(shape, settings, source):
-            row = int(source == "expert")  # nf4: an inner product for each expert, but all experts' inputs in one
-            tensors += (matrix if settings.compressed else row) + 3  # and the hidden values, copies of A and B
+            row = int(source == "expert")  # an inner product for each expert, but all experts' inputs in one
+            tensors += (3 if settings.compressed else row) + 3  # three: codes and scales; hidden values, copies of A and B
     running = min(shape.mixture.experts, settings.tokens * shape.mixture.chosen)
     return running * tensors * (ALLOCATION - 1)
 

@@ -29,6 +29,8 @@ CHUNK_LOSS = 8
 """The same in a chunk of :mod:`peft_nvfp4.fusion.loss`: logits and their gradient in BF16, probabilities in FP32."""
 CHUNK_BYTES = 128 << 20
 OPERAND_ROWS, OPERAND_BYTES = 2048, 48 << 20
+GROUPED_BYTES = 1 << 30
+"""Of a projection of all experts, dequantised (:mod:`peft_nvfp4.kernels.grouped`)."""
 """Of :mod:`peft_nvfp4.kernels.emulated`."""
 
 LOGITS = "logits and loss"
@@ -116,11 +118,23 @@ def _operands(shape: ModelShape, settings: Settings, backward: bool) -> Moment:
     if settings.backend != "nvfp4":
         return {}
     tokens, native = settings.tokens, settings.native_fp4
+    if shape.mixture:
+        return {"operands": 0 if native else _grouped_operands(shape, settings, backward)}
     p = max(shape.reads("mlp", "experts"), key=lambda p: p.outputs)
     if not backward:
         return {"operands": 0 if native else _emulated(tokens, settings.terms("norm") * p.inputs, p.outputs)}
     count = tokens * codes(p.outputs) if native else _emulated(tokens, p.outputs, p.inputs)
     return {"operands": count + packed_bytes(p.inputs, p.outputs) * (settings.frozen.weight_layouts == "transient")}
+
+
+def _grouped_operands(shape: ModelShape, settings: Settings, backward: bool) -> int:
+    """BF16 operands of a projection of all experts, the largest: every row of the input or of dy, and the weights or a chunk."""
+    rows, sizes = settings.tokens * shape.mixture.chosen, []
+    for p in shape.experts:
+        transposed = packed_bytes(p.inputs, p.outputs) * p.count * (backward and settings.frozen.weight_layouts == "transient")
+        weights = min(2 * p.count * p.inputs * p.outputs, GROUPED_BYTES)
+        sizes.append(2 * rows * (p.outputs if backward else p.inputs) + weights + transposed)
+    return max(sizes)
 
 
 def mlp_forward(shape: ModelShape, settings: Settings) -> Moment:
@@ -186,6 +200,9 @@ def _experts_forward(shape: ModelShape, settings: Settings) -> Moment:
         BY_EXPERT: sum(p.count * settings.rank_of(p) * p.outputs for p in shape.experts) * settings.adapter_bytes,
         **_operands(shape, settings, backward=False),
     }
+    if settings.backend == "nvfp4":  # gate and up of all rows, or the sum of the outputs, which are kept
+        one |= {IN_FULL: 2 * shape.mixture.chosen * inner, IN_FLIGHT: 0, OUTPUTS: -outputs}
+        return max(one, {STREAM: 4 * stream}, key=lambda moment: sum(moment.values()))
     later = {STREAM: 3 * stream, IN_FLIGHT: rows + outputs + max(outputs, summed)}
     return max(one, later, key=lambda moment: sum(moment.values()))
 
@@ -194,13 +211,15 @@ def _sum_backward(shape: ModelShape, settings: Settings) -> Moment:
     """Gradients of the outputs and of the routing weights: two products as wide as the weights, of which autograd casts one to
     the outputs' dtype and sums the other afterwards. (A checkpointed layer's outputs are gone by then.)"""
     stream, outputs, weighted, _ = _sizes(shape, settings)
+    if settings.packs_experts(shape) and settings.backend == "nvfp4":  # one operator
+        return {ACTIVATION_GRADIENTS: outputs + stream + settings.tokens * shape.hidden * FP32}
     cast = outputs if weighted > outputs and not settings.checkpointing else 0
     above = 0 if settings.packs_experts(shape) else weighted  # of the rows, before they are put in order
     return {ACTIVATION_GRADIENTS: 2 * weighted + cast + above + stream + settings.tokens * shape.hidden * FP32}
 
 
 def _experts_backward(shape: ModelShape, settings: Settings) -> Moment:
-    """The experts one after the other: gradients of all outputs, those of inputs as they gather, and of one expert between."""
+    """Gradients of all outputs and, as they gather, of inputs; between them those of one expert."""
     stream, outputs, _, inner = _sizes(shape, settings)
     if not settings.packs_experts(shape):
         between = shape.mixture.chosen * inner
@@ -210,9 +229,25 @@ def _experts_backward(shape: ModelShape, settings: Settings) -> Moment:
             ACTIVATION_GRADIENTS: max(4 * between, 2 * between + outputs) + 2 * stream,
             "gradients of experts' weights": shape.dtype_bytes * trained,
         }
+    if settings.backend == "nvfp4":
+        return _grouped_backward(shape, settings)
     return {
         OUTPUTS: -outputs,
         ACTIVATION_GRADIENTS: 2 * outputs + 5 * inner + 2 * stream,
         BY_EXPERT: 2 * sum(map(settings.adapter_of, shape.experts)) * settings.adapter_bytes,
         **_operands(shape, settings, backward=True),
     }
+
+
+def _grouped_backward(shape: ModelShape, settings: Settings) -> Moment:
+    """All experts at once: the gradients of the last projection and of its input; those of gate and up, and both in one; that
+    and the gradient of the first projection's rows. What was kept goes, one after the other."""
+    stream, outputs, _, inner = _sizes(shape, settings)
+    every, layer = shape.mixture.chosen * inner, kept.layer(shape, settings)
+    codes_of = {kind: -layer[kind] * settings.tokens for kind in (INNER, GATE_UP)}
+    adapters = {BY_EXPERT: 2 * sum(map(settings.adapter_of, shape.experts)) * settings.adapter_bytes}
+    operands = _operands(shape, settings, backward=True)
+    last = {ACTIVATION_GRADIENTS: outputs + every + 2 * stream, **operands}
+    product = {ACTIVATION_GRADIENTS: 4 * every + 2 * stream, INNER: codes_of[INNER]}
+    first = {ACTIVATION_GRADIENTS: 2 * every + outputs + 2 * stream, **codes_of, **adapters, **operands}
+    return {OUTPUTS: -outputs} | max((last, product, first), key=lambda moment: sum(moment.values()))

@@ -103,10 +103,12 @@ class Estimate:
         """What the numbers leave out, and which of them are bounds."""
         shape, settings, notes = self.shape, self.settings, list(self.shape.notes)
         if shape.mixture and settings.packs_experts(shape):
-            notes.append(
-                "what experts keep does not depend on the routing; an expert in flight is taken to get every token, and each of "
-                "its tensors to be rounded up by 511 bytes: upper bounds"
-            )
+            notes.append("what experts keep does not depend on the routing")
+            if settings.backend == "nf4":
+                notes[-1] += (
+                    "; an expert in flight is taken to get every token, and each of its tensors to be rounded up by 511 bytes: "
+                    "upper bounds"
+                )
             if settings.recompute_mlp:
                 notes.append(f"memory={settings.memory!r} recomputes nothing of experts")
         elif shape.mixture:
@@ -145,7 +147,7 @@ def estimate(model: Any, settings: Settings | None = None) -> Estimate:
     Raises ValueError if the model is of a kind that is not understood, or the settings do not fit it."""
     shape, settings = model_shape(model), settings or Settings()
     settings.check(shape)
-    if settings.packs_experts(shape):  # they count their rows on the host, which cannot be recorded: run without
+    if settings.packs_experts(shape) and settings.backend == "nf4":  # counted on the host, which cannot be recorded: run without
         settings = replace(settings, cuda_graphs=False)
     static, offloaded = _offload(shape, settings, kept.static(shape, settings))
     parts = long_moments(shape, settings) if in_tiles(shape, settings) else moments(shape, settings)

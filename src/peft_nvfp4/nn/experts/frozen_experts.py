@@ -253,6 +253,7 @@ class FrozenExperts(StandIn):
             z = experts_linear(x, quantized, routing, True, first)
         terms = self.options[DOWN].terms
         h, quantized = (self._activate(z), None) if act is None else self._product(z, act, terms)
+        del z  # twice as wide as h, and not kept where the product is fused
         with no_autocast(x):
             quantized = quantized or quantized_input(h, h, terms, None, False)
             return experts_linear(h, quantized, routing, False, down)
