@@ -248,6 +248,6 @@ def _grouped_backward(shape: ModelShape, settings: Settings) -> Moment:
     adapters = {BY_EXPERT: 2 * sum(map(settings.adapter_of, shape.experts)) * settings.adapter_bytes}
     operands = _operands(shape, settings, backward=True)
     last = {ACTIVATION_GRADIENTS: outputs + every + 2 * stream, **operands}
-    product = {ACTIVATION_GRADIENTS: 4 * every + 2 * stream, INNER: codes_of[INNER]}
+    product = {ACTIVATION_GRADIENTS: 4 * every + 2 * stream, **codes_of}
     first = {ACTIVATION_GRADIENTS: 2 * every + outputs + 2 * stream, **codes_of, **adapters, **operands}
     return {OUTPUTS: -outputs} | max((last, product, first), key=lambda moment: sum(moment.values()))
