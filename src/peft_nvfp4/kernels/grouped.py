@@ -145,10 +145,9 @@ def grouped_dgrad(p: GroupedDgrad) -> Tensor:
     width = _aligned(n + rank) - n
     dy = p.dy.new_empty(rows, n + width)
     if p.seed is None:
-        write_rounded(dy[:, :n], p.dy)
+        write_rounded(dy, p.dy, p.g, width)
     else:
-        write_operand(dy, ops.quantize(p.dy, GRADIENT_STOCHASTIC, seed=p.seed))
-    _fill(dy[:, n:], p.g)
+        write_operand(dy, ops.quantize(p.dy, GRADIENT_STOCHASTIC, seed=p.seed), 1, p.g, 0, width)
     return _by_weight(dy, p.weight, 1, None if p.a is None else p.a.transpose(1, 2), width, p.ends)
 
 
