@@ -3,13 +3,15 @@
     PEFT_NVFP4_EXTENSION=libnvfp4_emulated.so python benchmarks/check_extension.py
 
 On an RTX 50xx it checks the library that is installed. On a Hopper GPU it checks the library built with ``csrc/build.py
---emulated``: the same kernels, tiles, pipelines, layouts and epilogues, with the one FP4 instruction replaced by arithmetic
-(which is slow: nothing here is timed).
+--emulated``: the same kernels, tiles, pipelines, layouts and epilogues, with the one FP4 instruction replaced by integer
+arithmetic of the same bits, as far as they are known (which is slow: nothing here is timed).
 
-Per case: the fraction of outputs that are the correctly rounded value of an FP64 reference (at least 99.99 % over all cases of an
-instance; FP32 outputs: error within the bound of an FP32 sum), no output off by more than one unit in the last place. Operands
-that make every sum exact in FP32 must give equal bits. The workspace and the outputs are filled with NaN bytes first, and
-operands lie between NaN bytes, so padding that is read shows.
+What must hold: no output is further from its FP64 value than the last rounding and the sums allow (an instruction cuts a sum off
+to FP32 after every 64 values of k: one FP32 step of what was added up so far); operands that make every sum exact give the exact
+bits; and, emulated, outputs have the bits of the instruction's model (:mod:`peft_nvfp4.diagnostics.doctor.instruction`). What is
+reported beside it: the share of correctly rounded outputs and the share that the model predicts for the same operands. Sums that
+are cut off are a little too small, the more so the longer they are, so that share falls with K on a card that is right. The
+workspace and the outputs are filled with NaN bytes first, and operands lie between NaN bytes, so padding that is read shows.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import common
 import torch
 from torch import Tensor
 
+from peft_nvfp4.diagnostics.doctor import instruction
 from peft_nvfp4.kernels.fp4 import cutlass
 from peft_nvfp4.kernels.fp4.native import Unavailable
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import QuantizedMatrix, padded_k
+from peft_nvfp4.numerics.products import LowRank
 
 # (M, (N, ...), K): linears of Llama-3.2-1B, 3B, Llama-3.1-8B, Qwen2.5/3, then tails. Several N: one launch.
 SHAPES = (
@@ -40,6 +44,8 @@ SHAPES = (
     (511, (1000,), 544), (1000, (1001,), 1056),
     (65, (40, 8, 16, 24), 64), (2, (2048,), 40), (77, (300,), 1000), (384, (640,), 4128),
 )  # fmt: skip
+RANKS = (0, 16, 0, 64, 0, 40, 200)  # of low-rank products, shape after shape, where nothing is added
+MODELLED_ROWS = 32
 
 
 @dataclass
@@ -48,6 +54,13 @@ class Case:
     weights: list[QuantizedMatrix]
     constants: list[Tensor | None]
     adds: list[Tensor | None]
+    low_ranks: list[LowRank | None]
+
+    @property
+    def roundings(self) -> int:
+        """FP32 roundings of a sum at most: one an instruction, three in the epilogue."""
+        ranks = [p.up.shape[1] for p in self.low_ranks if p is not None]
+        return len(self.terms) * -(-self.terms[0].k // instruction.STEP) + -(-max(ranks, default=0) // 16) + 3
 
 
 def guarded(t: Tensor) -> Tensor:
@@ -73,7 +86,17 @@ def matrix(rows: int, k: int, per_row: bool, exact: bool, generator: torch.Gener
 
 
 def make(
-    m: int, ns: tuple[int, ...], k: int, terms: int, c: str, d: torch.dtype, bias: str, per_row: bool, exact: bool, seed: int
+    m: int,
+    ns: tuple[int, ...],
+    k: int,
+    terms: int,
+    c: str,
+    d: torch.dtype,
+    bias: str,
+    per_row: bool,
+    exact: bool,
+    rank: int,
+    seed: int,
 ) -> Case:
     generator = torch.Generator("cuda").manual_seed(seed)
     first = matrix(m, k, per_row, exact, generator)
@@ -83,12 +106,19 @@ def make(
     weights = [matrix(n, k, False, exact, generator) for n in ns]
     spread = 1.0 if exact else float(k) ** 0.5
 
-    def values(*shape: int, dtype: torch.dtype) -> Tensor:
+    def values(*shape: int, dtype: torch.dtype, spread: float = spread) -> Tensor:
         return guarded((torch.randint(-8, 9, shape, generator=generator, device="cuda") * spread).to(dtype))
+
+    def low_rank(w: QuantizedMatrix) -> LowRank:
+        """h is a whole number times the global scales."""
+        h = values(m, rank, dtype=torch.bfloat16, spread=1.0) * (first.gscale[:, None] * w.gscale).bfloat16()
+        return LowRank(guarded(h), values(len(w.codes), rank, dtype=torch.bfloat16, spread=1.0))
 
     kinds = {"none": None, "f32": torch.float32, "bf16": torch.bfloat16}
     constants = [None if kinds[bias] is None else values(n, dtype=kinds[bias]) for n in ns]
-    return Case(xs, weights, constants, [None if c == "none" else values(m, n, dtype=d) for n in ns])
+    adds = [None if c == "none" else values(m, n, dtype=d) for n in ns]
+    # one part in four of a launch has none
+    return Case(xs, weights, constants, adds, [low_rank(w) if rank and i != 2 else None for i, w in enumerate(weights)])
 
 
 def decoded(q: QuantizedMatrix) -> Tensor:
@@ -100,36 +130,39 @@ def expected(case: Case, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
     """(M, N) in FP64, and the sum of magnitudes, for the bound of an FP32 sum."""
     w, row = decoded(case.weights[i]), case.terms[0].gscale.double()[:, None] * case.weights[i].gscale.double()
     y = (x @ w.T) * row
-    size = (x.abs() @ w.abs().T) * row
+    size = (sum(decoded(t).abs() for t in case.terms) @ w.abs().T) * row
+    if (pair := case.low_ranks[i]) is not None:
+        y, size = y + pair.hidden.double() @ pair.up.double().T, size + pair.hidden.double().abs() @ pair.up.double().abs().T
     for more in (case.constants[i], case.adds[i]):
         if more is not None:
             y, size = y + more.double(), size + more.double().abs()
     return y, size
 
 
-def judge(y: Tensor, want: Tensor, size: Tensor, exact: bool = False) -> dict:
+def judge(y: Tensor, want: Tensor, size: Tensor, roundings: int, exact: bool = False) -> dict:
     """How far an output is from the FP64 value; ``exact``: it must have the same bits."""
+    rounded = want.to(y.dtype)
+    share = float((y == rounded).double().mean())
     if exact:
-        wrong = int((y != want.to(y.dtype)).sum())
-        return {"finite": True, "exact": float(wrong == 0), "wrong": wrong}
+        return {"finite": True, "exact": share, "wrong": int((y != rounded).sum())}
     if not bool(torch.isfinite(y).all()):
         return {"finite": False, "exact": 0.0, "wrong": int((~torch.isfinite(y)).sum())}
-    error = (y.double() - want).abs()
-    if y.dtype == torch.float32:
-        # each of the FP32 additions is off by at most 2**-24 of a partial sum; sequences of K/64 partial products: 2**-24 * K/16
-        bound = size * 2.0**-18
-        return {"finite": True, "exact": float((error <= bound).double().mean()), "wrong": int((error > bound).sum())}
-    rounded = want.to(torch.bfloat16)
-    # neighbours, as integers: sign-magnitude made monotonic. Where terms cancel, an FP32 sum's error is more than a BF16 step.
-    order = lambda t: (b := t.view(torch.int16).int()) ^ ((b >> 15) & 0x7FFF)  # noqa: E731
-    steps = (order(y.contiguous()) - order(rounded)).abs()
-    wrong = (steps > 1) & (error > size * 2.0**-18)
-    return {
-        "finite": True,
-        "exact": float((steps == 0).double().mean()),
-        "wrong": int(wrong.sum()),
-        "off_by_more": int((steps > 1).sum()),
-    }
+    excess = (y.double() - want).abs() - torch.finfo(y.dtype).eps / 2 * want.abs()
+    steps = (excess / (size * 2.0**-23).clamp(min=1e-300)).clamp(min=0)
+    return {"finite": True, "exact": share, "wrong": int((steps > roundings).sum()), "worst_steps": float(steps.max())}
+
+
+def against_the_model(case: Case, i: int, y: Tensor, want: Tensor, tile_k: int) -> dict:
+    """Of some rows: the share of outputs with the bits of the instruction's model, and the share that it rounds correctly."""
+    m = len(y)
+    rows = torch.arange(0, m, -(-m // MODELLED_ROWS), device=y.device)
+    pick = lambda q: q._replace(codes=q.codes[rows], scales=q.scales[rows], gscale=q.gscale.expand(m)[rows])
+    add = None if case.adds[i] is None else case.adds[i][rows]
+    terms = [pick(t) for t in case.terms]
+    model = instruction.modelled(terms, case.weights[i], tile_k, case.constants[i], add, y.dtype)
+    right = want[rows].to(y.dtype)
+    share = lambda a, b: float((a == b).double().mean())
+    return {"as_modelled": share(y[rows], model), "expected": share(model, right), "seen": share(y[rows], right)}
 
 
 def poison(numel: int) -> None:
@@ -145,8 +178,13 @@ def run_case(case: Case, names: list[tuple], tiles: dict, exact: bool) -> list[t
     for name in names:
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[name[2]]
         poison(64 << 20)
-        ys = cutlass.gemms(case.terms, case.weights, constants=case.constants, adds=case.adds, dtype=dtype, tile=tiles[name[0]])
-        found += [(name, judge(y, want, size, exact)) for y, (want, size) in zip(ys, wanted)]
+        more = {"constants": case.constants, "adds": case.adds, "low_ranks": case.low_ranks}
+        ys = cutlass.gemms(case.terms, case.weights, **more, dtype=dtype, tile=tiles[name[0]])
+        for i, (y, (want, size)) in enumerate(zip(ys, wanted)):
+            verdict = judge(y, want, size, case.roundings, exact)
+            if not exact and case.low_ranks[i] is None:
+                verdict |= against_the_model(case, i, y, want, tiles[name[0]].k)
+            found.append((name, verdict))
     return found
 
 
@@ -166,9 +204,11 @@ def check(library, shapes) -> dict:
                 bias = ("f32", "none", "bf16")[(at + number) % 3]
                 per_row = (at + number) % 4 != 3
                 dtype = torch.float32 if d == "f32" else torch.bfloat16
-                case = make(m, ns, k, terms, c, dtype, bias, per_row, exact, seed=1000 * at + 10 * number + exact)
+                rank = RANKS[at % len(RANKS)] if c == "none" else 0
+                case = make(m, ns, k, terms, c, dtype, bias, per_row, exact, rank, seed=1000 * at + 10 * number + exact)
                 for name, verdict in run_case(case, names, tiles, exact):
-                    inputs = {"m": m, "n": ns, "k": k, "terms": terms, "bias": bias, "per_row": per_row, "exact_inputs": exact}
+                    inputs = {"m": m, "n": ns, "k": k, "terms": terms, "bias": bias, "per_row": per_row, "rank": rank}
+                    inputs["exact_inputs"] = exact
                     results.append({"instance": "_".join(name), **inputs, **verdict})
                 count += 1
         print(
@@ -180,7 +220,7 @@ def check(library, shapes) -> dict:
 
 def check_in_place() -> list[dict]:
     """An out that is the add, an out with longer rows, and unaligned operands that the Python side must copy."""
-    case = make(200, (264,), 256, 1, "bf16", torch.bfloat16, "none", True, False, seed=7)
+    case = make(200, (264,), 256, 1, "bf16", torch.bfloat16, "none", True, False, 0, seed=7)
     want, size = expected(case, decoded(case.terms[0]), 0)
     wide = torch.full((200, 300), float("nan"), dtype=torch.bfloat16, device="cuda")
     outs = {"in place": case.adds[0].clone(), "longer rows": wide[:, :264], "unaligned": wide[:, 3:267]}
@@ -189,25 +229,31 @@ def check_in_place() -> list[dict]:
         add = out if what == "in place" else case.adds[0]
         y = cutlass.gemms(case.terms, case.weights, constants=[None], adds=[add], outs=[out])[0]
         same = y.data_ptr() == out.data_ptr()
-        found.append({"what": what, "same_memory": same, **judge(y, want, size)})
+        found.append({"what": what, "same_memory": same, **judge(y, want, size, case.roundings)})
     found.append({"what": "beside longer rows", "wrong": int((~wide[:, 267:].isnan()).sum()), "exact": 1.0})
     return found
 
 
 def summary(report: dict) -> dict:
-    """Per instance: outputs, fraction correctly rounded, wrong ones."""
-    groups = defaultdict(list)
+    """Per instance: outputs, wrong ones, the largest error in FP32 steps of the summands' magnitudes. And per K: the share of
+    outputs that are correctly rounded, and the share that the model predicts for them."""
+    groups, lengths = defaultdict(list), defaultdict(list)
     for r in report["results"]:
         groups[r["instance"], r["exact_inputs"]].append(r)
-    return {
+        if "as_modelled" in r and r["instance"].endswith("bf16"):
+            lengths[r["k"] * r["terms"]].append(r)
+    instances = {
         f"{name}{' (exact inputs)' if exact else ''}": {
             "outputs": len(rs),
-            "correctly_rounded": sum(r["exact"] * r["m"] for r in rs) / sum(r["m"] for r in rs),
-            "worst": min(r["exact"] for r in rs),
             "wrong": sum(r["wrong"] for r in rs),
+            "worst_steps": max((r.get("worst_steps", 0.0) for r in rs), default=0.0),
+            "as_modelled": min((r["as_modelled"] for r in rs if "as_modelled" in r), default=1.0),
         }
         for (name, exact), rs in sorted(groups.items())
     }
+    mean = lambda rs, key: sum(r[key] for r in rs) / len(rs)
+    rounded = {k: {"correctly_rounded": mean(rs, "seen"), "expected": mean(rs, "expected")} for k, rs in sorted(lengths.items())}
+    return {"instances": instances, "terms_times_k": rounded}
 
 
 def main() -> int:
@@ -230,13 +276,16 @@ def main() -> int:
     report["in_place"] = check_in_place() if with_c else []
     report["summary"] = summary(report)
     bad = [r for r in report["results"] + report["in_place"] if r["wrong"]]
-    low = [name for name, s in report["summary"].items() if s["correctly_rounded"] < 0.9999]
-    report["passed"] = not bad and not low
+    unlike = [name for name, s in report["summary"]["instances"].items() if s["as_modelled"] < 1]
+    report["passed"] = not bad and not (unlike and library.info["emulated"] == "1")
     rows = [{**row, "n": "+".join(map(str, row["n"]))} for row in report.pop("results")]
     common.write_json(args.out / "extension_check.json", report)
     common.write_csv(args.out / "extension_check.csv", rows)
-    for name, s in report["summary"].items():
-        print(f"{name:60} {s['outputs']:4} outputs  {100 * s['correctly_rounded']:.4f} % correctly rounded  {s['wrong']} wrong")
+    for name, s in report["summary"]["instances"].items():
+        share = f"{100 * s['as_modelled']:.2f} % or more as modelled"
+        print(f"{name:60} {s['outputs']:4} outputs  {s['wrong']} wrong  {s['worst_steps']:.1f} steps at most  {share}")
+    for k, s in report["summary"]["terms_times_k"].items():
+        print(f"K x terms {k:6}: {100 * s['correctly_rounded']:.4f} % correctly rounded, {100 * s['expected']:.4f} % expected")
     for r in report["in_place"]:
         print(r)
     print("first wrong:", *bad[:10], sep="\n  ")

@@ -4,9 +4,13 @@
     python csrc/build.py --emulated --out X   # test only: the same GEMMs for sm_90a, the FP4 instruction emulated
 
 Neither a GPU nor the network is asked. Needed: nvcc >= 12.8 (``CUDA_HOME``, ``PATH``, or PyPI's ``nvidia-cuda-nvcc`` with
-``nvidia-cuda-runtime`` and ``nvidia-cuda-cccl``) and the headers of CUTLASS 4.2 (``PEFT_NVFP4_CUTLASS_DIR``, or
+``nvidia-cuda-runtime`` and ``nvidia-cuda-cccl``) and the headers of CUTLASS from 4.2 on (``PEFT_NVFP4_CUTLASS_DIR``, or
 ``pip install --no-deps nvidia-cutlass==4.2.0.0``). Environment: ``PEFT_NVFP4_ARCHS`` (default ``12.0a``, and ``12.1a``
-where nvcc knows it), ``PEFT_NVFP4_JOBS`` (2; one takes up to 3 GB), ``PEFT_NVFP4_BUILD=0`` (setup.py skips all this).
+where nvcc knows it; ``12.0f`` is one program for both, in half the time), ``PEFT_NVFP4_JOBS`` (2; one takes up to 3 GB),
+``PEFT_NVFP4_BUILD=0`` (setup.py skips all this).
+
+The library holds the CUDA runtime of its nvcc: one of CUDA 13 needs a driver from 580 on, one of 12.9 runs on older and newer
+ones.
 
 Objects are kept in ``build/peft_nvfp4/`` under a hash of all that they depend on, so building again compiles what changed.
 """
@@ -32,6 +36,8 @@ ROOT = HERE.parent
 LIBRARY = "_sm120.dll" if os.name == "nt" else "_sm120.so"
 WINDOWS = os.name == "nt"
 OBJECT = ".obj" if WINDOWS else ".o"
+CUTLASS_OLDEST, CUTLASS_COMPILED = (4, 2), ("4.2.0",)
+"""The oldest CUTLASS with these kernels, and the versions that instances were compiled with. PyPI has 4.2.0 as its last."""
 
 
 class Missing(RuntimeError):
@@ -89,14 +95,18 @@ def find_cutlass() -> list[Path]:
         installed = [source for site in _site_folders() if (source := Path(site, "cutlass_library", "source")).is_dir()]
         if not installed:
             raise Missing(
-                "the CUTLASS headers were not found: pip install --no-deps nvidia-cutlass==4.2.0.0, "
-                "or set PEFT_NVFP4_CUTLASS_DIR to a checkout of CUTLASS 4.2"
+                "the CUTLASS headers were not found: pip install --no-deps nvidia-cutlass==4.2.0.0, or set "
+                f"PEFT_NVFP4_CUTLASS_DIR to a checkout of CUTLASS (known to compile: {', '.join(CUTLASS_COMPILED)})"
             )
         base = installed[0]
     folders = [Path(base, "include"), Path(base, "tools", "util", "include")]
     for file in (folders[0] / "cutlass" / "version.h", folders[1] / "cutlass" / "util" / "packed_stride.hpp"):
         if not file.is_file():
             raise Missing(f"{base} is not a CUTLASS checkout: {file} does not exist")
+    version = cutlass_version(folders[0])
+    if tuple(map(int, version.split(".")[:2])) < CUTLASS_OLDEST:
+        known = ", ".join(CUTLASS_COMPILED)
+        raise Missing(f"{base} is CUTLASS {version}, which has no block-scaled FP4 GEMM for SM120 (known to compile: {known})")
     return folders
 
 
@@ -110,14 +120,27 @@ def default_archs(nvcc: Path) -> list[str]:
     return ["12.0a", *(["12.1a"] if "compute_121" in known else [])]
 
 
-def gencode(arch: str) -> list[str]:
-    """``12.0a`` -> flags. FP4 instructions exist for arch-specific targets only, so not for sm_120 or sm_120f."""
-    if not re.fullmatch(r"\d+\.\da", arch):
+def gencode(arch: str, nvcc: tuple[int, int]) -> list[str]:
+    """``12.0a`` -> flags. FP4 instructions exist for targets of one architecture (a) or of a family (f: 12.0f is for all
+    12.x)."""
+    if not re.fullmatch(r"\d+\.\d[af]", arch):
         raise Missing(
-            f"PEFT_NVFP4_ARCHS: {arch!r} is not of the form 12.0a (the 'a' is needed: FP4 instructions are arch-specific)"
+            f"PEFT_NVFP4_ARCHS: {arch!r} is not of the form 12.0a or 12.0f (FP4 instructions are not part of plain "
+            "targets like sm_120)"
         )
+    if arch.endswith("f") and nvcc < (12, 9):
+        raise Missing(f"PEFT_NVFP4_ARCHS: {arch} needs nvcc 12.9 or later, this is {nvcc[0]}.{nvcc[1]}; take 12.0a")
     number = arch.replace(".", "")
     return ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+
+
+def _refuse_msvc(nvcc: tuple[int, int]) -> None:
+    """CUDA 13 aligns tensor maps to 128 bytes, and MSVC passes no such parameter by value (error C2719)."""
+    if WINDOWS and nvcc >= (13, 0):
+        version = f"{nvcc[0]}.{nvcc[1]}"
+        raise Missing(
+            f"nvcc {version} with MSVC cannot compile CUTLASS's kernel parameters (C2719): take CUDA 12.9, or build in WSL2"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- compiling
@@ -133,12 +156,13 @@ class Toolchain:
 
     def __post_init__(self) -> None:
         self.version = nvcc_version(self.nvcc)
+        _refuse_msvc(self.version)
         self.includes = find_cutlass()
         self.archs = self.archs or default_archs(self.nvcc)
         self.flags = [
             "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-DNDEBUG", "-Xptxas", "-v", "--threads", "1",
             *(["-DPEFT_NVFP4_EMULATED"] if self.emulated else []),
-            *(flag for arch in self.archs for flag in gencode(arch)),
+            *(flag for arch in self.archs for flag in gencode(arch, self.version)),
             f"-I{HERE}", *(f"-I{folder}" for folder in self.includes),
             *(f"-I{folder}" for cu in ("cu13", "cuda_runtime", "cuda_cccl") for folder in _wheel_folders(cu, "include")),
         ]  # fmt: skip
@@ -167,7 +191,7 @@ def _digest(*parts: str | bytes) -> str:
 
 
 def _headers() -> bytes:
-    files = [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cuh")), *sorted(HERE.glob("emulated/*.cuh"))]
+    files = [file for pattern in ("*.h", "*.cuh", "emulated/*.h", "emulated/*.cuh") for file in sorted(HERE.glob(pattern))]
     return b"".join(file.read_bytes() for file in files)
 
 
@@ -226,10 +250,12 @@ def build(out: Path, emulated: bool = False, archs: str = "", pattern: str = "",
     tools = Toolchain([a for a in archs.split(",") if a] or (["9.0a"] if emulated else []), emulated)
     cache = ROOT / "build" / "peft_nvfp4"
     headers = _headers()
-    own = [HERE / "entry.cu", HERE / "prepare.cu"]
+    own = [HERE / "entry.cu", HERE / "prepare.cu", *([HERE / "emulated" / "faults.cu"] if emulated else [])]
     source_hash = _digest(headers, *(file.read_bytes() for file in own), (HERE / "generate.py").read_bytes())
     sources = generate.write(cache / "src", pattern, tools.info(source_hash)) + own
     jobs = jobs or int(os.environ.get("PEFT_NVFP4_JOBS", "2"))
+    if (version := cutlass_version(tools.includes[0])) not in CUTLASS_COMPILED:
+        say(f"peft_nvfp4: CUTLASS {version} was not tried before; {', '.join(CUTLASS_COMPILED)} are known to compile")
     say(f"peft_nvfp4: {len(sources)} files with {tools.nvcc} for {', '.join(tools.archs)}, {jobs} at a time")
 
     def one(source: Path) -> Compiled:
@@ -242,7 +268,14 @@ def build(out: Path, emulated: bool = False, archs: str = "", pattern: str = "",
     out.parent.mkdir(parents=True, exist_ok=True)
     # The CUDA runtime is inside and stays private: calls must not end in the one that PyTorch has loaded, which may be another's
     private = [] if WINDOWS else ["-Xlinker", "--exclude-libs=ALL", "-Xlinker", "-Bsymbolic"]
-    link = [tools.nvcc, "-shared", "-cudart", "static", *private, *(flag for arch in tools.archs for flag in gencode(arch))]
+    link = [
+        tools.nvcc,
+        "-shared",
+        "-cudart",
+        "static",
+        *private,
+        *(flag for arch in tools.archs for flag in gencode(arch, tools.version)),
+    ]
     partial = out.with_name(out.name + ".partial")
     done = subprocess.run([*link, "-o", partial, *(c.object for c in compiled)], capture_output=True, text=True)
     if done.returncode:

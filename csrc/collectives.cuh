@@ -8,7 +8,11 @@
 //   tile is asked for again (it is still in L2). That is the GEMM of doubled K without a copy of anything: only the one thread that
 //   issues TMA loads knows of it, so registers, shared memory and MMA code are those of the plain product. Rejected: a second launch
 //   that accumulates (reads and writes y once more: M*N*4 bytes, as much as all of the operands at K = 2048); a stage that holds
-//   both terms beside one weight tile (saves the L2 read, costs a third more shared memory a stage, hence a stage).
+//   both terms beside one weight tile (saves the L2 read; 27.7 KB a stage, of which three fit; needs a loop of MMAs of our own).
+// * A low-rank tail. LoRA's h @ up.T has the same accumulators: m16n8k16 of BF16 and m16n8k64 of FP4 place them alike. So it is the end
+//   of the k loop, in BF16: a tile of TileK / 4 ranks has the bytes of a tile of codes and takes its place in shared memory. A tail tile
+//   costs as much tensor core time as two to four tiles of codes (BF16 has an eighth of FP4's rate), and saves the product's own
+//   launch, and M x N numbers written, read and rounded. The epilogue multiplies it by the global scales, too; prepare.cu divides h.
 // * Parts. q, k, v (gate, up) multiply the same x by separate weights into separate outputs. Their tiles of columns are counted
 //   through, and each tile looks up its part. One launch fills the card: at M = 2048 the 64 tiles of a (2048 x 512) product leave a
 //   quarter of 84 SMs idle, those of q+k+v together take 5 waves instead of 4 + 1 + 1. Rejected: CUTLASS's grouped GEMM, which
@@ -50,15 +54,47 @@ struct PartMap {
   }
 };
 
+// The BF16 instruction with the accumulators and the warps of an FP4 one.
+template <class Mma>
+struct TailMmaOf;
+template <class Atom, class Layout_, class Permutation>
+struct TailMmaOf<TiledMMA<Atom, Layout_, Permutation>> {
+  using type = TiledMMA<MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>, Layout_,
+                        Tile<remove_cvref_t<decltype(get<0>(Permutation{}))>, remove_cvref_t<decltype(get<1>(Permutation{}))>, _16>>;
+};
+
+// h @ up.T of one part, BF16; rank 0: nothing. Pitches in elements.
+struct LowRank {
+  cutlass::bfloat16_t const* h = nullptr;   // (m, rank)
+  cutlass::bfloat16_t const* up = nullptr;  // (n, rank)
+  int64_t h_pitch = 0, up_pitch = 0;
+  int rank = 0;
+};
+
 template <class Base_>
 struct Mainloop : Base_ {
   using Base = Base_;
+  using BF16 = cutlass::bfloat16_t;
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
   using typename Base::TensorStorage;
   using typename Base::TileShape;
   using BaseParams = typename Base::Params;
   using ScaleConfig = typename Base::Sm1xxBlkScaledConfig;
+
+  static constexpr int TileM = size<0>(TileShape{}), TileN = size<1>(TileShape{});
+  static constexpr int TailK = size<2>(TileShape{}) / 4;  // ranks in a tile of the tail
+  using TailMma = typename TailMmaOf<typename Base::TiledMma>::type;
+  using TailAtom = cute::conditional_t<TailK == 32, GMMA::Layout_K_SW64_Atom<BF16>, GMMA::Layout_K_SW128_Atom<BF16>>;
+  using Stages = Int<Base::DispatchPolicy::Stages>;
+  using SmemH = decltype(tile_to_shape(TailAtom{}, Shape<Int<TileM>, Int<TailK>, Stages>{}));
+  using SmemUp = decltype(tile_to_shape(TailAtom{}, Shape<Int<TileN>, Int<TailK>, Stages>{}));
+  static_assert(cosize_v<SmemH> * 16 == cosize_v<typename Base::SmemLayoutA> * 4, "a tail tile takes the place of a tile of codes");
+  static_assert(cosize_v<SmemUp> * 16 == cosize_v<typename Base::SmemLayoutB> * 4, "a tail tile takes the place of a tile of codes");
+  using TailStride = Stride<int64_t, _1, _0>;
+  using TailTensor = decltype(make_tensor(static_cast<BF16 const*>(nullptr), repeat_like(TailStride{}, int32_t(0)), TailStride{}));
+  using TmaH = decltype(make_tma_copy(SM90_TMA_LOAD{}, TailTensor{}, SmemH{}(_, _, _0{}), Shape<Int<TileM>, Int<TailK>>{}, _1{}));
+  using TmaUp = decltype(make_tma_copy(SM90_TMA_LOAD{}, TailTensor{}, SmemUp{}(_, _, _0{}), Shape<Int<TileN>, Int<TailK>>{}, _1{}));
 
   struct Arguments {
     int m, k, terms;
@@ -67,6 +103,7 @@ struct Mainloop : Base_ {
     typename Base::ElementSF const* sfa;  // swizzled, term after term
     typename Base::ElementB const* b[MaxParts];
     typename Base::ElementSF const* sfb[MaxParts];  // swizzled
+    LowRank low_rank[MaxParts];
   };
 
   struct Params {
@@ -76,10 +113,38 @@ struct Mainloop : Base_ {
     typename BaseParams::TMA_SFB sfb[MaxParts];
     typename Base::LayoutSFA layout_sfa;
     typename Base::LayoutSFB layout_sfb[MaxParts];
+    TmaH h[MaxParts];
+    TmaUp up[MaxParts];
+    int rank[MaxParts];
+    int largest_rank, tail;  // tiles at the end of the k loop
+    int first_low_rank;      // a part that has one, where there is a tail
     PartMap map;
     int m, k, terms;
     uint32_t tma_transaction_bytes = Base::TmaTransactionBytes;
   };
+
+  static int largest_rank(Arguments const& args) {
+    int largest = 0;
+    for (int i = 0; i < args.map.parts; ++i) largest = args.low_rank[i].rank > largest ? args.low_rank[i].rank : largest;
+    return largest;
+  }
+
+  static int tail_tiles(Arguments const& args) { return (largest_rank(args) + TailK - 1) / TailK; }
+
+  static void describe_tail(Arguments const& args, Params& params) {
+    params.largest_rank = largest_rank(args);
+    params.tail = tail_tiles(args);
+    params.first_low_rank = 0;
+    for (int i = args.map.parts - 1; i >= 0; --i) {
+      LowRank const& one = args.low_rank[i];
+      if ((params.rank[i] = one.rank) == 0) continue;
+      params.first_low_rank = i;
+      Tensor h = make_tensor(one.h, make_shape(args.m, one.rank, 1), TailStride{one.h_pitch, {}, {}});
+      Tensor up = make_tensor(one.up, make_shape(args.map.n[i], one.rank, 1), TailStride{one.up_pitch, {}, {}});
+      params.h[i] = make_tma_copy(SM90_TMA_LOAD{}, h, SmemH{}(_, _, _0{}), Shape<Int<TileM>, Int<TailK>>{}, _1{});
+      params.up[i] = make_tma_copy(SM90_TMA_LOAD{}, up, SmemUp{}(_, _, _0{}), Shape<Int<TileN>, Int<TailK>>{}, _1{});
+    }
+  }
 
   template <class ProblemShape>
   static Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
@@ -102,6 +167,7 @@ struct Mainloop : Base_ {
       params.sfb[part] = built.tma_load_sfb;
       params.layout_sfb[part] = layout_sfb;
     }
+    describe_tail(args, params);
     return params;
   }
 
@@ -116,6 +182,10 @@ struct Mainloop : Base_ {
     for (int i = 0; i < params.map.parts; ++i) {
       prefetch_tma_descriptor(params.b[i].get_tma_descriptor());
       prefetch_tma_descriptor(params.sfb[i].get_tma_descriptor());
+      if (params.rank[i]) {
+        prefetch_tma_descriptor(params.h[i].get_tma_descriptor());
+        prefetch_tma_descriptor(params.up[i].get_tma_descriptor());
+      }
     }
   }
 
@@ -168,6 +238,7 @@ struct Mainloop : Base_ {
       Tensor toSFB = slice_sfb.partition_D(sSFB);
 
       int k = 0, term = 0;
+      tiles -= params.tail;
       CUTLASS_PRAGMA_NO_UNROLL
       for (; tiles > 0; --tiles) {
         pipeline.producer_acquire(write);
@@ -183,15 +254,89 @@ struct Mainloop : Base_ {
           ++k;
         }
       }
+
+      // A part without a low-rank product reads another one's past its rank, where TMA fills in zeros. The scales' tiles come along
+      // because the barrier waits for their bytes.
+      int source = params.rank[part] ? part : params.first_low_rank;
+      int skipped = params.rank[part] ? 0 : params.tail;
+      auto const& tma_h = params.h[source];
+      auto const& tma_up = params.up[source];
+      Tensor mH = tma_h.get_tma_tensor(make_shape(params.m, params.largest_rank, 1));
+      Tensor mUp = tma_up.get_tma_tensor(make_shape(params.map.n[source], params.largest_rank, 1));
+      Tensor gH = local_tile(mH, Shape<Int<TileM>, Int<TailK>>{}, make_coord(m, _, 0));    // (BLK_M,TailK,k)
+      Tensor gUp = local_tile(mUp, Shape<Int<TileN>, Int<TailK>>{}, make_coord(n, _, 0));  // (BLK_N,TailK,k)
+      auto slice_h = tma_h.get_slice(0);
+      auto slice_up = tma_up.get_slice(0);
+      Tensor fromH = slice_h.partition_S(gH);
+      Tensor toH = slice_h.partition_D(smem_h(storage));
+      Tensor fromUp = slice_up.partition_S(gUp);
+      Tensor toUp = slice_up.partition_D(smem_up(storage));
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int tile = 0; tile < params.tail; ++tile) {
+        pipeline.producer_acquire(write);
+        auto* barrier = pipeline.producer_get_barrier(write);
+        int stage = write.index();
+        copy(tma_h.with(*barrier), fromH(_, _, _, tile + skipped), toH(_, _, _, stage));
+        copy(tma_up.with(*barrier), fromUp(_, _, _, tile + skipped), toUp(_, _, _, stage));
+        copy(params.sfa.with(*barrier), fromSFA(_, _, _, 0, 0), toSFA(_, _, _, stage));
+        copy(tma_sfb.with(*barrier), fromSFB(_, _, _, 0), toSFB(_, _, _, stage));
+        ++write;
+      }
     }
     __syncwarp();
   }
 
-  template <class Accumulators>
+  // CUTLASS from 4.5 on passes the tile's coordinates as well.
+  template <class Accumulators, class... Coord>
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState read, Accumulators& accumulators, int tiles, int thread,
-                          TensorStorage& storage, Params const&) {
+                          TensorStorage& storage, Params const& params, Coord const&... coord) {
     BaseParams unused{};
-    Base::mma(pipeline, read, accumulators, tiles, thread, storage, unused);
+    int codes = tiles - params.tail;
+    Base::mma(pipeline, read, accumulators, codes, thread, storage, unused, coord...);
+    read.advance(codes);
+    mma_tail_tiles(pipeline, read, accumulators, thread, storage, params);
+  }
+
+ private:
+  CUTLASS_DEVICE static auto smem_h(TensorStorage& storage) {
+    return make_tensor(make_smem_ptr(reinterpret_cast<BF16*>(&storage.smem_A)), SmemH{});
+  }
+
+  CUTLASS_DEVICE static auto smem_up(TensorStorage& storage) {
+    return make_tensor(make_smem_ptr(reinterpret_cast<BF16*>(&storage.smem_B)), SmemUp{});
+  }
+
+  template <class Accumulators>
+  CUTLASS_DEVICE static void mma_tail_tiles(MainloopPipeline& pipeline, PipelineState& read, Accumulators& accumulators, int thread,
+                                            TensorStorage& storage, Params const& params) {
+    TailMma mma;
+    auto slice = mma.get_thread_slice(thread);
+    Tensor sH = smem_h(storage);
+    Tensor sUp = smem_up(storage);
+    Tensor rH = slice.partition_fragment_A(sH(_, _, _0{}));
+    Tensor rUp = slice.partition_fragment_B(sUp(_, _, _0{}));
+    auto copy_h = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, BF16>{}, mma);
+    auto copy_up = make_tiled_copy_B(Copy_Atom<SM75_U32x4_LDSM_N, BF16>{}, mma);
+    Tensor fromH = copy_h.get_thread_slice(thread).partition_S(as_position_independent_swizzle_tensor(sH));
+    Tensor fromUp = copy_up.get_thread_slice(thread).partition_S(as_position_independent_swizzle_tensor(sUp));
+    Tensor toH = copy_h.get_thread_slice(thread).retile_D(rH);
+    Tensor toUp = copy_up.get_thread_slice(thread).retile_D(rUp);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = 0; tile < params.tail; ++tile) {
+      pipeline.consumer_wait(read);
+      int stage = read.index();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < size<2>(rH); ++k) {
+        if (tile * TailK + k * 16 < params.largest_rank) {
+          copy(copy_h, fromH(_, _, k, stage), toH(_, _, k));
+          copy(copy_up, fromUp(_, _, k, stage), toUp(_, _, k));
+          cute::gemm(mma, rH(_, _, k), rUp(_, _, k), accumulators);
+        }
+      }
+      cutlass::arch::NamedBarrier::sync(thr_size(mma), cutlass::arch::ReservedNamedBarriers::Sm120MainloopBarrier);
+      pipeline.consumer_release(read);
+      ++read;
+    }
   }
 };
 

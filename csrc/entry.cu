@@ -24,6 +24,7 @@ int check_sizes(peft_nvfp4_gemm_args const& a) {
   int64_t columns = 0;
   for (int i = 0; i < a.parts; ++i) {
     if (a.part[i].n < 1 || (columns += a.part[i].n) > INT32_MAX / 2) return kPartN;
+    if (a.part[i].rank < 0 || a.part[i].rank > PEFT_NVFP4_RANK) return kPartRank;
   }
   return kSuccess;
 }
@@ -36,7 +37,16 @@ int check_part(peft_nvfp4_gemm_args const& a, peft_nvfp4_part const& part, Insta
   if (instance.c_bytes ? !part.c || !aligned(part.c, 16) : part.c != nullptr) return kPartC;
   if (part.ldd < part.n || part.ldd * instance.d_bytes % 16) return kPartPitch;
   if (instance.c_bytes && (part.ldc < part.n || part.ldc * instance.c_bytes % 16)) return kPartPitch;
+  if (part.rank && (!part.h || part.ldh < part.rank)) return kPartRank;
+  if (part.rank && (!part.up || !aligned(part.up, 16) || part.ldup < part.rank || part.ldup % 8)) return kPartUp;
+  if (part.scales_swizzled && !aligned(part.scales, 128)) return kSwizzled;
   return kSuccess;
+}
+
+// Swizzled scales of x are one tensor to the TMA unit.
+bool one_after_the_other(peft_nvfp4_gemm_args const& a) {
+  auto first = static_cast<char const*>(a.x_scales[0]);
+  return aligned(first, 128) && (a.terms == 1 || a.x_scales[1] == first + scale_bytes(a.m, a.k / 16));
 }
 
 int check(peft_nvfp4_gemm_args const& a) {
@@ -45,6 +55,7 @@ int check(peft_nvfp4_gemm_args const& a) {
     if (!a.x_codes[i] || !aligned(a.x_codes[i], 16)) return kXCodes;
     if (!a.x_scales[i]) return kXScales;
   }
+  if (a.x_scales_swizzled && !one_after_the_other(a)) return kSwizzled;
   if (!a.x_gscale || !aligned(a.x_gscale, 4)) return kXGscale;
   if (a.x_gscale_rows != 1 && a.x_gscale_rows != a.m) return kXGscaleRows;
   for (int i = 0; i < a.parts; ++i) {
@@ -53,6 +64,16 @@ int check(peft_nvfp4_gemm_args const& a) {
   if (!a.workspace || !aligned(a.workspace, 256)) return kWorkspace;
   if (a.workspace_bytes < workspace_layout(a, instances[a.instance].tile_k, nullptr)) return kWorkspaceBytes;
   return kSuccess;
+}
+
+// The CUDA runtime inside this library is the toolkit's: a driver of an older major version does not serve it, whatever torch is for.
+char const* remedy() {
+  thread_local char line[160];
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  snprintf(line, sizeof line, ": built with CUDA %d.%d, the driver is for CUDA %d.%d. Update the driver, or build with that CUDA's nvcc",
+           CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, driver / 1000, driver % 1000 / 10);
+  return line;
 }
 
 char const* const texts[kCodes] = {
@@ -74,6 +95,9 @@ char const* const texts[kCodes] = {
     "part.c: an address on the device, a multiple of 16, if and only if the instance adds c",
     "part.d: an address on the device, a multiple of 16",
     "part.ldc, part.ldd: at least n, and a multiple of 16 bytes",
+    "part.rank: 0 to 256, and h an address on the device with ldh at least the rank",
+    "part.up: an address on the device, a multiple of 16, with ldup at least the rank and a multiple of 8",
+    "swizzled scales: an address that is a multiple of 128; those of x's second term right after the first one's",
     "workspace: an address on the device, a multiple of 256",
     "workspace_bytes: at least what peft_nvfp4_workspace says",
 };
@@ -99,14 +123,17 @@ extern "C" int64_t peft_nvfp4_workspace(const peft_nvfp4_gemm_args* args) {
   return workspace_layout(*args, instances[args->instance].tile_k, nullptr);
 }
 
+extern "C" int64_t peft_nvfp4_scale_bytes(int64_t rows, int64_t k) { return scale_bytes(rows, k / 16); }
+
 extern "C" const char* peft_nvfp4_error(int code) {
-  thread_local char line[256];
+  thread_local char line[384];
   if (code >= 0 && code < kCodes) return texts[code];
   if (code < kPrepare || code >= kLaunch + 1000) return "unknown code";
   char const* const steps[] = {"rearranging scales", "describing an operand to the TMA unit", "asking for shared memory", "launching the GEMM"};
-  int step = code / 1000 - 1;
-  char const* what = step == 1 ? "the driver refused an address, a size or a pitch" : cudaGetErrorString(cudaError_t(code % 1000));
-  snprintf(line, sizeof line, "%s: %s (CUDA error %d)", steps[step], what, code % 1000);
+  int step = code / 1000 - 1, error = code % 1000;
+  char const* what = step == 1 ? "the driver refused an address, a size or a pitch" : cudaGetErrorString(cudaError_t(error));
+  snprintf(line, sizeof line, "%s: %s (CUDA error %d)%s", steps[step], what, error,
+           step != 1 && error == cudaErrorInsufficientDriver ? remedy() : "");
   return line;
 }
 

@@ -1,8 +1,9 @@
 // One instance of the GEMM: a tile, a schedule and the element types of c and d. csrc/generate.py writes a .cu file per instance.
 //
 // The epilogue as a visitor tree, in FP32 until the one rounding:  d = fma(x_gscale[m], w_gscale * acc, bias[n]) + c[m, n]
-// x_gscale is a vector, or one value with stride 0; a null bias counts as zeros. A rank-r product (LoRA-up) inside the tree is not
-// possible: a visitor sees one fragment of the accumulator and has neither MMA nor a pipeline of its own; so it is c instead.
+// x_gscale is a vector, or one value with stride 0; a null bias counts as zeros. A low-rank product (LoRA-up) inside the tree is not
+// possible: a visitor sees one fragment of the accumulator and has neither MMA nor a pipeline of its own; it is part of acc instead
+// (collectives.cuh).
 #pragma once
 #include "abi.h"
 #include "tensor_map.h"
@@ -118,6 +119,8 @@ struct Runner {
       auto const& part = args.part[i];
       loads.b[i] = static_cast<Code const*>(prepared.w_codes[i]);
       loads.sfb[i] = static_cast<Scale const*>(prepared.w_scales[i]);
+      loads.low_rank[i] = {static_cast<cutlass::bfloat16_t const*>(prepared.h[i]), static_cast<cutlass::bfloat16_t const*>(part.up),
+                           hidden_pitch(part.rank), part.ldup, part.rank};
       auto& out = stores.part[i];
       out.thread = VisitorTree::arguments(args.x_gscale, args.x_gscale_rows > 1, part.gscale, prepared.bias[i]);
       out.ptr_C = static_cast<C const*>(part.c);
@@ -125,7 +128,7 @@ struct Runner {
       get<0>(out.dC) = part.ldc;
       get<0>(out.dD) = part.ldd;
     }
-    int k_tiles = args.terms * ((k + tile_k - 1) / tile_k);
+    int k_tiles = args.terms * ((k + tile_k - 1) / tile_k) + CollectiveMainloop::tail_tiles(loads);
     cutlass::KernelHardwareInfo hardware;
     hardware.sm_count = args.sm_count;
     tensor_map_error() = 0;

@@ -11,7 +11,11 @@ struct Prepared {
   void const* w_codes[PEFT_NVFP4_PARTS] = {};
   void const* w_scales[PEFT_NVFP4_PARTS] = {};  // swizzled
   float const* bias[PEFT_NVFP4_PARTS] = {};     // FP32 or null
+  void const* h[PEFT_NVFP4_PARTS] = {};         // BF16, divided by the global scales; null where there is none
 };
+
+// Elements from row to row of Prepared::h.
+inline int64_t hidden_pitch(int64_t rank) { return (rank + 7) / 8 * 8; }
 
 struct Instance {
   char const* name;
@@ -39,6 +43,9 @@ enum Code : int {
   kPartC,
   kPartD,
   kPartPitch,
+  kPartRank,
+  kPartUp,
+  kSwizzled,
   kWorkspace,
   kWorkspaceBytes,
   kCodes,              // number of codes
@@ -50,7 +57,8 @@ enum Code : int {
 
 // Bytes of workspace, and with `prepared` the layout of it (addresses from args.workspace).
 int64_t workspace_layout(peft_nvfp4_gemm_args const& args, int tile_k, Prepared* prepared);
-// Fills the workspace: swizzled scales with zeros as padding, FP32 biases.
+int64_t scale_bytes(int64_t rows, int64_t columns);  // of swizzled scales
+// Fills the workspace: swizzled scales with zeros as padding, FP32 biases, scaled h. Nothing is launched where nothing is to be done.
 int prepare(peft_nvfp4_gemm_args const& args, int tile_k, Prepared const& prepared);
 
 }  // namespace peft_nvfp4

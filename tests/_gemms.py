@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peft_nvfp4.kernels.fp4.native import Gemms
+from peft_nvfp4.kernels.fp4 import check
+from peft_nvfp4.kernels.fp4.native import Gemms, with_products
 from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import E4M3_NAN, QuantizedMatrix
 
@@ -15,10 +16,11 @@ CPU = torch.device("cpu")
 
 
 def one_by_one(gemm: Callable[..., Tensor]) -> Gemms:
-    """``gemms`` over a function of one weight: ``gemm(terms, weight, *, constant, add, out, dtype) -> y``."""
+    """``gemms`` over a function of one weight: ``gemm(terms, weight, *, constant, add, out, dtype) -> y``. Low-rank products are
+    made before."""
 
-    def gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16):
-        outs = outs or [None] * len(weights)
+    def gemms(terms, weights, *, constants, adds, low_ranks=None, outs=None, dtype=torch.bfloat16):
+        outs, adds = outs or [None] * len(weights), with_products(adds, low_ranks, dtype)
         return [
             gemm(terms, w, constant=constant, add=add, out=out, dtype=dtype)
             for w, constant, add, out in zip(weights, constants, adds, outs)
@@ -27,12 +29,13 @@ def one_by_one(gemm: Callable[..., Tensor]) -> Gemms:
     return gemms
 
 
-def gemm(terms, weight, *, constant=None, add=None, out=None, dtype=BF16):
+def gemm(terms, weight, *, constant=None, add=None, low_rank=None, out=None, dtype=BF16):
     """What an implementation's GEMM promises, in FP32."""
     assert all(t.gscale.shape == (t.codes.shape[0],) for t in terms) and weight.gscale.shape == (1,)
     assert all(t.is_contiguous() for q in (*terms, weight) for t in q[:3])
     w = reference.dequantize(weight)
     y = sum(reference.dequantize(t) @ w.T for t in terms)
+    y = y if low_rank is None else y + low_rank.hidden.float() @ low_rank.up.float().T
     y = y if constant is None else y + constant
     y = (y if add is None else y + add.float()).to(dtype)
     return y if out is None else out.copy_(y)
@@ -45,8 +48,8 @@ def narrow(bits):
         mantissa, exponent = torch.frexp(t)
         return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
 
-    def run(terms, weight, *, constant=None, add=None, dtype=BF16, **_):
-        w, y = reference.dequantize(weight), 0
+    def run(terms, weight, *, constant=None, add=None, low_rank=None, dtype=BF16, **_):
+        w, y = reference.dequantize(weight), 0 if low_rank is None else low_rank.hidden.float() @ low_rank.up.float().T
         for x in map(reference.dequantize, terms):
             for i in range(0, x.shape[1], 16):
                 y = rounded(y + x[:, i : i + 16] @ w[:, i : i + 16].T)
@@ -119,6 +122,25 @@ MUTANTS = {
             terms, w, add=_plus(add, None if constant is None else terms[0].gscale[:, None] * constant), **k
         ),
         "the constant is multiplied with the rows' global scales",
+    ),
+    "low rank": (lambda *a, low_rank=None, **k: gemm(*a, **k), "the low-rank product is ignored"),
+    "scaled low rank": (
+        lambda terms, w, low_rank=None, **k: gemm(
+            terms,
+            w,
+            low_rank=low_rank and low_rank._replace(hidden=low_rank.hidden.float() * terms[0].gscale[:, None] * w.gscale),
+            **k,
+        ),
+        "the low-rank product is multiplied with the global scales",
+    ),
+    "tail of the rank": (
+        lambda *a, low_rank=None, **k: gemm(*a, low_rank=low_rank and type(low_rank)(*(t[:, :32] for t in low_rank)), **k),
+        "beyond a multiple of 32 in the rank is ignored",
+    ),
+    "lane": (changed(inputs=check._scales_of_another_lane), r"rows g take the block scales of rows g \+ 8 .* \(input\)"),
+    "shared memory": (
+        changed(check._other_chunks(128), check._other_chunks(128)),
+        r"read in another order than it was written \(swizzle of 64 bytes\) \(input and weight\)",
     ),
     "second term": (lambda terms, *a, **k: gemm(terms[:1], *a, **k), "the second term is ignored"),
     "shape": (lambda *a, **k: gemm(*a, **k)[:, :-1], r"the result is \(16, 15\), expected \(16, 16\)"),

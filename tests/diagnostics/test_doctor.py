@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from peft_nvfp4.kernels.dispatch import OperatorStatus, Status
 from peft_nvfp4.kernels.fp4 import check, scaled_mm
 from peft_nvfp4.numerics import layout, philox, reference
 from peft_nvfp4.numerics.formats import ACTIVATION
+from peft_nvfp4.numerics.products import LowRank
 from peft_nvfp4.ops.core import OPERATORS
 
 
@@ -211,8 +213,8 @@ def test_wrong_products_of_a_training_step_are_found():
 
 def test_products_joined_as_fp4_kernels_join_them_are_right():
     """What the training step of an FP4 implementation is compared with."""
-    choice = conformance.SEPARATE
-    assert set(outcomes(conformance_gemm.product_checks("x", choice.fprop, choice.dgrad, CPU)).values()) == {PASSED}
+    for choice in (conformance.SEPARATE, conformance.SUMMED):
+        assert set(outcomes(conformance_gemm.product_checks("x", choice.fprop, choice.dgrad, CPU)).values()) == {PASSED}
     term, weight = (
         reference.quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(i)), ACTIVATION) for i in (0, 1)
     )
@@ -220,6 +222,11 @@ def test_products_joined_as_fp4_kernels_join_them_are_right():
     (y,) = conformance.separate_gemms([term], [weight], constants=[None], adds=[add], outs=[out := torch.empty_like(add)])
     exact = reference.dequantize(term) @ reference.dequantize(weight).T
     assert y is out and torch.equal(y, (exact + add.float()).bfloat16())
+    low_rank = LowRank(*(torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (3, 4)))
+    product = low_rank.hidden.float() @ low_rank.up.float().T
+    for gemms, summand in ((conformance.summed_gemms, product), (conformance.separate_gemms, product.bfloat16().float())):
+        (y,) = gemms([term], [weight], constants=[None], adds=[None], low_ranks=[low_rank])
+        assert torch.equal(y, (exact + summand).bfloat16())
 
 
 def test_training_is_compared(monkeypatch):
@@ -270,6 +277,17 @@ SETUPS = {
 def test_advice_on_set_ups(monkeypatch, changes, wrong, message):
     gpu(monkeypatch, **changes)
     assert any((a.outcome == FAILED) == wrong and message in a.detail for a in environment.advice()), environment.advice()
+
+
+@pytest.mark.parametrize("nvcc, driver, oldest", [("13.0", "570.1", 580), ("13.0", "580.1", 0), ("12.9", "570.1", 0)])
+def test_a_driver_older_than_the_extension(monkeypatch, nvcc, driver, oldest):
+    gpu(monkeypatch)
+    monkeypatch.setattr(environment, "_query_driver", lambda: [f"NVIDIA GeForce RTX 5080, {driver}"])
+    monkeypatch.setattr(environment.cutlass, "load", lambda: SimpleNamespace(info={"nvcc": nvcc}))
+    found = [a.detail for a in environment._driver()]
+    assert len(found) == bool(oldest) and all(
+        f"needs a driver from {oldest} on; NVIDIA GeForce RTX 5080 has {driver}" in d for d in found
+    )
 
 
 def test_a_good_gpu_needs_no_advice(monkeypatch):

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from peft_nvfp4.kernels.fp4.native import Unavailable
 from peft_nvfp4.kernels.fp4.tiles import Problem, Tile
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT
+from peft_nvfp4.numerics.products import LowRank
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -90,21 +92,24 @@ def test_a_file_that_is_no_library_is_broken(refused, tmp_path, content, words):
     assert re.search(words, str(error)) and error.broken
 
 
-@pytest.mark.parametrize("capability, fits", [((12, 0), True), ((12, 1), True), ((9, 0), False), ((12, 2), False)])
-def test_library_for_another_gpu(monkeypatch, tmp_path, capability, fits):
-    class Loaded:
-        path, archs = tmp_path, ["12.0a", "12.1a"]
+GPUS = [("12.0a,12.1a", (12, 0), True), ("12.0a,12.1a", (12, 1), True), ("12.0a,12.1a", (9, 0), False)]
+GPUS += [("12.0a,12.1a", (12, 2), False), ("12.0f", (12, 1), True), ("12.1f", (12, 0), False), ("12.0f", (10, 0), False)]
 
-    monkeypatch.setattr(cutlass, "_open", lambda path: Loaded)
+
+@pytest.mark.parametrize("archs, capability, fits", GPUS)
+def test_library_for_another_gpu(monkeypatch, tmp_path, archs, capability, fits):
+    """Of several GPUs the current one counts: a library that another one can run is no broken one."""
+    loaded = SimpleNamespace(path=tmp_path, archs=archs.split(","))
+    monkeypatch.setattr(cutlass, "_open", lambda path: loaded)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *i: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *i: "Some GPU")
     if fits:
-        assert cutlass.load() is Loaded
+        assert cutlass.load() is loaded
     else:
-        with pytest.raises(Unavailable, match="not built for .* 12.0a, 12.1a, which Some GPU cannot run"):
+        with pytest.raises(Unavailable, match=f"not built for .* {', '.join(loaded.archs)}, which Some GPU cannot run") as error:
             cutlass.load()
+        assert not error.value.broken
 
 
 def test_structures_match_the_header(tmp_path):
@@ -121,6 +126,39 @@ def test_structures_match_the_header(tmp_path):
         assert list((ctypes.c_size_t * len(ours)).in_dll(library, f"{name}_at")) == ours
 
 
+def test_maps_of_small_tensors(tmp_path):
+    """Bit 21 of the second word is cleared where all of it holds: Blackwell, below 128 KB. The bytes are those of the whole
+    extent."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("not run: no C++ compiler")
+    (tmp_path / "maps.cpp").write_text("""
+#include "small_maps.h"
+extern "C" uint64_t extent(unsigned rank, uint64_t row, uint64_t const* dims, uint64_t const* strides) {
+  return peft_nvfp4::tensor_extent(rank, row, dims, strides);
+}
+extern "C" void clear(uint64_t* map, uint64_t extent, int major) { peft_nvfp4::clear_small_tensor_bit(map, extent, major); }
+""")
+    out = tmp_path / "maps.so"
+    subprocess.run([compiler, "-shared", "-fPIC", f"-I{CSRC}", "-o", out, tmp_path / "maps.cpp"], check=True)
+    library = ctypes.CDLL(str(out))
+    library.extent.restype = ctypes.c_uint64
+    numbers = lambda *values: (ctypes.c_uint64 * len(values))(*values)
+    extent = lambda row, dims, strides: library.extent(len(dims), ctypes.c_uint64(row), numbers(*dims), numbers(*strides))
+    assert extent(66, (33, 7, 1), (80, 0)) == 7 * 80  # N = 33 in rows of 40, and a batch of stride 0
+    assert extent(80_000, (40_000, 1, 1), (80_000, 0)) == 80_000 and extent(2, (1, 1, 1), (16, 0)) == 16
+
+    def cleared(size, major):
+        library.clear(words := numbers(*[2**64 - 1] * 16), ctypes.c_uint64(size), major)
+        changed = [i for i, word in enumerate(words) if word != 2**64 - 1]
+        assert changed in ([], [1]) and (not changed or words[1] == 2**64 - 1 - (1 << 21))
+        return bool(changed)
+
+    small, large = (128 << 10) - 1, 128 << 10
+    assert [cleared(small, major) for major in (9, 10, 12)] == [False, True, True]
+    assert not any(cleared(large, major) for major in (9, 10, 12))
+
+
 def test_few_tiles_prefer_small_ones_many_rows_may_take_large_ones():
     # 512 x 2048 outputs: 64 tiles of 128 x 128 in one wave of 84 SMs, 32 of 256 x 128 also one wave, each twice as long
     assert tiles.choose(Problem(512, (2048,), 2048), [LARGE, SMALL], 84) == SMALL
@@ -132,6 +170,12 @@ def test_pingpong_hides_epilogues_where_k_is_short():
     assert tiles.choose(Problem(8192, (8192,), 256), [SMALL, PINGPONG], 84) == PINGPONG
     # with one tile for each SM there is nothing to hide behind: equal, so the first of the table
     assert tiles.choose(Problem(128, (128,), 8192), [SMALL, PINGPONG], 84) == SMALL
+
+
+def test_a_low_rank_tail_lengthens_the_loop():
+    plain, tail = (tiles.modelled_us(Problem(128, (128,), 2048, rank=rank), SMALL, 84) for rank in (0, 40))
+    assert tail - plain == pytest.approx(2 * (tiles.TAIL * tiles.BLOCK_US + tiles.STEP_US))
+    assert Problem(128, (128,), 2048, rank=40).key == Problem(128, (128,), 2048).key
 
 
 def test_weights_of_one_input_fill_the_last_wave():
@@ -176,6 +220,20 @@ def test_tune_stores_the_fastest(tmp_path, monkeypatch, capsys):
     assert len({problem.key for problem in tuning.usual_problems()}) == 64
 
 
+@pytest.mark.parametrize("problem", [Problem(9, (8, 16), 64, 2, rank=16), Problem(9, (8,), 64, c=True)])
+def test_tune_launches_what_the_extension_takes(problem):
+    """Up to the library itself, which is not here."""
+    from peft_nvfp4.cli._run import tuning
+
+    launch = tuning.launch_of(problem, SMALL, "cpu")
+    with pytest.raises(Unavailable, match="not built"):
+        launch()
+    low_ranks = launch.keywords["low_ranks"]
+    assert [p and (p.hidden.shape, p.up.shape) for p in low_ranks] == [
+        ((9, 16), (n, 16)) if problem.rank else None for n in problem.ns
+    ]
+
+
 def test_generated_sources(build, tmp_path):
     names = [one.name for one in build.generate.instances()]
     assert len(set(names)) == len(names) >= 8 and ONE in names
@@ -191,11 +249,25 @@ def test_generated_sources(build, tmp_path):
 
 
 def test_what_is_missing_is_named(build, monkeypatch, tmp_path):
-    with pytest.raises(build.Missing, match="'a' is needed"):
-        build.gencode("12.0")
-    assert build.gencode("12.1a") == ["-gencode", "arch=compute_121a,code=sm_121a"]
+    with pytest.raises(build.Missing, match="not of the form 12.0a or 12.0f"):
+        build.gencode("12.0", (13, 0))
+    with pytest.raises(build.Missing, match="12.0f needs nvcc 12.9 or later, this is 12.8"):
+        build.gencode("12.0f", (12, 8))
+    assert build.gencode("12.1a", (12, 8)) == ["-gencode", "arch=compute_121a,code=sm_121a"]
+    assert build.gencode("12.0f", (12, 9)) == ["-gencode", "arch=compute_120f,code=sm_120f"]
+    build._refuse_msvc((13, 0))
+    monkeypatch.setattr(build, "WINDOWS", True)
+    build._refuse_msvc((12, 9))
+    with pytest.raises(build.Missing, match="CUDA 12.9, or build in WSL2"):
+        build._refuse_msvc((13, 0))
+    monkeypatch.setattr(build, "WINDOWS", False)
     monkeypatch.setenv("PEFT_NVFP4_CUTLASS_DIR", str(tmp_path))
     with pytest.raises(build.Missing, match="is not a CUTLASS checkout"):
+        build.find_cutlass()
+    for file in ("include/cutlass/version.h", "tools/util/include/cutlass/util/packed_stride.hpp"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("#define CUTLASS_MAJOR 3\n#define CUTLASS_MINOR 9\n#define CUTLASS_PATCH 1\n")
+    with pytest.raises(build.Missing, match=r"CUTLASS 3.9.1, which has no .* \(known to compile: 4.2.0, "):
         build.find_cutlass()
     monkeypatch.delenv("PEFT_NVFP4_CUTLASS_DIR")
     monkeypatch.setattr(build, "_site_folders", lambda: [tmp_path])
@@ -270,6 +342,9 @@ def test_library_checks_its_arguments(library):
         "part.c:": dict(part=dict(c=16)),
         "part.d:": dict(part=dict(d=None)),
         "part.ldc, part.ldd": dict(part=dict(ldd=9)),
+        "part.rank": dict(part=dict(rank=257)),
+        "part.up": dict(part=dict(rank=8, h=2, ldh=8, up=8, ldup=8)),
+        "swizzled scales": dict(x_scales_swizzled=1),
         "workspace:": dict(workspace=None),
         "workspace_bytes": {},
     }
@@ -303,11 +378,13 @@ def test_products_match_the_reference(dtype):
     weights = [ops.quantize_weight(torch.randn(n, 160, device="cuda"), WEIGHT) for n in (136, 40, 7)]
     constants = [torch.randn(136, device="cuda"), None, None]
     adds = [None, torch.randn(200, 40, device="cuda").to(dtype), None]
-    ys = cutlass.gemms([first, second], weights, constants=constants, adds=adds, dtype=dtype)
+    pairs = [LowRank(*(torch.randn(rows, 12, device="cuda").bfloat16() for rows in (200, 136))), None, None]
+    ys = cutlass.gemms([first, second], weights, constants=constants, adds=adds, low_ranks=pairs, dtype=dtype)
     value = (reference.dequantize(first) + reference.dequantize(second)).double()
-    for y, w, constant, add in zip(ys, weights, constants, adds):
+    for y, w, constant, add, pair in zip(ys, weights, constants, adds, pairs):
         want = value @ reference.dequantize(w).double().T
+        want = want + (0 if pair is None else pair.hidden.double() @ pair.up.double().T)
         want = want + (0 if constant is None else constant.double()) + (0 if add is None else add.double())
-        # an FP32 sum of 10 blocks and the two additions, then one rounding
+        # an FP32 sum of 6 instructions, each cut off, and the additions, then one rounding
         bound = 2.0**-8 * want.abs() if dtype == torch.bfloat16 else 0
         assert ((y.double() - want).abs() <= bound + 2.0**-20 * want.abs().max()).all()

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ...kernels import dispatch, implementations
-from ...kernels.fp4 import check, native
+from ...kernels.fp4 import check, cutlass, native
 from ...lora.config import NVFP4LoraConfig
 from ...numerics import reference
 from ...numerics.formats import ACTIVATION, WEIGHT
@@ -28,6 +28,7 @@ from ...numerics.products import Fprop
 from ...ops.core import OPERATORS
 from . import oracle
 from .conformance_gemm import gemm_checks, product_checks
+from .conformance_instances import EMULATED_LOAD, LOAD, instance_checks
 from .results import FAILED, NOT_RUN, Result, checked, require
 
 # ---------------------------------------------------------------------------------------------- kernels
@@ -116,6 +117,10 @@ def implementation_checks(device: torch.device) -> Iterator[Result]:
             yield Result(name, "all", outcome, f"cannot run on this device ({implementations.first_line(error)})")
             continue
         yield from gemm_checks(name, gemms, device)
+        if name == "cutlass":
+            library = cutlass.load()
+            load = EMULATED_LOAD if library.info["emulated"] == "1" else LOAD
+            yield from instance_checks("cutlass", library, cutlass.gemms, device, load)
 
 
 REFERENCE = implementations.Choice("reference", "", reference.fprop, reference.dgrad, {})
@@ -150,17 +155,26 @@ def _step(model, device: torch.device) -> tuple[float, Tensor]:
     return loss.item(), torch.cat(grads)
 
 
-def separate_gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16) -> list[Tensor]:
-    """The reference's products, joined as FP4 tensor core kernels join them (:mod:`peft_nvfp4.kernels.fp4.native`): the low-rank
-    part comes rounded, and dgrad adds linear by linear."""
+def summed_gemms(terms, weights, *, constants, adds, low_ranks=None, outs=None, dtype=torch.bfloat16) -> list[Tensor]:
+    """The reference's products, joined as the extension joins them (:mod:`peft_nvfp4.kernels.fp4.native`): the low-rank part is
+    summed with the rest, and dgrad adds linear by linear."""
     ys = []
-    for w, constant, add in zip(weights, constants, adds):
+    for w, constant, add, low_rank in zip(weights, constants, adds, low_ranks or [None] * len(weights)):
         y = reference.matmul(terms, w, constant, torch.float32)
+        y = y if low_rank is None else y + low_rank.hidden.float() @ low_rank.up.float().T
         ys.append((y if add is None else y + add.float()).to(dtype))
     return ys if outs is None else [y if out is None else out.copy_(y) for y, out in zip(ys, outs)]
 
 
-SEPARATE = replace(REFERENCE, fprop=partial(native.fprop, separate_gemms), dgrad=partial(native.dgrad, separate_gemms))
+def separate_gemms(terms, weights, *, adds, low_ranks=None, dtype=torch.bfloat16, **others) -> list[Tensor]:
+    """The same for an implementation that makes the low-rank part before: it comes rounded."""
+    return summed_gemms(terms, weights, adds=native.with_products(adds, low_ranks, dtype), dtype=dtype, **others)
+
+
+SUMMED, SEPARATE = (
+    replace(REFERENCE, fprop=partial(native.fprop, gemms), dgrad=partial(native.dgrad, gemms))
+    for gemms in (summed_gemms, separate_gemms)
+)
 
 
 def fprop_of_rounded_inputs(p: Fprop) -> list[Tensor]:
@@ -169,7 +183,8 @@ def fprop_of_rounded_inputs(p: Fprop) -> list[Tensor]:
 
 
 EXPECTED = {
-    **dict.fromkeys(implementations.NATIVE, SEPARATE),
+    "cutlass": SUMMED,
+    "scaled_mm": SEPARATE,
     "bf16": replace(REFERENCE, fprop=fprop_of_rounded_inputs),
 }
 """Implementation -> the reference with its roundings; others have none."""

@@ -89,7 +89,7 @@ def describe() -> dict[str, str]:
 
 def advice() -> list[Result]:
     """What is wrong (training does not work, or not as well as it could) or worth noticing about this set-up."""
-    return [*_versions(), *_cuda(), *_gpus(), *_settings()]
+    return [*_versions(), *_cuda(), *_gpus(), *_driver(), *_settings()]
 
 
 wrong = partial(Result, "set-up", "wrong", FAILED)
@@ -154,6 +154,26 @@ def _gpus() -> Iterator[Result]:
         yield note(f"only {free:.1f} of {total:.1f} GiB of GPU memory are free: another process holds the rest")
     if torch.version.hip:
         yield wrong("this torch is built for ROCm; the kernels are for NVIDIA GPUs")
+
+
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""CUDA's major version -> the first driver that serves programs of it."""
+
+
+def _driver() -> Iterator[Result]:
+    """The extension holds a CUDA runtime of its own, which may want a newer driver than torch does."""
+    try:
+        nvcc = cutlass.load().info["nvcc"]
+    except Unavailable:
+        return
+    oldest = OLDEST_DRIVER.get(int(nvcc.split(".")[0]), 0)
+    for name, driver in (line.rsplit(", ", 1) for line in _query_driver()[:1]):
+        if int(driver.split(".")[0]) < oldest:
+            yield wrong(
+                f"the extension was built with CUDA {nvcc}, which needs a driver from {oldest} on; {name} has {driver}: update "
+                f"the "
+                "driver, or build the extension with nvcc 12.9 (make build-ext)"
+            )
 
 
 def _runs_on(target: str, major: int, minor: int) -> bool:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...numerics import layout, reference
 from ...numerics.formats import E4M3_NAN, WEIGHT, QuantizedMatrix, padded_k
+from ...numerics.products import LowRank
 
 EXACT_BITS = 20
 MIN_BITS = 16
@@ -33,7 +34,7 @@ Change = Callable[[QuantizedMatrix], QuantizedMatrix]
 
 @dataclass(frozen=True)
 class Case:
-    """One product: ``sum of terms @ weight.T + constant + add``, on the CPU."""
+    """One product: ``sum of terms @ weight.T + hidden @ up.T + constant + add``, on the CPU."""
 
     name: str
     terms: tuple[QuantizedMatrix, ...]
@@ -41,6 +42,7 @@ class Case:
     constant: Tensor | None = None  # (N,) float32
     add: Tensor | None = None  # (M, N) bfloat16
     exact: bool = True  # all partial sums are exact in EXACT_BITS bits
+    low_rank: LowRank | None = None  # hidden (M, r), up (N, r) bfloat16
 
 
 # ---------------------------------------------------------------------------------------------- operands
@@ -84,6 +86,14 @@ def row_scales(rows: int, seed: int) -> Tensor:
 def integers(*shape: int, seed: int) -> Tensor:
     """-64 .. 64: exact in BF16, too."""
     return torch.randint(-64, 65, shape, generator=_rng(seed), device="cpu").float()
+
+
+def low_rank(case: Case, rank: int, seed: int) -> Case:
+    """With a low-rank product of whole numbers times the global scales, so that h divided by them is whole, too."""
+    m, n = len(case.terms[0].codes), len(case.weight.codes)
+    small = lambda rows, s: torch.randint(-4, 5, (rows, rank), generator=_rng(s), device="cpu").float()
+    scale = case.terms[0].gscale.expand(m)[:, None] * case.weight.gscale
+    return replace(case, low_rank=LowRank((small(m, seed) * scale).bfloat16(), small(n, seed + 1).bfloat16()))
 
 
 def gaussian(name: str, m: int, n: int, k: int, seed: int, terms: int = 1) -> Case:
@@ -131,6 +141,7 @@ def cases() -> list[Case]:
         Case("a constant", (x_small,), w_small, constant=constant),
         Case("accumulating", (x_small,), w_small, add=add),
         Case("a constant and a matrix added to scaled rows", (x_small_rows,), w_small, constant, add),
+        low_rank(Case("a low-rank product", (x_small_rows,), w_small._replace(gscale=w_global.gscale), constant), 120, 30),
         Case("two terms", (x_scaled, second), w_scaled),
         Case("NaN scales", (_with_scale(x_scaled, 5, 3, E4M3_NAN),), _with_scale(w_scaled, 70, 16, E4M3_NAN)),
         Case("zero scales", (x_zero,), _with_scale(w_scaled, 40, slice(9, 12), 0)),
@@ -151,19 +162,22 @@ def expected(case: Case) -> Tensor:
     """The exact value, FP64 (M, N)."""
     w = values(case.weight)
     added = [t.double() for t in (case.constant, case.add) if t is not None]
+    added += [] if case.low_rank is None else [case.low_rank.hidden.double() @ case.low_rank.up.double().T]
     return sum([values(t) @ w.T for t in case.terms] + added)
 
 
 def magnitude(case: Case) -> Tensor:
     """The sum of the summands' magnitudes, (M, N): what errors of a sum are measured in."""
-    w = values(case.weight).abs()
-    return sum(values(t).abs() @ w.T for t in case.terms)
+    w, low = values(case.weight).abs(), case.low_rank
+    more = [] if low is None else [low.hidden.double().abs() @ low.up.double().abs().T]
+    return sum([values(t).abs() @ w.T for t in case.terms] + more)
 
 
 def run(gemm: Callable, case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The GEMM's answer, on the CPU."""
     terms = [t._replace(gscale=t.gscale.expand(t.codes.shape[0]).contiguous()) for t in case.terms]
-    operands = (terms, case.weight, {"constant": case.constant, "add": case.add})
+    more = {"constant": case.constant, "add": case.add}
+    operands = (terms, case.weight, more if case.low_rank is None else {**more, "low_rank": case.low_rank})
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         terms, weight, added = tree_map_only(Tensor, lambda t: t.to(device), operands)
         return gemm(terms, weight, **added, dtype=dtype).cpu()
@@ -239,6 +253,48 @@ def _scaled_addends(constant: bool, add: bool) -> Callable[[Case], Case]:
     return change
 
 
+def _scales_of_another_lane(q: QuantizedMatrix) -> QuantizedMatrix:
+    """A lane of a warp holds the scale of row g, another one that of row g + 8; past the last row they are zero."""
+    rows, blocks = q.scales.shape
+    groups = torch.cat([q.scales, q.scales.new_zeros(-rows % 16, blocks)]).view(-1, 2, 8, blocks)
+    return q._replace(scales=groups[:, [1, 1]].reshape(-1, blocks)[:rows])
+
+
+def _other_chunks(tile_k: int) -> Change:
+    """The codes of a tile of ``tile_k`` lie in shared memory in chunks of 16 bytes, in each row in an order of its own, so that
+    reads of a column meet no bank twice. Written without that order, and read with it."""
+
+    def change(q: QuantizedMatrix) -> QuantizedMatrix:
+        rows, width = q.codes.shape
+        padded = torch.cat([q.codes, q.codes.new_zeros(rows, -width % (tile_k // 2))], dim=1).view(rows, -1, tile_k // 32, 16)
+        row, chunk = torch.arange(rows, device="cpu")[:, None], torch.arange(tile_k // 32, device="cpu")
+        read = chunk ^ (row // 2 % 4 if tile_k == 128 else row % 8)
+        moved = padded.gather(2, read[:, None, :, None].expand_as(padded))
+        return q._replace(codes=moved.reshape(rows, -1)[:, :width].contiguous())
+
+    return change
+
+
+def _of_rank(multiple: int) -> Callable[[Case], Case]:
+    """Only ranks below a multiple."""
+
+    def change(case: Case) -> Case:
+        if case.low_rank is None:
+            return case
+        hidden, up = case.low_rank
+        kept = hidden.shape[1] // multiple * multiple
+        return replace(case, low_rank=LowRank(hidden[:, :kept], up[:, :kept]))
+
+    return change
+
+
+def _scaled_low_rank(case: Case) -> Case:
+    if case.low_rank is None:
+        return case
+    hidden, scale = case.low_rank.hidden, case.terms[0].gscale[:, None] * case.weight.gscale
+    return replace(case, low_rank=case.low_rank._replace(hidden=hidden.double() * scale))
+
+
 _EITHER: dict[str, Change] = {
     "the two codes of a byte are swapped": lambda q: q._replace(codes=(q.codes << 4) | (q.codes >> 4)),
     "linear block scales are read as swizzled ones": _taken_for_swizzled,
@@ -249,6 +305,9 @@ _EITHER: dict[str, Change] = {
     "subnormal scales count as 0": _part("scales", lambda s: torch.where(s < 8, 0, s)),
     "a zero scale counts as 1": _part("scales", lambda s: torch.where(s == 0, 0x38, s)),
     "signs are ignored": lambda q: q._replace(codes=q.codes & 0x77),
+    "rows g take the block scales of rows g + 8 (of another lane)": _scales_of_another_lane,
+    "shared memory is read in another order than it was written (swizzle of 64 bytes)": _other_chunks(128),
+    "shared memory is read in another order than it was written (swizzle of 128 bytes)": _other_chunks(256),
 }
 """Of the input, of the weight, or of both."""
 
@@ -268,6 +327,9 @@ MISTAKES: dict[str, Callable[[Case], Case]] = {
     "the constant is multiplied with the rows' global scales": _scaled_addends(True, False),
     "what is added to is multiplied with the rows' global scales": _scaled_addends(False, True),
     "constant and what is added to are multiplied with the rows' global scales": _scaled_addends(True, True),
+    "the low-rank product is ignored": lambda case: replace(case, low_rank=None),
+    "the low-rank product is multiplied with the global scales": _scaled_low_rank,
+    **{f"what lies beyond a multiple of {m} in the rank is ignored": _of_rank(m) for m in (16, 32, 64)},
     "the second term is ignored": lambda case: replace(case, terms=case.terms[:1]),
     "the first term is ignored": lambda case: replace(case, terms=case.terms[1:] or case.terms),
 }

@@ -19,19 +19,24 @@ from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...numerics.formats import QuantizedMatrix
+from ...numerics.products import LowRank
+from . import native
 from . import tiles as tile_table
 from .native import Unavailable
 from .tiles import Problem, Tile
 
 VARIABLE = "PEFT_NVFP4_EXTENSION"
 FILE = "_sm120.dll" if os.name == "nt" else "_sm120.so"
-ABI = 1
+ABI = 2
 TERMS, PARTS = 2, 4
+LARGEST_RANK = 256
+"""Of a low-rank product inside a launch; larger ones are made before and added."""
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -40,8 +45,9 @@ class _Part(ctypes.Structure):
 
     _fields_ = [
         ("n", c_int64),
-        *((name, c_void_p) for name in ("codes", "scales", "gscale", "bias", "c", "d")),
-        *(("ldc", c_int64), ("ldd", c_int64), ("bias_is_bf16", c_int32), ("reserved", c_int32)),
+        *((name, c_void_p) for name in ("codes", "scales", "gscale", "bias", "c", "d", "h", "up")),
+        *((name, c_int64) for name in ("ldc", "ldd", "ldh", "ldup")),
+        *((name, c_int32) for name in ("bias_is_bf16", "rank", "scales_swizzled", "reserved")),
     ]
 
 
@@ -53,7 +59,7 @@ class Arguments(ctypes.Structure):
         *(("x_codes", c_void_p * TERMS), ("x_scales", c_void_p * TERMS), ("x_gscale", c_void_p), ("x_gscale_rows", c_int64)),
         ("part", _Part * PARTS),
         *(("workspace", c_void_p), ("workspace_bytes", c_int64), ("stream", c_void_p), ("sm_count", c_int32)),
-        ("reserved", c_int32),
+        ("x_scales_swizzled", c_int32),
     ]
 
 
@@ -119,22 +125,29 @@ def _open(path: Path) -> Library:
 
 def _path() -> Path:
     """The library's file, absolute: where :data:`VARIABLE` says, else in the package. No search path is asked."""
-    return Path(os.environ.get(VARIABLE) or Path(__file__).resolve().parents[2] / FILE)
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else _installed(__file__)
+
+
+@cache
+def _installed(module: str) -> Path:
+    return Path(module).resolve().parents[2] / FILE
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code for a target (``12.0a``; ``12.0f``: of a family) runs on a GPU."""
+    major, minor = map(int, arch[:-1].split("."))
+    return (major, minor) == capability if arch.endswith("a") else major == capability[0] and minor <= capability[1]
 
 
 def load() -> Library:
-    """The library; raises :class:`Unavailable` where it is not built, broken, of another version, or for other GPUs. (That it
-    also works is another question: :mod:`check`.)"""
+    """The library; raises :class:`Unavailable` where it is not built, broken, of another version, or for other GPUs than the
+    current one. (That it also works is another question: :mod:`check`.)"""
     library = _open(_path())
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or any(runs_on(arch, torch.cuda.get_device_capability()) for arch in library.archs):
         return library
-    devices = range(torch.cuda.device_count())
-    capabilities = ["{}.{}".format(*torch.cuda.get_device_capability(i)) for i in devices]
-    if any(arch.rstrip("af") in capabilities for arch in library.archs):
-        return library
-    names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in devices}))
-    archs = ", ".join(library.archs)
-    raise Unavailable(f"not built for this machine: {library.path} holds code for {archs}, which {names} cannot run")
+    name, archs = torch.cuda.get_device_name(), ", ".join(library.archs)
+    raise Unavailable(f"not built for this GPU: {library.path} holds code for {archs}, which {name} cannot run")
 
 
 def _aligned(t: Tensor) -> bool:
@@ -154,9 +167,11 @@ def gemms(
     *,
     constants: Sequence[Tensor | None],
     adds: Sequence[Tensor | None],
+    low_ranks: Sequence[LowRank | None] | None = None,
     outs: Sequence[Tensor | None] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
+    sm_count: int = 0,
 ) -> list[Tensor]:
     """The implementation's products; see :mod:`native` for the arguments. Weights with and those without something to add are a
     launch each, of at most four.
@@ -165,6 +180,7 @@ def gemms(
         constants: FP32 or BF16.
         dtype: bfloat16 or float32.
         tile: overrides the choice of :mod:`tiles`.
+        sm_count: multiprocessors to fill, all by default. With few of them each computes many tiles.
 
     Raises:
         Unavailable: there is no extension.
@@ -172,7 +188,8 @@ def gemms(
         ValueError: it has no instance of the tile, or of the types.
     """
     outs = outs or [None] * len(weights)
-    library, codes = load(), terms[0].codes
+    low_ranks, adds = _split(low_ranks or [None] * len(weights), adds, dtype)
+    library, codes = _open(_path()), terms[0].codes
     ys = [
         out if out is not None and _aligned(out) else _empty(codes.shape[0], w.codes.shape[0], codes, dtype)
         for w, out in zip(weights, outs)
@@ -181,46 +198,92 @@ def gemms(
         for with_c in (False, True):
             chosen = [i for i in range(len(weights)) if (adds[i] is not None) == with_c]
             for at in range(0, len(chosen), PARTS):
-                parts = [(weights[i], constants[i], adds[i], ys[i]) for i in chosen[at : at + PARTS]]
-                _launch(library, terms, parts, dtype, tile)
+                parts = [_Product(weights[i], constants[i], adds[i], low_ranks[i], ys[i]) for i in chosen[at : at + PARTS]]
+                _launch(library, terms, parts, dtype, tile, sm_count)
     # without an out a copy only where N is no multiple of 16 bytes
     return [y.contiguous() if out is None else y if y is out else out.copy_(y) for y, out in zip(ys, outs)]
 
 
-def _launch(library: Library, terms: Sequence[QuantizedMatrix], parts: Sequence[tuple], dtype: torch.dtype, tile) -> None:
+class _Product(NamedTuple):
+    """One part of a launch."""
+
+    weight: QuantizedMatrix
+    constant: Tensor | None
+    add: Tensor | None
+    low_rank: LowRank | None
+    y: Tensor
+
+
+def _split(low_ranks: Sequence, adds: Sequence, dtype: torch.dtype) -> tuple[list[LowRank | None], list[Tensor | None]]:
+    """Low-rank products that a launch computes itself, and what is added. An addend leaves the low-rank product to be made
+    before: one matrix is read by the epilogue either way."""
+    inside = [None if p is None or a is not None or p.up.shape[1] > LARGEST_RANK else p for p, a in zip(low_ranks, adds)]
+    before = [None if p is q else p for p, q in zip(low_ranks, inside)]
+    return inside, native.with_products(adds, before, dtype)
+
+
+def _launch(
+    library: Library,
+    terms: Sequence[QuantizedMatrix],
+    parts: Sequence[_Product],
+    dtype: torch.dtype,
+    tile: Tile | None,
+    sm_count: int,
+) -> None:
     codes = terms[0].codes
     m, kp = codes.shape[0], codes.shape[1] * 2
-    with_c = parts[0][2] is not None
+    with_c = parts[0].add is not None
     sms = torch.cuda.get_device_properties(codes.device).multi_processor_count
     types = (DTYPES[dtype] if with_c else "none", DTYPES[dtype])
     if tile is None:
-        problem = Problem(m, tuple(w.codes.shape[0] for w, *_ in parts), kp, len(terms), with_c, DTYPES[dtype])
+        rank = max(0 if p.low_rank is None else p.low_rank.up.shape[1] for p in parts)
+        problem = Problem(m, tuple(p.weight.codes.shape[0] for p in parts), kp, len(terms), with_c, DTYPES[dtype], rank)
         file = tile_table.cache_file(torch.cuda.get_device_name(), library.info["source"])
         tile = tile_table.choose_once(problem, _built(library, *types), sms, file)
     name = (tile.name, *types)
     if name not in library.instances:
         raise ValueError(f"gemm: the extension has no instance {'_'.join(name)}; it has {sorted(library.instances)}")
-    # the rounded-up copies made here live until the launch is queued: their memory is reused in the order of the stream
-    adds = [
-        None if add is None else add if _aligned(add) else _empty(*add.shape, add, dtype).copy_(add) for _, _, add, _ in parts
-    ]
     arguments = Arguments(
-        version=ABI, instance=library.instances[name], terms=len(terms), parts=len(parts), m=m, k=kp, sm_count=sms
+        version=ABI, instance=library.instances[name], terms=len(terms), parts=len(parts), m=m, k=kp, sm_count=sm_count or sms
     )
     for i, x in enumerate(terms):
         arguments.x_codes[i], arguments.x_scales[i] = x.codes.data_ptr(), x.scales.data_ptr()
     arguments.x_gscale, arguments.x_gscale_rows = terms[0].gscale.data_ptr(), terms[0].gscale.numel()
-    for part, (w, constant, _, y), add in zip(arguments.part, parts, adds):
-        part.n, part.codes, part.scales = w.codes.shape[0], w.codes.data_ptr(), w.scales.data_ptr()
-        part.gscale, part.d, part.ldd = w.gscale.data_ptr(), y.data_ptr(), y.stride(0)
-        if add is not None:
-            part.c, part.ldc = add.data_ptr(), add.stride(0)
-        if constant is not None:
-            part.bias, part.bias_is_bf16 = constant.data_ptr(), int(constant.dtype == torch.bfloat16)
+    # the rounded-up copies made here live until the launch is queued: their memory is reused in the order of the stream
+    copies = [_describe(part, product) for part, product in zip(arguments.part, parts)]
     workspace = torch.empty(library.workspace_bytes(arguments), dtype=torch.uint8, device=codes.device)
     arguments.workspace, arguments.workspace_bytes = workspace.data_ptr(), workspace.numel()
     arguments.stream = torch.cuda.current_stream(codes.device).cuda_stream
     library.gemm(arguments)
+    del copies
+
+
+def _describe(part: _Part, product: _Product) -> list[Tensor]:
+    """Fills in a part; returns copies that must outlive the launch."""
+    weight, constant, add, low_rank, y = product
+    part.n, part.codes, part.scales = weight.codes.shape[0], weight.codes.data_ptr(), weight.scales.data_ptr()
+    part.gscale, part.d, part.ldd = weight.gscale.data_ptr(), y.data_ptr(), y.stride(0)
+    copies = []
+    if add is not None:
+        if not _aligned(add):
+            copies.append(add := _empty(*add.shape, add, y.dtype).copy_(add))
+        part.c, part.ldc = add.data_ptr(), add.stride(0)
+    if low_rank is not None:
+        hidden, up = low_rank.hidden, low_rank.up
+        if hidden.stride(1) != 1:
+            copies.append(hidden := hidden.contiguous())
+        if up.stride(1) != 1 or not _aligned(up):
+            copies.append(up := _empty(*up.shape, up, up.dtype).copy_(up))
+        part.h, part.ldh, part.up, part.ldup, part.rank = (
+            hidden.data_ptr(),
+            hidden.stride(0),
+            up.data_ptr(),
+            up.stride(0),
+            up.shape[1],
+        )
+    if constant is not None:
+        part.bias, part.bias_is_bf16 = constant.data_ptr(), int(constant.dtype == torch.bfloat16)
+    return copies
 
 
 @cache

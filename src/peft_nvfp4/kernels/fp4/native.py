@@ -2,19 +2,21 @@
 
 An implementation is one function, ``gemms``: all weights of one input at once, so that what is made of the input is made once,
 
-    gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16) -> [y of every weight]
-    y = g_row * g_weight * sum over terms of (codes and block scales of x) @ (those of W).T + constant + add
+    gemms(terms, weights, *, constants, adds, low_ranks=None, outs=None, dtype=torch.bfloat16) -> [y of every weight]
+    y = g_row * g_weight * sum over terms of (codes and block scales of x) @ (those of W).T + hidden @ up.T + constant + add
 
 exact products, accumulated in FP32, rounded once to ``dtype``. What it may rely on:
 
 * one or two terms, whose global scales, one per row, have the same values: K can be doubled, [codes 1 | codes 2] x [W | W];
 * weights have one global scale, and all block scales are linear (row-major);
 * ``constant`` is None or (N,) FP32; ``add`` is None or (M, N) in ``dtype``; an out may be the add (then it accumulates in place);
-* M, N and K are at least 1, every tensor is contiguous.
+* a low-rank product is None or hidden (M, r), up (N, r), both BF16;
+* M, N and K are at least 1, every tensor but the low-rank ones is contiguous.
 
-The low-rank parts join as ``add``. So they are rounded to ``dtype`` once by themselves, before the one rounding of the sum.
-(Adding them after the product would round the larger part twice.) dgrad accumulates linear by linear: one more rounding for each
-after the first, which :mod:`peft_nvfp4.numerics.products` allows.
+An implementation may sum a low-rank product with the others (the extension does), or make it before and add it
+(:func:`with_products`); then it is rounded to ``dtype`` once by itself, before the one rounding of the sum. (Adding it after the
+product would round the larger part twice.) dgrad accumulates linear by linear: one more rounding for each after the first, which
+:mod:`peft_nvfp4.numerics.products` allows.
 
 Swizzled copies of the weights' scales are not kept: they would take a ninth of the weights' memory again (0.5 GB per layout of an
 8B model), and making them reads and writes N * K / 16 bytes, a small part of what the product itself reads.
@@ -30,7 +32,7 @@ from torch import Tensor
 from ... import ops
 from ...numerics import reference
 from ...numerics.formats import GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix
-from ...numerics.products import Dgrad, Fprop
+from ...numerics.products import Dgrad, ForwardLinear, Fprop, LowRank
 from ...numerics.reference import mm
 from ...ops import linear
 
@@ -48,11 +50,19 @@ class Unavailable(Exception):
 def single(gemms: Gemms) -> Callable[..., Tensor]:
     """``gemms`` as a function of one weight."""
 
-    def gemm(terms, weight, *, constant=None, add=None, out=None, dtype=torch.bfloat16):
+    def gemm(terms, weight, *, constant=None, add=None, low_rank=None, out=None, dtype=torch.bfloat16):
         outs = None if out is None else [out]
-        return gemms(terms, [weight], constants=[constant], adds=[add], outs=outs, dtype=dtype)[0]
+        return gemms(terms, [weight], constants=[constant], adds=[add], low_ranks=[low_rank], outs=outs, dtype=dtype)[0]
 
     return gemm
+
+
+def with_products(adds: Sequence[Tensor | None], low_ranks: Sequence[LowRank | None] | None, dtype) -> list[Tensor | None]:
+    """What is added, with the low-rank products in it: each rounded to ``dtype``."""
+    if low_ranks is None:
+        return list(adds)
+    products = [None if p is None else mm(p.hidden, p.up.T, dtype) for p in low_ranks]
+    return [add if p is None else p if add is None else p + add for p, add in zip(products, adds)]
 
 
 def takes_fprop(p: Fprop) -> bool:
@@ -66,18 +76,23 @@ def fprop(gemms: Gemms, p: Fprop) -> list[Tensor]:
     """The operator ``fprop``, for what :func:`takes_fprop`. Scale factors are for emulating: a GEMM applies the global scales to
     its FP32 sums, whatever they are."""
     p, h = reference.with_hidden(p, linear.dequantize_input.run)
-    adds = []
-    for item in p.linears:
-        hidden, ups = zip(*item.adapters) if item.adapters else ((), ())
-        adds.append(mm(join(hidden), join(ups).T, p.dtype) if hidden else None)
+    low_ranks = [_joined(item) for item in p.linears]
+    # codes and low-rank products are summed before global scales are applied; dividing h by one is exact for a power of two alone
+    exact = [item.scale_factor == 1.0 for item in p.linears]
     ys = gemms(
         [_with_row_scales(t) for t in p.terms],
         [_contiguous(item.weight) for item in p.linears],
         constants=[None if item.constant is None else item.constant.float().contiguous() for item in p.linears],
-        adds=adds,
+        adds=with_products([None] * len(exact), [None if e else low for e, low in zip(exact, low_ranks)], p.dtype),
+        low_ranks=[low if e else None for e, low in zip(exact, low_ranks)],
         dtype=p.dtype,
     )
     return ys if h is None else [*ys, h]
+
+
+def _joined(item: ForwardLinear) -> LowRank | None:
+    """All adapters of a linear as one."""
+    return LowRank(*map(join, zip(*item.adapters))) if item.adapters else None
 
 
 def join(pieces: Sequence[Tensor]) -> Tensor | None:
@@ -103,9 +118,10 @@ def takes_dgrad(p: Dgrad) -> bool:
 def dgrad(gemms: Gemms, p: Dgrad) -> Tensor:
     """The operator ``dgrad``, for what :func:`takes_dgrad`."""
     dtype = p.linears[0].dy.dtype
-    dx = None if p.g is None else mm(p.g, p.a, dtype)
+    dx, low_rank = None, None if p.g is None else LowRank(p.g, p.a.T)
     for dy, weight, seed in p.linears:
         q = ops.quantize(dy, GRADIENT if seed is None else GRADIENT_STOCHASTIC, seed=seed)
-        outs = None if dx is None else [dx]
-        (dx,) = gemms([_with_row_scales(q)], [_contiguous(weight)], constants=[None], adds=[dx], outs=outs, dtype=dtype)
+        operands, outs = ([_with_row_scales(q)], [_contiguous(weight)]), None if dx is None else [dx]
+        (dx,) = gemms(*operands, constants=[None], adds=[dx], low_ranks=[low_rank], outs=outs, dtype=dtype)
+        low_rank = None
     return dx

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...numerics import layout
 from ...numerics.formats import SWIZZLE_ROWS, QuantizedMatrix
+from .native import with_products
 
 N_ALIGN = 16
 PRODUCT_BYTES = 256 << 20
@@ -52,8 +53,9 @@ def _finish(product: Tensor, scale: Tensor, constant: Tensor | None, add: Tensor
         torch.mul(product, scale, out=out)
 
 
-def gemms(terms, weights, *, constants, adds, outs=None, dtype=torch.bfloat16) -> list[Tensor]:
+def gemms(terms, weights, *, constants, adds, low_ranks=None, outs=None, dtype=torch.bfloat16) -> list[Tensor]:
     """The implementation's products; see :mod:`native` for the arguments."""
+    adds = with_products(adds, low_ranks, dtype)
     x, x_scales = _operand(terms)
     rows = terms[0].gscale[:, None]
     ys = []

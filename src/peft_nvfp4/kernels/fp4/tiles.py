@@ -42,7 +42,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Problem:
-    """A launch: x (m, k) in one or two terms times weights of ``ns`` rows; ``c``: is something added? ``d``: output type."""
+    """A launch: x (m, k) in one or two terms times weights of ``ns`` rows; ``c``: is something added? ``d``: output type;
+    ``rank`` of the low-rank product at the end of the k loop."""
 
     m: int
     ns: tuple[int, ...]
@@ -50,10 +51,12 @@ class Problem:
     terms: int = 1
     c: bool = False
     d: str = "bf16"
+    rank: int = 0
 
     @property
     def key(self) -> str:
-        """Name in the file of measured tiles: rows in powers of two, since a batch's length varies."""
+        """Name in the file of measured tiles: rows in powers of two, since a batch's length varies. Without the rank, which
+        lengthens the loop of all tiles alike."""
         rows = 1 << max(0, self.m - 1).bit_length()
         return f"m{rows} n{'+'.join(map(str, self.ns))} k{self.k} terms{self.terms} {'c' if self.c else '-'} {self.d}"
 
@@ -61,6 +64,7 @@ class Problem:
 # Microseconds on one SM, estimated (RTX 5080: 900 TFLOP/s dense FP4 on 84 SMs)
 BLOCK_US = 0.39  # a product of 128 x 128 x 128
 STEP_US = 0.04  # barriers of one k tile
+TAIL = 2  # tiles of codes in the time of one of a low-rank product: a quarter as many values of k, at an eighth of the rate
 EPILOGUE_US = 1.0  # 128 x 128 outputs of two bytes
 ADDEND_US = 0.5  # as many values added
 START_US = 4.0  # launch, descriptors
@@ -71,7 +75,9 @@ def modelled_us(problem: Problem, tile: Tile, sms: int) -> float:
     """Time of a launch by the model above."""
     mine = ceil(ceil(problem.m / tile.m) * sum(ceil(n / tile.n) for n in problem.ns) / sms)
     area = tile.m * tile.n / 128**2
-    loop = problem.terms * ceil(problem.k / tile.k) * (area * tile.k / 128 * BLOCK_US + STEP_US)
+    block = area * tile.k / 128 * BLOCK_US
+    tail = ceil(problem.rank / (tile.k // 4)) * (TAIL * block + STEP_US)
+    loop = problem.terms * ceil(problem.k / tile.k) * (block + STEP_US) + tail
     width = 2 if problem.d == "f32" else 1
     epilogue = area * width * (EPILOGUE_US + (ADDEND_US if problem.c else 0))
     exposed = epilogue if tile.schedule == "pingpong" else mine * epilogue
