@@ -8,7 +8,7 @@ from _gemms import CPU, changed, gemm
 
 from peft_nvfp4.diagnostics.doctor import conformance_instances as instances
 from peft_nvfp4.diagnostics.doctor import instruction
-from peft_nvfp4.diagnostics.doctor.results import FAILED, PASSED
+from peft_nvfp4.diagnostics.doctor.results import FAILED, PASSED, Noticed
 from peft_nvfp4.kernels.fp4 import check
 from peft_nvfp4.kernels.fp4.tiles import Tile
 from peft_nvfp4.numerics.products import LowRank
@@ -113,6 +113,12 @@ def test_other_bits_under_load_are_seen():
 
     with pytest.raises(AssertionError, match="outputs changed when the same product was computed 4 times"):
         instances.under_load(launching(one), TILE, CPU, 64, 4)
+
+
+def test_a_slow_gpu_is_noticed():
+    assert instances.judged_speed(600.0, 110.0) == "600 TFLOP/s, 5.5 times those of BF16"
+    with pytest.raises(Noticed, match="200 TFLOP/s, 1.8 times those of BF16: slower than FP4 tensor cores should be"):
+        instances.judged_speed(200.0, 110.0)
 
 
 def test_long_sums_of_the_instruction_are_cut_off():

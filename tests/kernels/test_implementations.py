@@ -145,6 +145,20 @@ def test_scaled_mm_by_groups_of_rows(scaled, monkeypatch):
     assert torch.equal(whole, gemm([x], w, add=add))
 
 
+@pytest.mark.parametrize("m, k, shape", [(9, 320, (18, 320)), (200, 320, (200, 640)), (200, 352, (200, 704))])
+def test_scaled_mm_of_two_terms_is_one_product(scaled, monkeypatch, m, k, shape):
+    """Few rows are stacked, so that W is taken as it lies; for many, W is put beside itself."""
+    terms = [check.matrix(check.codes(m, k, s), check.powers(m, k, s), check.row_scales(m, 3)) for s in (1, 2)]
+    w = check.matrix(check.codes(40, k, 4), check.powers(40, k, 5))
+    calls = []
+    monkeypatch.setattr(
+        scaled_mm, "_scaled_mm", lambda x, *a, **o: calls.append((len(x), 2 * x.shape[1])) or fake_scaled_mm(x, *a, **o)
+    )
+    add = check.integers(m, 40, seed=6).to(BF16)
+    assert torch.equal(native.single(scaled_mm.gemms)(terms, w, add=add), gemm(terms, w, add=add))
+    assert calls == [shape]
+
+
 # ---------------------------------------------------------------------------------------------- the choice
 NO_TRITON = "no Triton here"
 

@@ -21,7 +21,7 @@ from ...kernels.fp4.check import Case
 from ...kernels.fp4.tiles import Tile
 from ...numerics.formats import QuantizedMatrix
 from . import instruction
-from .results import Result, checked, require
+from .results import Noticed, Result, checked, require
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 LONG_K = 8224
@@ -239,6 +239,37 @@ def under_load(gemms: native.Gemms, tile: Tile, device: torch.device, size: int,
     return f"{times} times {tiles} tiles, the same bits"
 
 
+def _milliseconds(run: Callable) -> float:
+    """Of one call, the median of 20 after warming up."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
+    for _ in range(3):
+        run()
+    for event in events:
+        event.record()
+        run()
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in zip(events, events[1:]))[10]
+
+
+def plausible_speed(gemms: native.Gemms, tile: Tile, device: torch.device, size: int = 4096) -> str:
+    """A large product beside PyTorch's in BF16, whose rate with FP32 sums is an eighth of FP4's on an RTX 50xx."""
+    x, w = (check.matrix(check.codes(size, size, s), check.powers(size, size, s, range(0x28, 0x60))) for s in (140, 141))
+    terms, (part,) = moved(Launch("", (Case("", (x,), w),)), device)
+    dense = torch.randn(size, size, device=device).bfloat16()
+    with torch.no_grad(), torch.cuda.device(device):
+        fp4 = _milliseconds(lambda: gemms(terms, [part.weight], constants=[None], adds=[None], tile=tile))
+        bf16 = _milliseconds(lambda: dense @ dense)
+    return judged_speed(*(2 * size**3 / ms / 1e9 for ms in (fp4, bf16)))
+
+
+def judged_speed(fp4: float, bf16: float) -> str:
+    """Of TFLOP/s. Raises :class:`Noticed` where FP4 is not even twice as fast."""
+    detail = f"{fp4:.0f} TFLOP/s, {fp4 / bf16:.1f} times those of BF16"
+    if fp4 < 2 * bf16:
+        raise Noticed(f"{detail}: slower than FP4 tensor cores should be (another process on the GPU, a power limit, or 'tune')")
+    return detail
+
+
 def around_checks(
     group: str, gemms: native.Gemms, tiles: Sequence[Tile], device: torch.device, size: int, times: int
 ) -> Iterator[Result]:
@@ -255,7 +286,7 @@ LOAD, EMULATED_LOAD = (5760, 200), (5760, 20)
 
 
 def instance_checks(group: str, library, gemms: Callable, device: torch.device, load: tuple[int, int] = LOAD) -> Iterator[Result]:
-    """Everything here, for a library's instances: ``library.instances``, ``library.tiles``."""
+    """Everything here, for a :class:`~peft_nvfp4.kernels.fp4.cutlass.Library`."""
     tiles = {tile.name: tile for tile in library.tiles}
     for tile in library.tiles:
         yield checked(group, addresses_of_its_own, gemms, tile, device, name=f"addresses of its own, {tile.name}")
@@ -265,6 +296,9 @@ def instance_checks(group: str, library, gemms: Callable, device: torch.device, 
     yield from around_checks(group, gemms, with_bf16, device, *load)
     if device.type != "cuda":
         return
+    if library.info["emulated"] == "0":
+        for tile in with_bf16:
+            yield checked(group, plausible_speed, gemms, tile, device, name=f"speed, {tile.name}")
     for index in range(torch.cuda.device_count()):
         other = torch.device("cuda", index)
         if other != device and torch.cuda.get_device_capability(other) == torch.cuda.get_device_capability(device):

@@ -233,12 +233,12 @@ def _launch(
     codes = terms[0].codes
     m, kp = codes.shape[0], codes.shape[1] * 2
     with_c = parts[0].add is not None
-    sms = torch.cuda.get_device_properties(codes.device).multi_processor_count
+    sms, gpu = _properties(codes.device.index)
     types = (DTYPES[dtype] if with_c else "none", DTYPES[dtype])
     if tile is None:
         rank = max(0 if p.low_rank is None else p.low_rank.up.shape[1] for p in parts)
         problem = Problem(m, tuple(p.weight.codes.shape[0] for p in parts), kp, len(terms), with_c, DTYPES[dtype], rank)
-        file = tile_table.cache_file(torch.cuda.get_device_name(), library.info["source"])
+        file = tile_table.cache_file(gpu, library.info["source"])
         tile = tile_table.choose_once(problem, _built(library, *types), sms, file)
     name = (tile.name, *types)
     if name not in library.instances:
@@ -284,6 +284,13 @@ def _describe(part: _Part, product: _Product) -> list[Tensor]:
     if constant is not None:
         part.bias, part.bias_is_bf16 = constant.data_ptr(), int(constant.dtype == torch.bfloat16)
     return copies
+
+
+@cache
+def _properties(device: int) -> tuple[int, str]:
+    """(multiprocessors, name) of a GPU; asked at every launch."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.name
 
 
 @cache

@@ -4,19 +4,22 @@ PyTorch takes packed codes as ``float4_e2m1fn_x2``, block scales as a flat, swiz
 scale per matrix. It asks for N to be a multiple of 16: rows of zero codes are added to W and their outputs cut off.
 
 cuBLASLt knows no global scale per row. So the product comes out in FP32, with W's global scale, and one pass applies the rows'
-scales, adds what is to be added, and rounds once. Two terms under the same global scales are one product with K doubled.
+scales, adds what is to be added, and rounds once.
+
+Two terms under the same global scales are one product: of [x1 | x2] and [W | W] (K doubled), which copies W, or of x1 above x2
+(rows doubled), whose two halves are then added. A copy of W moves 2.25 bytes for each of its N * K values (read, written, and
+read again by the product), the other way 16 bytes for each of M * N outputs (written, read twice, written, in FP32). So few rows
+are stacked.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...numerics import layout
-from ...numerics.formats import SWIZZLE_ROWS, QuantizedMatrix
+from ...numerics.formats import SWIZZLE_COLS, SWIZZLE_ROWS, QuantizedMatrix
 from .native import with_products
 
 N_ALIGN = 16
@@ -26,12 +29,21 @@ PRODUCT_BYTES = 256 << 20
 _scaled_mm = F.scaled_mm
 
 
-def _operand(matrices: Sequence[QuantizedMatrix], align: int = 1) -> tuple[Tensor, Tensor]:
-    """(codes (R, K/2), swizzled scales) of matrices side by side along K, R padded to a multiple of ``align``."""
-    codes, scales = (torch.cat(parts, dim=1) if len(matrices) > 1 else parts[0] for parts in list(zip(*matrices))[:2])
-    if missing := -codes.shape[0] % align:
-        codes = F.pad(codes, (0, 0, 0, missing))
-    return codes.view(torch.float4_e2m1fn_x2), layout.swizzle_scales(scales).view(torch.float8_e4m3fn)
+def _operand(codes: Tensor, scales: Tensor, times: int = 1) -> tuple[Tensor, Tensor]:
+    """(codes (R, K/2), swizzled scales) as PyTorch takes them, of a matrix ``times`` times side by side."""
+    if times > 1 and scales.shape[1] % SWIZZLE_COLS:
+        codes, scales, times = codes.repeat(1, times), scales.repeat(1, times), 1
+    swizzled = layout.swizzle_scales(scales)
+    if times > 1:  # tiles of a row of tiles follow each other
+        codes = codes.repeat(1, times)
+        swizzled = swizzled.view(-(-len(scales) // SWIZZLE_ROWS), -1).repeat(1, times).flatten()
+    return codes.view(torch.float4_e2m1fn_x2), swizzled.view(torch.float8_e4m3fn)
+
+
+def _padded_rows(q: QuantizedMatrix) -> Tensor:
+    """Codes of a weight, N a multiple of 16."""
+    missing = -len(q.codes) % N_ALIGN
+    return F.pad(q.codes, (0, 0, 0, missing)) if missing else q.codes
 
 
 def _product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, gscale: Tensor) -> Tensor:
@@ -56,15 +68,22 @@ def _finish(product: Tensor, scale: Tensor, constant: Tensor | None, add: Tensor
 def gemms(terms, weights, *, constants, adds, low_ranks=None, outs=None, dtype=torch.bfloat16) -> list[Tensor]:
     """The implementation's products; see :mod:`native` for the arguments."""
     adds = with_products(adds, low_ranks, dtype)
-    x, x_scales = _operand(terms)
+    m, k = len(terms[0].codes), 2 * terms[0].codes.shape[1]
+    widest = max(len(w.codes) for w in weights)
+    stacked = len(terms) == 2 and 16 * m < 2.25 * k and 2 * m * widest * 4 <= PRODUCT_BYTES
+    x, x_scales = _operand(*(torch.cat(parts, dim=0 if stacked else 1) for parts in list(zip(*terms))[:2]))
     rows = terms[0].gscale[:, None]
     ys = []
     for i, (weight, constant, add) in enumerate(zip(weights, constants, adds)):
-        w, w_scales = _operand([weight] * len(terms), N_ALIGN)
-        m, n = x.shape[0], weight.codes.shape[0]
+        w, w_scales = _operand(_padded_rows(weight), weight.scales, 1 if stacked else len(terms))
+        n = len(weight.codes)
         y = outs[i] if outs else torch.empty(m, n, dtype=dtype, device=weight.codes.device)
-        for part in _groups(m, w.shape[0]):
-            product = _product(x[part], _scale_rows(x_scales, part, m), w, w_scales, weight.gscale)[:, :n]
+        for part in [slice(0, m)] if stacked else _groups(m, w.shape[0]):
+            if stacked:
+                product = _product(x, x_scales, w, w_scales, weight.gscale)[:, :n]
+                product = product[:m].add_(product[m:])
+            else:
+                product = _product(x[part], _scale_rows(x_scales, part, m), w, w_scales, weight.gscale)[:, :n]
             _finish(product, rows[part], constant, None if add is None else add[part], y[part])
         ys.append(y)
     return ys

@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import ceil
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Tile:
     k: int
     schedule: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{self.m}x{self.n}x{self.k}_{self.schedule}"
 
@@ -102,8 +102,12 @@ def choose_once(problem: Problem, tiles: tuple[Tile, ...], sms: int, file: Path)
 
 def cache_file(gpu: str, source: str) -> Path:
     """Where the tiles measured on a GPU model with a build of the extension are kept."""
-    base = os.environ.get("PEFT_NVFP4_CACHE")
-    folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peft_nvfp4"
+    return _cache_file(gpu, source, os.environ.get("PEFT_NVFP4_CACHE"), os.environ.get("XDG_CACHE_HOME"))
+
+
+@cache  # asked at every launch
+def _cache_file(gpu: str, source: str, base: str | None, xdg: str | None) -> Path:
+    folder = Path(base) if base else Path(xdg or Path.home() / ".cache") / "peft_nvfp4"
     return folder / f"tiles-{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-').lower()}-{source}.json"
 
 
