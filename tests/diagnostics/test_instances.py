@@ -11,9 +11,16 @@ from peft_nvfp4.diagnostics.doctor import instruction
 from peft_nvfp4.diagnostics.doctor.results import FAILED, PASSED, Noticed
 from peft_nvfp4.kernels.fp4 import check
 from peft_nvfp4.kernels.fp4.tiles import Tile
+from peft_nvfp4.numerics import layout
 from peft_nvfp4.numerics.products import LowRank
 
 TILE = Tile(128, 128, 128, "pingpong")
+
+
+def linear(q):
+    """With scales row by row, whatever they were."""
+    shape = len(q.codes), q.codes.shape[1] // 8
+    return q if q.scales.ndim == 2 else q._replace(scales=layout.unswizzle_scales(q.scales, *shape))
 
 
 def launching(one=gemm):
@@ -21,7 +28,8 @@ def launching(one=gemm):
 
     def gemms(terms, weights, *, constants, adds, low_ranks=None, outs=None, dtype=torch.bfloat16, tile=None, sm_count=0):
         low_ranks, outs = low_ranks or [None] * len(weights), outs or [None] * len(weights)
-        rows = zip(weights, constants, adds, low_ranks, outs)
+        rows = zip(map(linear, weights), constants, adds, low_ranks, outs)
+        terms = [linear(t) for t in terms]
         return [one(terms, w, constant=c, add=a, low_rank=r, out=out, dtype=dtype) for w, c, a, r, out in rows]
 
     return gemms

@@ -13,8 +13,8 @@ from triton_cases import BF16, GROUPS, ON_GPU, awkward, cases, difference, norma
 
 from peft_nvfp4 import kernels
 from peft_nvfp4.kernels import dispatch
-from peft_nvfp4.numerics import fused_reference
-from peft_nvfp4.numerics.formats import GRADIENT_STOCHASTIC, QuantizedMatrix
+from peft_nvfp4.numerics import fused_reference, layout, reference
+from peft_nvfp4.numerics.formats import GRADIENT, GRADIENT_STOCHASTIC, QuantizedMatrix
 from peft_nvfp4.ops import fused
 from peft_nvfp4.ops.core import Operator
 
@@ -33,10 +33,35 @@ INTERPRETED = {  # group -> rows, widths, weights
 def interpret() -> dict[str, dict]:
     """The number of cases and the mismatches of every group."""
     found = {group: cases(group, *INTERPRETED[group]) for group in GROUPS}
+    in_tiles = scales_in_tiles("cpu", [(131, 64), (3, 640), (3, 96)])
     return {
         group: {"cases": len(each), "mismatches": [text for case in each for text in run_case(case, "cpu")]}
         for group, each in found.items()
-    }
+    } | {"tiles": {"mismatches": in_tiles}}
+
+
+def scales_in_tiles(device: str, shapes: list[tuple[int, int]]) -> list[str]:
+    """``quantize_for_gemm``: the reference's codes, and its scales put into tiles where K is a multiple of 64."""
+    from peft_nvfp4.kernels.triton.quantize import quantize_for_gemm
+
+    found = []
+    for m, k in shapes:
+        for fmt, seed in ((GRADIENT, None), (GRADIENT_STOCHASTIC, torch.tensor(SEED))):
+            x = awkward(m, k, BF16)
+            got, right = quantize_for_gemm(x.to(device), fmt, seed), reference.quantize(x, fmt, seed=seed)
+            scales = got.scales.cpu() if k % 64 else layout.unswizzle_scales(got.scales.cpu(), m, k // 16)
+            same = torch.equal(got.codes.cpu(), right.codes) and torch.equal(got.gscale.cpu(), right.gscale)
+            found += [] if same and torch.equal(scales, right.scales) else [f"{m} x {k}, {fmt}"]
+    return found
+
+
+def test_interpreted_scales_in_tiles(interpreted):
+    assert interpreted["tiles"]["mismatches"] == []
+
+
+@pytest.mark.gpu
+def test_scales_in_tiles():
+    assert scales_in_tiles("cuda", [(1, 64), (131, 64), (300, 2048), (129, 96), (70, 8192), (9, 65536)]) == []
 
 
 @pytest.fixture(scope="module")

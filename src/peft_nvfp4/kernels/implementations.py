@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import ops
 from ..numerics import reference
 from ..numerics.products import Dgrad, Fprop
 from .fp4 import check, cutlass, native, scaled_mm
@@ -46,6 +47,8 @@ NATIVE: dict[str, Callable[[], native.Gemms]] = {
     "scaled_mm": lambda: scaled_mm.gemms,
 }
 """FP4 implementation -> its products; raises :class:`Unavailable`."""
+READ_SWIZZLED = ("cutlass",)
+"""Implementations that take block scales in tiles as well, as one dimension."""
 ANYWHERE = ("scaled_mm",)
 """Implementations that are part of PyTorch, so there on GPUs of every kind: that they cannot run is nothing to warn about."""
 
@@ -101,13 +104,15 @@ def _try(name: str, device: torch.device, triton_obstacle: str) -> tuple[Callabl
         return emulated.fprop_of_rounded_inputs, emulated.dgrad, note
     gemms, others = working_gemms(name, device), emulated or reference
     small = emulated.SMALL_ROWS if emulated else 0
+    swizzles = name in READ_SWIZZLED and not triton_obstacle
+    quantize = importlib.import_module(f"{__package__}.triton.quantize").quantize_for_gemm if swizzles else ops.quantize
 
     def fprop(p: Fprop):
         takes = p.terms[0].codes.shape[0] > small and native.takes_fprop(p)
         return native.fprop(gemms, p) if takes else others.fprop(p)
 
     def dgrad(p: Dgrad):
-        return native.dgrad(gemms, p) if native.takes_dgrad(p) else others.dgrad(p)
+        return native.dgrad(gemms, p, quantize) if native.takes_dgrad(p) else others.dgrad(p)
 
     return fprop, dgrad, "FP4 tensor cores" + (f"; fprop of up to {small} rows: the Triton product" if small else "")
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from ...kernels.fp4 import check, native
 from ...kernels.fp4.check import Case
 from ...kernels.fp4.tiles import Tile
+from ...numerics import layout
 from ...numerics.formats import QuantizedMatrix
 from . import instruction
 from .results import Noticed, Result, checked, require
@@ -36,6 +37,7 @@ class Launch:
     parts: tuple[Case, ...]  # of the same terms
     sm_count: int = 0
     in_place: bool = False  # outs are the adds
+    swizzled: bool = False  # block scales come in tiles
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -72,6 +74,9 @@ def launches(tile: Tile, c: str, d: str) -> Iterator[Launch]:
     yield Launch(f"K={LONG_K}", (add(_exact(130, 136, LONG_K, 20, check.SMALL, 2), 52),), 1)
     parts = _beside(_exact(261, 8, 160, 30), (33, 7, 129, 255), 40)
     yield Launch("four weights of odd N", tuple(add(part, 53 + i) for i, part in enumerate(parts)))
+    yield Launch("four weights, scales in tiles", tuple(add(part, 53 + i) for i, part in enumerate(parts)), swizzled=True)
+    two_terms = add(_exact(300, 136, 416, 34, terms=2), 57)
+    yield Launch("two terms, scales in tiles", (two_terms,), 1, swizzled=True)
     yield Launch("four weights of odd N, 1 multiprocessor", tuple(add(part, 53 + i) for i, part in enumerate(parts)), 1)
     if c != "none":
         parts = _beside(_exact(300, 8, 288, 60), (400, 264), 61)
@@ -96,7 +101,15 @@ def moved(launch: Launch, device: torch.device) -> tuple[list[QuantizedMatrix], 
     parts = [
         replace(p, **move({name: getattr(p, name) for name in ("weight", "constant", "add", "low_rank")})) for p in launch.parts
     ]
-    return move(terms), parts
+    if not launch.swizzled:
+        return move(terms), parts
+    return in_tiles(move(terms)), [replace(p, weight=in_tiles([p.weight])[0]) for p in parts]
+
+
+def in_tiles(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
+    """With swizzled scales, one matrix's right after the other's."""
+    scales = torch.stack([layout.swizzle_scales(q.scales) for q in matrices])
+    return [q._replace(scales=s) for q, s in zip(matrices, scales)]
 
 
 def multiply(gemms: native.Gemms, launch: Launch, device: torch.device, tile: Tile, dtype: torch.dtype) -> list[Tensor]:

@@ -7,8 +7,9 @@ it is first wanted, where failing to load is an answer and not an ImportError. T
 Rejected: torch's stable ABI, which exists in parts only in the oldest torch supported here.
 
 :func:`load` looks in the package's folder, where setup.py puts the library, or at ``PEFT_NVFP4_EXTENSION``. Block scales are
-rearranged at every call (by the library, into the workspace). The weights of one input are one launch: see
-``csrc/collectives.cuh`` for how, and :mod:`tiles`, which chooses the tile of a launch, for why.
+rearranged at every call (by the library, into the workspace), but for those that come in tiles: of one dimension, as
+:func:`~peft_nvfp4.numerics.layout.swizzle_scales` makes them, of two terms one right after the other. The weights of one input
+are one launch: see ``csrc/collectives.cuh`` for how, and :mod:`tiles`, which chooses the tile of a launch, for why.
 """
 
 from __future__ import annotations
@@ -248,6 +249,7 @@ def _launch(
     )
     for i, x in enumerate(terms):
         arguments.x_codes[i], arguments.x_scales[i] = x.codes.data_ptr(), x.scales.data_ptr()
+    arguments.x_scales_swizzled = int(terms[0].scales.ndim == 1)
     arguments.x_gscale, arguments.x_gscale_rows = terms[0].gscale.data_ptr(), terms[0].gscale.numel()
     # the rounded-up copies made here live until the launch is queued: their memory is reused in the order of the stream
     copies = [_describe(part, product) for part, product in zip(arguments.part, parts)]
@@ -262,6 +264,7 @@ def _describe(part: _Part, product: _Product) -> list[Tensor]:
     """Fills in a part; returns copies that must outlive the launch."""
     weight, constant, add, low_rank, y = product
     part.n, part.codes, part.scales = weight.codes.shape[0], weight.codes.data_ptr(), weight.scales.data_ptr()
+    part.scales_swizzled = int(weight.scales.ndim == 1)
     part.gscale, part.d, part.ldd = weight.gscale.data_ptr(), y.data_ptr(), y.stride(0)
     copies = []
     if add is not None:

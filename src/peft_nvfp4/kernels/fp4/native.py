@@ -8,7 +8,7 @@ An implementation is one function, ``gemms``: all weights of one input at once, 
 exact products, accumulated in FP32, rounded once to ``dtype``. What it may rely on:
 
 * one or two terms, whose global scales, one per row, have the same values: K can be doubled, [codes 1 | codes 2] x [W | W];
-* weights have one global scale, and all block scales are linear (row-major);
+* weights have one global scale; block scales are linear (row-major), but for what :func:`dgrad` was told to quantise otherwise;
 * ``constant`` is None or (N,) FP32; ``add`` is None or (M, N) in ``dtype``; an out may be the add (then it accumulates in place);
 * a low-rank product is None or hidden (M, r), up (N, r), both BF16;
 * M, N and K are at least 1, every tensor but the low-rank ones is contiguous.
@@ -115,12 +115,13 @@ def takes_dgrad(p: Dgrad) -> bool:
     return dy.dtype == torch.bfloat16 and all(sizes) and all(w.gscale.shape[0] == 1 for w in weights)
 
 
-def dgrad(gemms: Gemms, p: Dgrad) -> Tensor:
-    """The operator ``dgrad``, for what :func:`takes_dgrad`."""
+def dgrad(gemms: Gemms, p: Dgrad, quantize: Callable[..., QuantizedMatrix] = ops.quantize) -> Tensor:
+    """The operator ``dgrad``, for what :func:`takes_dgrad`. ``quantize(dy, fmt, seed=...)``: nothing but ``gemms`` reads what it
+    returns, which may therefore be in a layout that only ``gemms`` knows."""
     dtype = p.linears[0].dy.dtype
     dx, low_rank = None, None if p.g is None else LowRank(p.g, p.a.T)
     for dy, weight, seed in p.linears:
-        q = ops.quantize(dy, GRADIENT if seed is None else GRADIENT_STOCHASTIC, seed=seed)
+        q = quantize(dy, GRADIENT if seed is None else GRADIENT_STOCHASTIC, seed=seed)
         operands, outs = ([_with_row_scales(q)], [_contiguous(weight)]), None if dx is None else [dx]
         (dx,) = gemms(*operands, constants=[None], adds=[dx], low_ranks=[low_rank], outs=outs, dtype=dtype)
         low_rank = None

@@ -39,6 +39,8 @@ E2M1_MAX: tl.constexpr = tl.constexpr(formats.E2M1_MAX)
 E4M3_MAX: tl.constexpr = tl.constexpr(formats.E4M3_MAX)
 E4M3_NAN: tl.constexpr = tl.constexpr(formats.E4M3_NAN)
 E4M3_MAX_BITS: tl.constexpr = tl.constexpr(formats.E4M3_MAX_BITS)
+SCALES_A_TILE: tl.constexpr = tl.constexpr(formats.SWIZZLE_COLS)
+TILE_BYTES: tl.constexpr = tl.constexpr(formats.SWIZZLE_ROWS * formats.SWIZZLE_COLS)
 G_MIN: tl.constexpr = tl.constexpr(formats.GSCALE_EXPONENTS[0])
 G_MAX: tl.constexpr = tl.constexpr(formats.GSCALE_EXPONENTS[1])
 
@@ -205,8 +207,11 @@ def quantize_blocks(x, amax, g, inverse_g, NB: tl.constexpr, MODE: tl.constexpr,
 
 
 @triton.jit
-def store_codes(codes_ptr, scales_ptr, codes, bits, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr):
-    """Codes and block scales (NB,) of one row whose storage starts at the pointers."""
+def store_codes(
+    codes_ptr, scales_ptr, codes, bits, blk, K: tl.constexpr, NB: tl.constexpr, MODE: tl.constexpr, SWIZZLED: tl.constexpr = False
+):
+    """Codes and block scales (NB,) of one row whose storage starts at the pointers. SWIZZLED: four scales of the row lie
+    together, the next four a tile of 512 bytes further."""
     WHOLE: tl.constexpr = divides(NB, K)
     inside = blk * BLOCK < padded_k(K)
     if MODE == PAIR:
@@ -215,7 +220,10 @@ def store_codes(codes_ptr, scales_ptr, codes, bits, blk, K: tl.constexpr, NB: tl
     else:
         at = blk[:, None] * HALF + tl.arange(0, HALF)[None, :]
     store(codes_ptr + at, codes, inside[:, None], WHOLE)
-    store(scales_ptr + opaque(blk, MODE), bits.to(tl.uint8), inside, WHOLE)
+    scale_at = opaque(blk, MODE)
+    if SWIZZLED:
+        scale_at = scale_at // SCALES_A_TILE * TILE_BYTES + scale_at % SCALES_A_TILE
+    store(scales_ptr + scale_at, bits.to(tl.uint8), inside, WHOLE)
 
 
 @triton.jit

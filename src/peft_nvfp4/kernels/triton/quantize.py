@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...numerics.formats import ACTIVATION, NVFP4Format, QuantizedMatrix
+from ...numerics.formats import ACTIVATION, SWIZZLE_COLS, SWIZZLE_ROWS, NVFP4Format, QuantizedMatrix
 from ...numerics.formats import BLOCK as BLOCK_SIZE
 from ...numerics.formats import padded_k as padded
 from ...ops.linear import empty_terms, matrices
 from .blocks import (
     MAX6,
     RULES,
+    SCALES_A_TILE,
     STOCHASTIC,
     amax_values,
     finite_part,
@@ -75,7 +76,7 @@ def quantize_kernel(
     x_stride,
     g_stride,  # 1: a global scale per row, 0: one for all
     K: tl.constexpr, NB: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
-    GLOBAL: tl.constexpr, SEED_ON_DEVICE: tl.constexpr,
+    GLOBAL: tl.constexpr, SEED_ON_DEVICE: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     blk = tl.program_id(1) * NB + tl.arange(0, NB)
@@ -98,7 +99,11 @@ def quantize_kernel(
         codes, bits, _, _ = quantize_blocks(x, amax, g, inverse_g, NB, MODE, GLOBAL == GIVEN, False)
     else:
         codes, bits = search_blocks(x, amax, inverse_g, NB, RULE, MODE, GLOBAL == GIVEN)
-    store_codes(codes_ptr + row * (KP // 2), scales_ptr + row * (KP // BLOCK), codes, bits, blk, K, NB, MODE)
+    if SWIZZLED:  # rows r, r + 32, r + 64, r + 96 of a tile of 128 lie together
+        scales_ptr += row // 128 * 128 * (KP // BLOCK) + row % 32 * 16 + row % 128 // 32 * SCALES_A_TILE
+    else:
+        scales_ptr += row * (KP // BLOCK)
+    store_codes(codes_ptr + row * (KP // 2), scales_ptr, codes, bits, blk, K, NB, MODE, SWIZZLED)
 
 
 def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[QuantizedMatrix, ...]:
@@ -110,14 +115,24 @@ def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[Quanti
     return matrices(*out, k)
 
 
-def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | None) -> QuantizedMatrix:
+def quantize_for_gemm(x: Tensor, fmt: NVFP4Format, seed: Tensor | None) -> QuantizedMatrix:
+    """The operator ``quantize`` without a given global scale, for a matrix that only an FP4 GEMM reads: its block scales are
+    swizzled (one dimension) where K is a multiple of 64 (a row of tiles is then full). Scales of rows past the last one are not
+    written."""
+    m, k = x.shape
+    return quantize(x, fmt, None, seed, swizzled=m > 0 and k > 0 and k % (SWIZZLE_COLS * BLOCK_SIZE) == 0)
+
+
+def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | None, swizzled: bool = False) -> QuantizedMatrix:
     """The operator ``quantize``."""
     m, k = x.shape
     nb, per_row = row_blocks(k), fmt.global_scale == "row"
-    if fmt == ACTIVATION and gscale is None and k and nb <= MAX_BLOCKS:
+    if fmt == ACTIVATION and gscale is None and k and nb <= MAX_BLOCKS and not swizzled:
         return quantize_terms(x, None, 1)[0]
     x = rows_contiguous(x)
     codes, scales, row_gscale = (t[0] for t in empty_terms(x, 1, m, k))
+    if swizzled:
+        scales = x.new_empty(-(-m // SWIZZLE_ROWS) * SWIZZLE_ROWS * padded(k) // BLOCK_SIZE, dtype=torch.uint8)
     if gscale is not None:
         where, out, given = GIVEN, gscale.clone(), gscale.contiguous()
     elif per_row and nb <= MAX_BLOCKS:
@@ -137,7 +152,7 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | 
         launch(amax_kernel, (m, chunks), (x, given), (x.stride(0), g_stride), constants, **options)
     pointer, key0, key1, on_device = seed_arguments(seed, x) if fmt.stochastic else (x, 0, 0, False)
     constants = {"K": k, "NB": chunk, "RULE": STOCHASTIC.value if fmt.stochastic else RULES[fmt.rule], "MODE": mode}
-    constants |= {"GLOBAL": where.value, "SEED_ON_DEVICE": on_device}
+    constants |= {"GLOBAL": where.value, "SEED_ON_DEVICE": on_device, "SWIZZLED": swizzled}
     tensors, numbers = (x, given, codes, scales, out, pointer), (key0, key1, x.stride(0), g_stride)
     launch(quantize_kernel, (m, chunks), tensors, numbers, constants, **options)
     return QuantizedMatrix(codes, scales, out, k)
