@@ -81,11 +81,11 @@ def project(card: Card, shape: ModelShape, step: Step) -> dict[str, float]:
         low, high = 2 * m * r * k, 2 * m * r * n
         passes: Iterable[tuple[float, float]] = (
             (low, 2 * m * k / readers),  # h = x A', stacked
-            (high, 4 * m * n),  # h B' written, and read by the product's epilogue
+            (high, 0),  # h B', at the end of the FP4 product's loop over K
             (high, 2 * m * n),  # g = dy B
             (high, 2 * m * n),  # dB = dy' h
             (low, 2 * m * k),  # dA = g' x
-            (low, 4 * m * k / readers),  # g A, and its addition
+            (low, 0),  # g A, at the end of the first FP4 product's loop
         )
         lora += sum(gemm(card.bf16, flops, moving) for flops, moving in passes)
     d, f, q, kv = shape.hidden, shape.intermediate, shape.q, shape.kv
@@ -97,7 +97,7 @@ def project(card: Card, shape: ModelShape, step: Step) -> dict[str, float]:
         + (2 + NVFP4) * (2 * d + q + 2 * kv + 2 * f)  # gradients of all seven linears
         + 2 * (2 * d + NVFP4 * d * norm_terms + 2 * d)  # backward of RMSNorm
         + (2 + NVFP4) * (2 * d + q + f)  # D(x~) again, for dA
-        + 2 * (2 * d + q + f) / 16 * (norm_terms + 1)  # block scales put in the order that the GEMM reads
+        + 2 * (2 * d + q + f) / 16 * norm_terms  # block scales of inputs put in the order that the GEMM reads
     )
     elementwise = 2 * (6 * d) + 2 * (6 * d) + 2 * 2 * (2 * (q + kv)) * 2  # residual sums and their gradients, RoPE both ways
     rows, weight = step.labels, 2 * shape.vocabulary * d
