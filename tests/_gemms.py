@@ -134,7 +134,7 @@ MUTANTS = {
         "the low-rank product is multiplied with the global scales",
     ),
     "tail of the rank": (
-        lambda *a, low_rank=None, **k: gemm(*a, low_rank=low_rank and type(low_rank)(*(t[:, :32] for t in low_rank)), **k),
+        lambda *a, low_rank=None, **k: gemm(*a, low_rank=low_rank and type(low_rank)(*(t[:, :96] for t in low_rank)), **k),
         "beyond a multiple of 32 in the rank is ignored",
     ),
     "lane": (changed(inputs=check._scales_of_another_lane), r"rows g take the block scales of rows g \+ 8 .* \(input\)"),
