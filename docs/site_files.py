@@ -1,6 +1,7 @@
 """Hooks of the site (``mkdocs.yml``): files outside of this folder that pages link to, and names in docstrings.
 
-Pages are read on GitHub, too, so they link to ``../benchmarks/REPORT.md`` as it lies in the repository. The site gets those files.
+Pages are read on GitHub, too, so they link to ``../benchmarks/REPORT.md`` as it lies in the repository. The site
+gets those files.
 """
 
 import re
