@@ -17,11 +17,12 @@ import json
 import re
 import sys
 import textwrap
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from peft_nvfp4.memory import BUILTIN, ModelShape, Settings, card, largest_batch, longest_context, model_shape
+from peft_nvfp4.memory import BUILTIN, ModelShape, Settings, card, estimate, largest_batch, longest_context, model_shape, room
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -102,21 +103,23 @@ def dropin() -> str:
 
 
 def dropin_all() -> str:
-    """Everything in the file."""
+    """Everything in the file: a table for each shape and lengths."""
     order = {word: number for number, word in enumerate(METHODS)}
-    rows = [
-        [SHAPES[shape], LENGTHS[lengths], _method(word), f"{row['median_ms']:.0f} ms", f"{row['mean_ms']:.0f} ms"]
-        + [f"{row['first_half_s']:.1f} s", f"{row['peak_gb']:.2f} GB", f"{row['reserved_gb']:.2f} GB"]
-        for (shape, lengths), group in _dropin().items()
-        for word, row in sorted(group.items(), key=lambda item: (order.get(item[0].partition("-")[0], len(order)), item[0]))
-    ]
-    header = ["", "", "", "step, median", "mean", "first half of the run", "peak of tensors", "reserved by PyTorch"]
+    header = ["", "step, median", "mean", "first half of the run", "peak of tensors", "reserved by PyTorch"]
+    parts = []
+    for (shape, lengths), group in _dropin().items():
+        rows = [
+            [_method(word), f"{row['median_ms']:.0f} ms", f"{row['mean_ms']:.0f} ms", f"{row['first_half_s']:.1f} s"]
+            + [f"{row['peak_gb']:.2f} GB", f"{row['reserved_gb']:.2f} GB"]
+            for word, row in sorted(group.items(), key=lambda item: (order.get(item[0].partition("-")[0], len(order)), item[0]))
+        ]
+        parts.append(f"### {SHAPES[shape]}, {LENGTHS[lengths]}\n\n{table(header, rows)}")
     environment = json.loads((RESULTS / "dropin_h200.json").read_text("utf-8"))["environment"]
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "transformers", "peft", "bitsandbytes"))
-    note = f"""Steps are those of the second half of a run. A number of tokens that is new takes a moment once, for its recording:
-        that is in the first half, and in the means where lengths vary. {environment["gpu"]}, {versions}
+    note = f"""Steps are those of the second half of a run. A number of tokens that is new takes a moment once, for its
+        recording: that is in the first half, and in the means where lengths vary. {environment["gpu"]}, {versions}
         (`benchmarks/results/dropin_h200.json`)."""
-    return f"{table(header, rows)}\n\n{paragraph(note)}"
+    return "\n\n".join([*parts, paragraph(note)])
 
 
 # ---------------------------------------------------------------------------------------------- what fits
@@ -146,7 +149,8 @@ def _models() -> dict[str, ModelShape]:
 
 CARDS = ("RTX 4070", "RTX 5080", "RTX 4090", "RTX 5090", "A100 80GB")
 SMALL = Settings(memory="small", checkpointing=True, cuda_graphs=True)
-OFFLOADED = Settings(memory="smallest", checkpointing=True)
+HOSTED = replace(SMALL, host_checkpoints=True, cuda_graphs=False)
+OFFLOADED = replace(HOSTED, memory="smallest")
 QLORA = Settings(backend="nf4-liger", loss="liger", checkpointing=True)
 PLANS = {
     "`fast`": replace(SMALL, memory="fast", checkpointing=False),
@@ -154,21 +158,21 @@ PLANS = {
     "QLoRA": replace(QLORA, checkpointing=False),
     "`fast`, ckpt": replace(SMALL, memory="fast"),
     "`small`, ckpt": SMALL,
-    "`smallest`, ckpt": OFFLOADED,
     "QLoRA, ckpt": QLORA,
+    "`small`, ckpt on the host": HOSTED,
+    "`smallest`, ckpt on the host": OFFLOADED,
 }
 """What ``get_peft_model`` gives with a word of ``memory``, and PEFT on bitsandbytes with Liger's kernels."""
 
 
-def _on(name: str, plan: Settings, sequence: int) -> tuple[Settings, int]:
+def _on(name: str, plan: Settings, sequence: int = 2048) -> tuple[Settings, int]:
     """A plan on a card, and the card's memory."""
     gpu = card(name)
     return replace(plan, sequence=sequence, native_fp4=gpu.fp4, workspace=gpu.workspace), gpu.memory
 
 
-def _rows_that_fit(shape: ModelShape, name: str, plan: Settings, sequence: int = 2048) -> str:
-    settings, memory = _on(name, plan, sequence)
-    return str(largest_batch(shape, settings, memory) or NOT_MEASURED)
+def _rows_that_fit(shape: ModelShape, name: str, plan: Settings) -> str:
+    return str(largest_batch(shape, *_on(name, plan)) or NOT_MEASURED)
 
 
 def _with_memory(name: str) -> str:
@@ -176,11 +180,11 @@ def _with_memory(name: str) -> str:
 
 
 def fits() -> str:
-    """README's: rows of 2048 tokens, this package and QLoRA, both with checkpointing."""
+    """README's: rows of 2048 tokens with checkpointing: this package, QLoRA, this package with checkpoints on the host."""
     shapes = _models()
     names = ("Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
     rows = [
-        [name, *(" / ".join(_rows_that_fit(shapes[name], gpu, plan) for plan in (SMALL, QLORA, OFFLOADED)) for gpu in CARDS[:4])]
+        [name, *(" / ".join(_rows_that_fit(shapes[name], gpu, plan) for plan in (SMALL, QLORA, HOSTED)) for gpu in CARDS[:4])]
         for name in names
     ]
     return table(["", *map(_with_memory, CARDS[:4])], rows)
@@ -196,28 +200,20 @@ def fits_all() -> str:
 
 
 def longest_rows() -> str:
-    """Tokens of the longest single row, in thousands of 1024."""
-    shapes, levels = _models(), ("small", "smallest")
-    rows = [
-        [name, *(f"{' / '.join(_longest(shape, gpu, level) for level in levels)} / {_longest_qlora(shape, gpu)}" for gpu in CARDS)]
-        for name, shape in shapes.items()
-    ]
+    """Thousands of tokens of the longest row: this package with ``small`` and with ``smallest``, QLoRA."""
+    rows = [[name, *(" / ".join(_longest(shape, gpu)) for gpu in CARDS)] for name, shape in _models().items()]
     return table(["", *map(_with_memory, CARDS)], rows)
 
 
-def _longest(shape: ModelShape, name: str, level: str) -> str:
-    settings, memory = _on(name, Settings(memory=level), 1024)
-    step = longest_context(shape, settings, memory)
-    return NOT_MEASURED if step is None else f"{step.settings.sequence // 1024}k"
-
-
-def _longest_qlora(shape: ModelShape, name: str) -> str:
-    low, high = 0, 1 << 10  # in steps of 1024 tokens
-    fits_in = lambda steps: int(_rows_that_fit(shape, name, QLORA, 1024 * steps).replace(NOT_MEASURED, "0")) > 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits_in(middle) else (low, middle)
-    return f"{low}k" if low else NOT_MEASURED
+def _longest(shape: ModelShape, name: str) -> list[str]:
+    cells = []
+    for plan in (HOSTED, OFFLOADED):
+        step = longest_context(shape, *_on(name, plan))
+        cells.append(NOT_MEASURED if step is None else f"{step.settings.sequence >> 10}k")
+    settings, memory = _on(name, QLORA)
+    peak = lambda thousands: estimate(shape, replace(settings, sequence=thousands << 10)).peak
+    longest = bisect_right(range(1, 1 << 10), room(settings, memory), key=peak)
+    return [*cells, f"{longest}k" if longest else NOT_MEASURED]
 
 
 # ---------------------------------------------------------------------------------------------- claims
