@@ -63,7 +63,8 @@ def test_files_and_names_that_are_mentioned_exist(page):
         assert found, f"{page.name} speaks of peft_nvfp4.{name}"
 
 
-def test_tables_and_figures_are_those_of_results_files_and_estimator():
+def test_tables_and_figures_are_those_of_results_files_and_estimator(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     module = script("make_readme_tables")
     assert module.ROOT / "README.md" in module.pages() and len(module.TABLES) > 5
     used = {name for page in module.pages() for _, name, _ in module.MARK.findall(page.read_text(encoding="utf-8"))}
@@ -74,7 +75,8 @@ def test_tables_and_figures_are_those_of_results_files_and_estimator():
 
 
 def test_a_changed_result_changes_the_table(tmp_path, monkeypatch):
-    module = script("make_readme_tables")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    module = script("measured_tables")
     row = {"shape": "1b", "lengths": "fixed", "method": "qlora", "median_ms": 12.4, "mean_ms": 17.0, "peak_gb": 3.21}
     failed = {"shape": "1b", "lengths": "fixed", "method": "nvfp4", "error": "out of memory"}
     (tmp_path / "dropin_h200.json").write_text(json.dumps({"rows": [row, failed]}))
