@@ -10,10 +10,8 @@ of booleans, made on the device from the caller's mask and the place of the new 
 it; what differs from an ordinary step is the rounding of attention, which another kernel may compute.
 
 A kind of step (rows, bucket, adapters, ...) that is met for the second time is recorded. Then it is computed both ways, and the
-recording is used if hidden states and new keys and values agree. After that, every replay is followed by a look at the model
-while the GPU computes: hooks, another adapter, disabled or merged ones, tensors that lie elsewhere. If it is not the recorded
-one, the result is thrown away and the step is computed anew; the recordings of the last few states of a model are kept (a policy
-and its reference). Weights that are trained keep their place, and with it their recordings.
+recording is used if hidden states and new keys and values agree. When recordings are thrown away:
+:mod:`peft_nvfp4.training.forward_recordings`.
 
 What has no recording (windows, linear attention, encoders, caches of other kinds, several tokens at once, hooks) runs as it would
 without, and the status says why.
@@ -21,13 +19,10 @@ without, and the status says why.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,18 +30,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from .decode_step import GROUPED, Step, grouped_attention, mask_of, step_of
-from .graph_recording import ForwardRecording, SeedTape, Unsupported, capturing, check_devices
-from .graph_state import baked_in
+from .forward_recordings import ForwardRecordings, ForwardStatus, Recorded, error_of
+from .graph_recording import ForwardRecording, Unsupported
 from .key_values import KeyValues
 
 SHORTEST = 256
 """Tokens of the smallest bucket."""
 AHEAD = 32
 """A bucket has room for so many tokens more than there are when it is chosen, and for a quarter of them."""
-MAX_RECORDINGS = 16
-"""Of one state of the model: those that were used last."""
-MAX_STATES = 3
-"""Of the model, whose recordings are kept."""
 MEMORY_SHARE = 1 / 8
 """Of the device's memory, for keys and values that outlive a call."""
 STEP_ERROR = 0.3
@@ -59,30 +50,19 @@ TRIALS = 3
 
 
 @dataclass
-class DecodingStatus:
+class DecodingStatus(ForwardStatus):
     """How the steps of generation ran.
 
     Attributes:
-        replayed: rows and bucket -> number of replays.
-        reasons: why steps ran without a recording -> how many.
-        recorded: recordings made.
-        discarded: recordings dropped because the model or its memory had changed.
         key_value_bytes: size of the buffers of keys and values.
     """
 
-    replayed: Counter = field(default_factory=Counter)
-    reasons: Counter = field(default_factory=Counter)
-    recorded: int = 0
-    discarded: int = 0
+    what: ClassVar[str] = "steps of generation"
     key_value_bytes: int = 0
 
     def __str__(self) -> str:
-        lines = [f"replayed {n} steps of generation: {kind}" for kind, n in self.replayed.items()] or ["no step of generation"]
-        lines += [f"ran {n} steps of generation without a graph: {reason}" for reason, n in self.reasons.items()]
-        if self.recorded:
-            size = f"{self.key_value_bytes / 2**20:.0f} MiB of keys and values"
-            lines.append(f"made {self.recorded} recordings of generation, discarded {self.discarded}; {size}")
-        return "\n".join(lines)
+        size = f"; {self.key_value_bytes / 2**20:.0f} MiB of keys and values" if self.key_value_bytes else ""
+        return super().__str__() + size
 
 
 def bucket_of(length: int) -> int:
@@ -93,76 +73,33 @@ def bucket_of(length: int) -> int:
     return bucket
 
 
-class _Recorded(NamedTuple):
-    recording: Any
-    tape: SeedTape
-    kind: type  # of the decoder's output
-    cache_field: str  # of it
-
-
-class _State:
-    """Recordings that were made of one state of the model."""
-
-    def __init__(self, state: tuple, decoder: nn.Module):
-        self.state = state
-        self.recordings: dict[tuple, _Recorded | str] = {}  # a reason where it cannot be recorded
-        tensors = (*decoder.parameters(), *decoder.buffers())
-        self.memory = [(weakref.ref(t), t.data_ptr()) for t in tensors]
-
-    def memory_is_there(self) -> bool:
-        """Whether a replay would read memory that is still the model's. (References are weak: a state that has passed keeps no
-        weights.)"""
-        return all((t := ref()) is not None and t.data_ptr() == address for ref, address in self.memory)
-
-
-class Decoding:
-    """Steps of generation of one decoder.
-
-    Args:
-        recorder: makes a recording of (function, inputs, pool of memory).
-    """
+class Decoding(ForwardRecordings):
+    """Steps of generation of one decoder."""
 
     def __init__(self, decoder: nn.Module, recorder: Callable = ForwardRecording):
-        self._decoder, self.recorder = weakref.ref(decoder), recorder
-        self.status = DecodingStatus()
-        self.states: list[_State] = []  # the one of the last step first
+        super().__init__(decoder, DecodingStatus(), recorder)
         self.buffers: KeyValues | None = None
-        self.pool: Any = None
         self.bucket = 0  # of the last step
-        self.met: Counter = Counter()  # kinds of steps
-        self.lock = threading.Lock()  # one thread at a time has the buffers
-
-    @property
-    def decoder(self) -> nn.Module:
-        return self._decoder()
 
     def release(self) -> int:
         """Free everything; returns the bytes of keys and values."""
         freed, self.status.key_value_bytes = self.status.key_value_bytes, 0
-        self._discard(self.states)
         self.buffers = None
+        self._forget()
         return freed
 
-    def __call__(self, ordinary: Callable, args: tuple, kwargs: dict[str, Any], named: dict[str, Any]) -> Any:
-        """The decoder's output: replayed, or what ``ordinary(*args, **kwargs)`` returns. ``named``: the arguments by name."""
-        if not self.lock.acquire(blocking=False):  # another thread's step is being computed
-            return ordinary(*args, **kwargs)
-        try:
-            if (step := step_of(named)) is not None:
-                return self._step(step, ordinary, args, kwargs)
-        except Unsupported as reason:
-            self.status.reasons[str(reason)] += 1
-        finally:
-            self.lock.release()
-        return ordinary(*args, **kwargs)
+    def _call_of(self, named: dict[str, Any]) -> Step | None:
+        step = step_of(named)
+        if step is not None:
+            self._check(step)
+        return step
 
-    # -- a step
-
-    def _step(self, step: Step, ordinary: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self._check(step)
+    def _run(self, step: Step, ordinary: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         key = self._key(step)
-        if (output := self._replay_and_look(key, step)) is not None:
-            return output
+        if (recorded := self._last(key)) is not None and self._holds(step):
+            self.buffers.set_place(step.length, step.mask)
+            if (hidden := self._played(recorded, step.inputs)) is not None:
+                return self._output(recorded, step, hidden)
         recordings = self._recordings()
         if key not in recordings:
             self.met[key] += 1
@@ -172,27 +109,10 @@ class Decoding:
         if isinstance(recorded := recordings[key], str):
             raise Unsupported(recorded)
         if not self._holds(step):
-            self._discard(self.states)
-            self.buffers = None
+            self.release()
             raise Unsupported("keys and values of an earlier step are held elsewhere")
-        return self._output(recorded, step, self._play(recorded, step))
-
-    def _replay_and_look(self, key: tuple, step: Step) -> ModelOutput | None:
-        """Replay the recording of the last step's state, and see meanwhile whether the model is in that state; None if not, or if
-        there is no such recording."""
-        if not self.states or not self.states[0].memory_is_there():
-            return None
-        recorded = self.states[0].recordings.get(key)
-        if not isinstance(recorded, _Recorded) or not self._holds(step):
-            return None
-        generator, same = torch.get_rng_state(), False
-        hidden = self._play(recorded, step)
-        try:
-            same = baked_in(self.decoder) == self.states[0].state
-        finally:
-            if not same:
-                torch.set_rng_state(generator)
-        return self._output(recorded, step, hidden) if same else None
+        self.buffers.set_place(step.length, step.mask)
+        return self._output(recorded, step, recorded.play(step.inputs))
 
     def _check(self, step: Step) -> None:
         config = self.decoder.config
@@ -205,67 +125,33 @@ class Decoding:
         for name in ("use_cache", "return_dict"):
             if step.constants.get(name) is False:
                 raise Unsupported(f"it is called with {name}=False")
-        if self.recorder is ForwardRecording:
-            for name, tensor in step.inputs.items():
-                if not tensor.is_cuda:
-                    raise Unsupported(f"{name} is on the {tensor.device.type}")
-            if torch.cuda.is_current_stream_capturing():
-                raise Unsupported("it is being recorded by somebody else")
+        self._check_inputs(step.inputs)
 
     def _key(self, step: Step) -> tuple:
         """What one recording serves. The bucket stays as long as the sequence fits: it was chosen with room to spare."""
         if not step.length < self.bucket <= bucket_of(step.length + 1):
             self.bucket = bucket_of(step.length + 1)
-        config = vars(self.decoder.config.get_text_config())
-        return (
-            step.rows,
-            self.bucket,
-            tuple((name, tuple(t.shape), t.dtype) for name, t in step.inputs.items()),
-            tuple(step.constants.items()),
-            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            tuple(value for name, value in config.items() if "output_" in name or name == "return_dict"),
-            KeyValues.heads_of(step.cache.layers),
-        )
+        heads = KeyValues.heads_of(step.cache.layers)
+        return step.rows, self.bucket, heads, tuple(step.constants.items()), *self._settings(step.inputs)
 
     def _holds(self, step: Step) -> bool:
         """Whether the buffers hold the step's keys and values; they are copied if need be."""
         return self.buffers.holds(step.cache) or self.buffers.adopt(step.cache)
 
-    def _play(self, recorded: _Recorded, step: Step) -> Tensor:
-        self.buffers.set_place(step.length, step.mask)
-        recorded.tape.refill()
-        return recorded.recording.forward(step.inputs)
-
-    def _output(self, recorded: _Recorded, step: Step, hidden: Tensor) -> ModelOutput:
+    def _output(self, recorded: Recorded, step: Step, hidden: Tensor) -> ModelOutput:
         self.buffers.show(step.cache, step.rows, step.length + 1)
         self.status.replayed[f"{step.rows} rows, up to {self.bucket} tokens"] += 1
         return recorded.kind(last_hidden_state=hidden, **{recorded.cache_field: step.cache})
 
     # -- recordings
 
-    def _recordings(self) -> dict[tuple, _Recorded | str]:
-        """Those of the model as it is now."""
-        state = baked_in(self.decoder)
-        self._discard([s for s in self.states if not s.memory_is_there()])
-        found = next((s for s in self.states if s.state == state), None) or _State(state, self.decoder)
-        self._discard([s for s in self.states if s is not found][MAX_STATES - 1 :])
-        self.states = [found, *(s for s in self.states if s is not found)]
-        return found.recordings
-
-    def _discard(self, states: list[_State]) -> None:
-        self.status.discarded += sum(isinstance(r, _Recorded) for s in states for r in s.recordings.values())
-        self.states = [s for s in self.states if s not in states]
-        if not self.states:  # a pool of which something is still held cannot be recorded into
-            self.pool = None
-
     def _record_and_try(self, key: tuple, step: Step, ordinary: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record a step and compare it with an ordinary one, whose output is returned."""
         self._make_room(step)
         recordings = self._recordings()
         try:
-            recorded = self._record(step, ordinary)
-            with torch.random.fork_rng([step.cache.layers[0].keys.device] if torch.cuda.is_available() else []):
-                hidden = self._play(recorded, step)
+            recorded = self._record_step(step, ordinary)
+            hidden = self._tried(recorded, step.inputs)
         except Unsupported as reason:
             recordings[key] = str(reason)
             raise
@@ -280,17 +166,13 @@ class Decoding:
             recordings[key] = "the decoder returns more than the last hidden state and its cache"
             return output
         usual = [t[:, :, place] for layer in step.cache.layers for t in (layer.keys, layer.values)]
-        first, error = max(map(_error, new[:2], usual[:2])), max(map(_error, [hidden, *new], [output.last_hidden_state, *usual]))
+        first, error = max(map(error_of, new[:2], usual[:2])), max(map(error_of, [hidden, *new], [output.last_hidden_state, *usual]))
         if not (first < FIRST_ERROR and error < STEP_ERROR):
             self.met[key] += 1
             if self.met[key] >= 2 + TRIALS:
                 recordings[key] = f"a recorded step and an ordinary one differ by {max(first, error):.0%}"
             return output
-        present = [k for k, r in recordings.items() if isinstance(r, _Recorded)]
-        for oldest in present[: len(present) + 1 - MAX_RECORDINGS]:
-            del recordings[oldest]
-        recordings[key] = recorded._replace(kind=type(output), cache_field=fields[1])
-        self.status.recorded += 1
+        self._keep(recordings, key, recorded._replace(kind=type(output), cache_field=fields[1]))
         return output
 
     def _make_room(self, step: Step) -> None:
@@ -306,10 +188,8 @@ class Decoding:
         size, device = KeyValues.bytes_of(layers, rows, length), layers[0].keys.device
         if device.type == "cuda" and size > MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory:
             raise Unsupported(f"its keys and values would take {size / 2**30:.1f} GiB")
-        self._discard(self.states)
         self.buffers = old = None
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the pool of the recordings that were dropped
+        self._forget()
         try:
             with torch.inference_mode(False):
                 self.buffers = KeyValues(layers, rows, length)
@@ -318,17 +198,11 @@ class Decoding:
         self.status.key_value_bytes = self.buffers.nbytes
         self.buffers.adopt(step.cache)
 
-    def _record(self, step: Step, ordinary: Callable) -> _Recorded:
+    def _record_step(self, step: Step, ordinary: Callable) -> Recorded:
         buffers, rows, bucket, config = self.buffers, step.rows, self.bucket, self.decoder.config
-        device = buffers.place.device
-        if device.type == "cuda":
-            check_devices((*self.decoder.parameters(), *buffers.tensors, *step.inputs.values()))
-            self.pool = self.pool or torch.cuda.graph_pool_handle()
         buffers.set_place(step.length, step.mask)  # the function runs before it is replayed, and writes there
-        tape = SeedTape(device)
 
         def run(**inputs: Tensor) -> Tensor:
-            tape.places.clear()
             cache = buffers.recorded_cache(rows, bucket)  # not kept: whoever shares the buffers' memory is counted
             mask = mask_of(buffers.visible(rows, bucket), config._attn_implementation, cache.layers[0].keys.dtype)
             with self._attention():
@@ -337,9 +211,7 @@ class Decoding:
                 raise Unsupported("the decoder returns a tuple")
             return output.last_hidden_state
 
-        with torch.inference_mode(False), torch.no_grad(), capturing(device, tape):
-            recording = self.recorder(run, step.inputs, self.pool)
-        return _Recorded(recording, tape, ModelOutput, "")
+        return self._record(run, step.inputs, buffers.tensors)
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
@@ -355,6 +227,3 @@ class Decoding:
         finally:
             config._attn_implementation = "sdpa"
 
-
-def _error(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm())
