@@ -20,7 +20,14 @@ from .nn.registry import BACKENDS
 from .quantization.freeze import dense_share, dequantize_model, freeze_model, frozen_bytes
 from .training import distributed
 from .training.callbacks import StopOnNonFinite, deterministic, memory_advice
-from .training.cuda_graphs import decoding_status, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .training.cuda_graphs import (
+    decoding_status,
+    disable_cuda_graphs,
+    enable_cuda_graphs,
+    evaluation_status,
+    graph_status,
+    release_forward_recordings,
+)
 from .training.host_checkpoints import disable_host_checkpoints, enable_host_checkpoints, host_checkpoint_status
 from .training.offload.enable import disable_offload, enable_offload, offload_status
 from .training.packing import disable_packing, enable_packing, packing_status
@@ -58,6 +65,7 @@ __all__ = [
     "enable_host_checkpoints",
     "enable_offload",
     "enable_packing",
+    "evaluation_status",
     "export_checkpoint",
     "freeze_model",
     "frozen_bytes",
@@ -73,6 +81,7 @@ __all__ = [
     "prepare_model_for_nvfp4_training",
     "preprocess_eora",
     "register",
+    "release_forward_recordings",
     "tensor_statistics",
     "unregister",
 ]

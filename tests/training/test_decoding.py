@@ -12,9 +12,8 @@ from _rehearsal import ForwardRehearsal
 from conftest import tiny_llama
 from peft import get_peft_model
 
-from peft_nvfp4 import NVFP4LoraConfig, decoding_status
+from peft_nvfp4 import NVFP4LoraConfig, decoding_status, release_forward_recordings
 from peft_nvfp4.training import decoding
-from peft_nvfp4.training.cuda_graphs import release_decoding
 
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 on_devices = pytest.mark.parametrize("device", ["cpu", cuda])
@@ -393,7 +392,7 @@ def test_recordings_and_buffers_can_be_freed():
     models = pair()
     same_tokens(models, prompts(), max_new_tokens=6, do_sample=False)
     size = decoding_status(models[0]).key_value_bytes
-    assert release_decoding(models[0]) == size > 0 and decoding_status(models[0]).key_value_bytes == 0
+    assert release_forward_recordings(models[0]) == size > 0 and decoding_status(models[0]).key_value_bytes == 0
     same_tokens(models, prompts(), max_new_tokens=6, do_sample=False)
     assert decoding_status(models[0]).recorded == 2
 

@@ -1,4 +1,4 @@
-"""Logits that are computed when somebody uses them: what a training output holds where the loss needed only some of them."""
+"""Logits that are computed when somebody uses them: what an output with a loss holds where the loss needed only some of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 
 class LazyLogits:
-    """The logits of a training output, at all positions and part of the graph, computed when they are used for the first time.
+    """The logits of an output with a loss, at all positions and part of the graph, computed when they are first used.
 
     Whatever is done to it (indexing, a method of tensors, a function of torch, arithmetic, an edit in place, a hook) is done to
     the tensor, which is kept from then on; a move or a cast waits until then. So metrics that read ``output.logits`` stay right
-    and pay for it; who does not read it pays nothing.
+    and pay for it; who does not read it pays nothing. Made without gradient it says that it is a tensor: ``Trainer.evaluate``
+    collects those outputs that are.
 
     Args:
         compute: () -> the tensor.
@@ -25,6 +26,10 @@ class LazyLogits:
     def __init__(self, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         state = dict(shape=torch.Size(shape), dtype=dtype, device=device, _compute=compute, _tensor=None, _casts=[])
         self.__dict__.update(state, _grad=torch.is_grad_enabled())
+
+    @property
+    def __class__(self) -> type:
+        return LazyLogits if self._grad else Tensor
 
     def tensor(self) -> Tensor:
         """The same one whenever it is asked for. First used without autograd, it is part of the graph all the same."""
@@ -87,7 +92,7 @@ def _in_place(name: str) -> Callable:
 
 for _name in (
     "getitem len iter contains bool int float array add radd sub rsub mul rmul truediv rtruediv floordiv mod neg abs pow rpow "
-    "matmul rmatmul eq ne lt le gt ge and or xor invert"
+    "matmul rmatmul eq ne lt le gt ge and or xor invert array"
 ).split():
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in "setitem iadd isub imul itruediv ipow iand ior ixor".split():

@@ -2,10 +2,10 @@
 
 :func:`attach_loss` needs no code per architecture. While ``forward`` runs, the output head hands over its input instead of logits
 and ``model.loss_function`` computes the loss from that; the rest (router losses, which labels count, the class of the output)
-stays the model's own code. It works in training mode with ``labels``; evaluation, generation and calls with ``logits_to_keep``
-are untouched, and so are heads that somebody has put hooks on (ZeRO-3, tensor parallelism). A head that is a plain linear
-computes a chunk of logits at a time. Any other (with LoRA, quantised, moved about by accelerate) is called once, with the
-supervised positions: where it is sharded, all ranks make that one call, whatever the number of their labels.
+stays the model's own code. It works with ``labels``, in training mode or without gradient (``Trainer.evaluate``); generation and
+calls with ``logits_to_keep`` are untouched, and so are heads that somebody has put hooks on (ZeRO-3, tensor parallelism). A head
+that is a plain linear computes a chunk of logits at a time. Any other (with LoRA, quantised, moved about by accelerate) is called
+once, with the supervised positions: where it is sharded, all ranks make that one call, whatever the number of their labels.
 
 torch.compile from 2.13 traces all that without a break, with logits at all positions in 8 chunks; older compilers, and heads
 that are not a plain linear, get the model's own loss there (:func:`linear_cross_entropy` alone compiles with every version).
@@ -26,7 +26,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -141,11 +141,12 @@ def _with_loss(original: type) -> type:
         applies = settings is not None and _applies(self, kwargs)
         if applies and isinstance(settings, LossReport):
             untried = settings.attached and not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False)
+            untried = untried and not torch.is_inference_mode_enabled()  # it needs a gradient
             if untried and not any(watched(m, observers=False) for m in self.modules() if m is not self):  # it would call them
                 _set_class(self, original)  # with the model's own forward
                 try:
-                    with without_observers(self):
-                        examined, report = _examined(self, None)
+                    with without_observers(self):  # in a context of its own: hooks may have noted there what this call is given
+                        examined, report = copy_context().run(_examined, self, None)
                 finally:
                     _set_class(self, _with_loss(original))
                 settings = self.__dict__[_SETTINGS] = report if examined is None else examined
@@ -177,7 +178,7 @@ def _new_with_loss(original: type) -> nn.Module:
 def _applies(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     head, keep = model.get_output_embeddings(), kwargs.get("logits_to_keep", 0)
     return (
-        model.training
+        (model.training or not torch.is_grad_enabled())
         and kwargs.get("labels") is not None
         and isinstance(keep, int)
         and keep == 0

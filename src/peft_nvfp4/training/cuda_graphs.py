@@ -10,9 +10,9 @@ token ids and the last hidden state; the loss stays outside) replays recordings 
 
 A recording is made for each combination of input shapes, at its first use, and holds its memory until something that is baked
 into it has changed (an adapter switched, merged, frozen or added, a scaling, a dropout probability, a parameter that lives
-elsewhere), or :func:`disable_cuda_graphs`. Whatever a recording cannot do (evaluation, hidden states of all layers, packed
-sequences, a second forward before the backward of the first) runs as it would without, and the status says why. Steps of
-generation have recordings of their own (:mod:`peft_nvfp4.training.decoding`).
+elsewhere), or :func:`disable_cuda_graphs`. Whatever a recording cannot do (hidden states of all layers, packed
+sequences, a second forward before the backward of the first) runs as it would without, and the status says why. Generation and
+evaluation have recordings of their own (:mod:`peft_nvfp4.training.decoding`, :mod:`peft_nvfp4.training.evaluation`).
 
 Same numbers: dropout masks are drawn from seeds (:func:`peft_nvfp4.autograd.seeds.draw_seed`), and before each replay the seeds
 are drawn from PyTorch's CPU generator as eager code would, in the same order. Warm-up and recording put the generators back.
@@ -43,8 +43,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from .decoding import Decoding, DecodingStatus
+from .evaluation import Evaluation, EvaluationStatus
 from .graph_recording import (
     CudaRecording,
+    ForwardRecording,
     Replay,
     SeedTape,
     SharedMemory,
@@ -138,7 +140,7 @@ class GraphedForward:
         self.longer: list[int] = []  # tokens of batches since then that were longer
         self.state: tuple = ()  # of the model that they were made of
         self.pending: weakref.ref[Ticket] | None = None
-        self.decoding = Decoding(decoder)
+        self.decoding, self.evaluation = Decoding(decoder), Evaluation(decoder)
         self.__signature__ = inspect.signature(decoder.forward)
         kinds = {p.kind: p.name for p in self.__signature__.parameters.values()}
         self.catch_all = kinds.get(inspect.Parameter.VAR_KEYWORD)  # the name of **kwargs
@@ -164,7 +166,9 @@ class GraphedForward:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return self.decoding(self.original, args, kwargs, self._named(args, kwargs))
+            named = self._named(args, kwargs)
+            recordings = self.evaluation if named.get("use_cache") is False else self.decoding
+            return recordings(self.original, args, kwargs, named)
         if not self.decoder.training:
             return self.original(*args, **kwargs)
         try:
@@ -254,14 +258,19 @@ class GraphedForward:
 
     @property
     def can_record(self) -> bool:
-        """Whether the decoder is on a GPU, and the pass that runs now is one that can be recorded."""
-        if pass_goes_to_host():
+        """Whether the decoder is on a GPU, and the pass that runs now is one that can be recorded: of training, or without
+        gradient."""
+        training = torch.is_grad_enabled()
+        if training and (pass_goes_to_host() or not self.decoder.training):
             return False
-        return self.recorder is not CudaRecording or next(self.decoder.parameters()).device.type == "cuda"
+        of_gpu = (self.recorder if training else self.evaluation.recorder) in (CudaRecording, ForwardRecording)
+        return not of_gpu or next(self.decoder.parameters()).device.type == "cuda"
 
     def recorded_size(self, tokens: int) -> int:
         """To how many a packed row of so many tokens is filled up: an eighth of a power of two (6 % on average), so that few
         recordings serve all batches; more where that saves a recording (:data:`NEAR`, :data:`HEADROOM`)."""
+        if not torch.is_grad_enabled():
+            return self.evaluation.filled_size(tokens, _rounded_up(tokens))
         size, recorded = _rounded_up(tokens), {entry.tokens for entry in self.entries.values() if isinstance(entry, _Entry)}
         if size in recorded or not recorded:
             return size
@@ -427,12 +436,20 @@ def decoding_status(model: nn.Module) -> DecodingStatus:
     return DecodingStatus(reasons=Counter({"not enabled": 1})) if graphed is None else graphed.decoding.status
 
 
-def release_decoding(model: nn.Module) -> int:
-    """Free the recordings of generation with their keys and values, until the next generation. Caches that hold views of these
-    keep them alive.
+def evaluation_status(model: nn.Module) -> EvaluationStatus:
+    """Which calls without gradient were replayed, and which were not and why."""
+    graphed = _graphed(model)
+    return EvaluationStatus(reasons=Counter({"not enabled": 1})) if graphed is None else graphed.evaluation.status
+
+
+def release_forward_recordings(model: nn.Module) -> int:
+    """Free the recordings of generation, with their keys and values, and of evaluation, until they are made anew. Caches that
+    hold views of these keys and values keep them alive.
 
     Returns:
         Bytes of keys and values that are not held here any more.
     """
-    graphed = _graphed(model)
-    return 0 if graphed is None else graphed.decoding.release()
+    if (graphed := _graphed(model)) is None:
+        return 0
+    graphed.evaluation.release()
+    return graphed.decoding.release()

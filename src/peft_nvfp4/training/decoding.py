@@ -166,7 +166,8 @@ class Decoding(ForwardRecordings):
             recordings[key] = "the decoder returns more than the last hidden state and its cache"
             return output
         usual = [t[:, :, place] for layer in step.cache.layers for t in (layer.keys, layer.values)]
-        first, error = max(map(error_of, new[:2], usual[:2])), max(map(error_of, [hidden, *new], [output.last_hidden_state, *usual]))
+        first = max(map(error_of, new[:2], usual[:2]))
+        error = max(map(error_of, [hidden, *new], [output.last_hidden_state, *usual]))
         if not (first < FIRST_ERROR and error < STEP_ERROR):
             self.met[key] += 1
             if self.met[key] >= 2 + TRIALS:

@@ -26,8 +26,8 @@ from .graph_state import baked_in
 
 MAX_RECORDINGS = 16
 """Of one state of the model: those that were made last."""
-MAX_STATES = 3
-"""Of the model, whose recordings are kept."""
+MAX_STATES = 4
+"""Of the model, whose recordings are kept: a policy and its reference, in training mode and not."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class ForwardRecordings:
         return recorded if isinstance(recorded, Recorded) else None
 
     def _played(self, recorded: Recorded, inputs: dict[str, Tensor]) -> Tensor | None:
-        """Replay a recording of the last call's state, and see meanwhile whether the model is in that state; None if it is not."""
+        """Replay a recording of the last call's state, and see meanwhile whether the model is in that state; None if not."""
         generator, same = torch.get_rng_state(), False
         hidden = recorded.play(inputs)
         try:

@@ -204,11 +204,12 @@ class PackedForward:
             return self.original(*args, **kwargs)
         named = dict(self.__signature__.bind(*args, **kwargs).arguments)
         named |= named.pop(self.catch_all, {})
-        cached = any(isinstance(value, Cache) for value in named.values())
-        if cached or not (self.decoder.training or named.get("use_cache") is False):
-            return self.original(*args, **kwargs)  # generation keeps a cache
         labels = _LABELS.get()
         _LABELS.set(None)
+        cached = any(isinstance(value, Cache) for value in named.values())
+        scored = labels is not None and named.get("use_cache") is None and not torch.is_grad_enabled()  # evaluation
+        if cached or not (self.decoder.training or scored or named.get("use_cache") is False):
+            return self.original(*args, **kwargs)  # generation keeps a cache
         try:
             tensors = self._inputs(named)
             self._check_hooks()
@@ -217,7 +218,7 @@ class PackedForward:
         except NotPackable as reason:
             self.status.reasons[str(reason)] += 1
             return self.original(*args, **kwargs)
-        if batch.rows_are_full and not (torch.is_grad_enabled() and getattr(self.inner, "can_record", False)):
+        if batch.rows_are_full and not getattr(self.inner, "can_record", False):
             return self.original(*args, **kwargs)  # nothing to gain
         self.status.calls += 1
         self.status.tokens += batch.tokens
@@ -243,8 +244,7 @@ class PackedForward:
 
     def _size(self, tokens: int) -> int:
         """To how many tokens a row is filled up."""
-        recorded = torch.is_grad_enabled() and getattr(self.inner, "can_record", False)
-        return self.inner.recorded_size(tokens) if recorded else tokens
+        return self.inner.recorded_size(tokens) if getattr(self.inner, "can_record", False) else tokens
 
     def _check_hooks(self) -> None:
         """Hooks inside of the decoder are made for rows as the model has them. A new search only if a hook was made anywhere
@@ -365,7 +365,8 @@ def put_back(decoder: nn.Module, forward: Callable | None) -> None:
 
 
 def enable_packing(model: nn.Module) -> None:
-    """Compute no padding from now on, in training and in calls with ``use_cache=False``.
+    """Compute no padding from now on, in training, in calls with ``use_cache=False``, and without gradient in calls with labels
+    that leave ``use_cache`` open: evaluation, whose output then has no cache.
 
     Raises:
         ValueError: no decoder was found.

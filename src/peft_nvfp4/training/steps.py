@@ -1,10 +1,10 @@
 """What makes a training step fast and small, switched on by ``get_peft_model`` for a frozen base.
 
 The loss at supervised positions (:mod:`peft_nvfp4.fusion.loss_attach`), no padding (:mod:`peft_nvfp4.training.packing`), steps
-recorded in CUDA graphs (:mod:`peft_nvfp4.training.cuda_graphs`), those of generation as well
-(:mod:`peft_nvfp4.training.decoding`), the checkpoints of long sequences on the host
-(:mod:`peft_nvfp4.training.host_checkpoints`). Each of them falls back to the model's own way where it cannot
-give the same numbers, and says why: ``print(model.base_model.nvfp4_steps)``.
+recorded in CUDA graphs (:mod:`peft_nvfp4.training.cuda_graphs`), generation and evaluation as well
+(:mod:`peft_nvfp4.training.decoding`, :mod:`peft_nvfp4.training.evaluation`), the checkpoints of long sequences on the host
+(:mod:`peft_nvfp4.training.host_checkpoints`). Each of them falls back to the model's own way where it cannot give the same
+numbers, and says why: ``print(model.base_model.nvfp4_steps)``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ from __future__ import annotations
 from torch import nn
 
 from ..fusion.loss_attach import LossReport, attach_loss_at_first_call, detach_loss, loss_report
-from .cuda_graphs import GraphStatus, decoding_status, disable_cuda_graphs, enable_cuda_graphs, graph_status
+from .cuda_graphs import (
+    GraphStatus,
+    decoding_status,
+    disable_cuda_graphs,
+    enable_cuda_graphs,
+    evaluation_status,
+    graph_status,
+)
 from .decoding import DecodingStatus
+from .evaluation import EvaluationStatus
 from .host_checkpoints import (
     HostCheckpointStatus,
     can_checkpoint,
@@ -28,7 +36,7 @@ class StepReport:
     """How the steps of a model ran so far. Printed, it says what was switched on, and why something was not used.
 
     Attributes:
-        loss, packing, recordings, decoding, checkpoints: the reports of the parts.
+        loss, packing, recordings, decoding, evaluation, checkpoints: the reports of the parts.
     """
 
     def __init__(self, model: nn.Module):
@@ -51,11 +59,16 @@ class StepReport:
         return decoding_status(self.model)
 
     @property
+    def evaluation(self) -> EvaluationStatus:
+        return evaluation_status(self.model)
+
+    @property
     def checkpoints(self) -> HostCheckpointStatus:
         return host_checkpoint_status(self.model)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (self.loss, self.packing, self.recordings, self.decoding, self.checkpoints)))
+        parts = (self.loss, self.packing, self.recordings, self.decoding, self.evaluation, self.checkpoints)
+        return "\n".join(map(str, parts))
 
 
 def speed_up_steps(model: nn.Module, recordings: bool = True) -> StepReport:
