@@ -149,7 +149,6 @@ def test_trainer(tmp_path, monkeypatch, settings):
     """Accumulation over micro-batches of unequal label counts, then evaluation with metrics. SGD keeps the difference of two runs
     as small as that of their gradients: 2e-6 a step in FP32, a unit of BF16 under autocast. Trainer takes the labels away for
     label smoothing, so there the model's own logits serve."""
-    monkeypatch.setattr(LazyLogits, "tensor", None)  # not even accelerate's cast of outputs computes them
     logs = []
     for attached in (False, True):
         model = build()
@@ -160,7 +159,9 @@ def test_trainer(tmp_path, monkeypatch, settings):
         )  # fmt: skip
         trainer = hf.Trainer(model, arguments, train_dataset=rows(), eval_dataset=rows(4), compute_metrics=accuracy)
         assert trainer.model_accepts_loss_kwargs
-        trainer.train()
+        with monkeypatch.context() as patched:
+            patched.setattr(LazyLogits, "tensor", None)  # not even accelerate's cast of outputs computes them
+            trainer.train()
         trainer.evaluate()
         logs.append(logged(trainer, "loss", "grad_norm", "eval_loss", "eval_accuracy"))
     assert_same_logs(*logs[::-1], bound=4 * unit(torch.bfloat16) if "bf16" in settings else 1e-5)
