@@ -1,7 +1,7 @@
 """``Options``: each word of ``memory`` with each backend, what the layers of a model have of it, and what is refused."""
 
 import re
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from peft_nvfp4.cli._run.options import TrainOptions
 from peft_nvfp4.fusion.compressed import CompressedGatedMLP
 from peft_nvfp4.fusion.mlp import FusedGatedMLP
 from peft_nvfp4.memory import Settings
+from peft_nvfp4.quantization import options
 from peft_nvfp4.quantization.freeze import frozen_layers
 from peft_nvfp4.quantization.options import NAMES, Options, help_of
 from peft_nvfp4.training.offload.enable import offloaded
@@ -37,9 +38,9 @@ def test_what_a_model_has(backend, memory):
     if backend == "nf4":
         pytest.importorskip("bitsandbytes")
     layouts, activations, (fused, codes), recompute, offload = TABLE[backend, memory]
-    options = Options(backend, memory=memory)
-    assert (options.frozen.weight_layouts, options.frozen.activations) == (layouts, activations)
-    assert (options.recompute_mlp, options.offload) == (recompute, offload)
+    chosen = Options(backend, memory=memory)
+    assert (chosen.frozen.weight_layouts, chosen.frozen.activations) == (layouts, activations)
+    assert (chosen.recompute_mlp, chosen.offload) == (recompute, offload)
 
     def adapted(word):
         torch.manual_seed(0)
@@ -48,12 +49,29 @@ def test_what_a_model_has(backend, memory):
 
     model = adapted(memory)
     for name, layer in frozen_layers(model):
-        assert layer.options == options.frozen_at(name.removesuffix(".base_layer")) and layer.options.gradients == "nvfp4"
+        assert layer.options == chosen.frozen_at(name.removesuffix(".base_layer")) and layer.options.gradients == "nvfp4"
     mlps = [m for m in model.modules() if isinstance(m, FusedGatedMLP)]
     assert len(mlps) == 2 * fused and all(isinstance(m, CompressedGatedMLP) == codes and m.recompute == recompute for m in mlps)
     assert offloaded(model) == offload
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, adapted("fast")(IDS).logits)
+
+
+def test_auto_begins_with_what_the_machine_is_for(monkeypatch):
+    """Without a GPU with everything; with one, with one layout, but for what could not be made again."""
+    for gpu, settings, level in (
+        (False, {}, "fast"),
+        (True, {}, "small"),
+        (True, dict(backend="bf16"), "fast"),
+        (True, dict(calibration="folder"), "fast"),
+        (True, dict(memory="fast"), "fast"),
+        (False, dict(memory="smallest"), "smallest"),
+    ):
+        monkeypatch.setattr(options, "gpu_is_here", lambda gpu=gpu: gpu)
+        found = Options(**settings)
+        assert found.level == level and found.frozen == replace(found, memory=level).frozen
+        assert (found.recompute_mlp, found.offload) == (level != "fast", level == "smallest")
+        assert found.as_json()["memory"] == settings.get("memory", "auto")
 
 
 @pytest.mark.parametrize("accuracy, terms", [("paper", (1, 1)), ("balanced", (2, 1)), ("high", (2, 2))])
@@ -84,7 +102,7 @@ def test_options_do_not_change():
     [
         (dict(backend="int4"), ValueError, "unknown backend 'int4'; choose one of bf16, nf4, nvfp4"),
         (dict(accuracy="best"), ValueError, "accuracy must be one of paper, balanced, high, got 'best'"),
-        (dict(memory="none"), ValueError, "memory must be one of fast, small, smallest, got 'none'"),
+        (dict(memory="none"), ValueError, "memory must be one of auto, fast, small, smallest, got 'none'"),
         (dict(merge_aware="yes"), TypeError, "merge_aware is True or False"),
         (dict(skip_modules="lm_head"), TypeError, "list of module names"),
         (dict(skip_modules={"lm_head": 1}), TypeError, "list of module names"),

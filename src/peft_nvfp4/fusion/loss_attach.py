@@ -194,6 +194,12 @@ _RUNNING: ContextVar[tuple[tuple[nn.Module, nn.Module, _Call | None], ...]] = Co
 _LOCK = threading.Lock()  # of what is installed
 
 
+def computes_supervised_loss() -> bool:
+    """Whether the model whose forward runs in this context computes its loss at supervised positions, and no other logits."""
+    return bool(running := _RUNNING.get()) and running[-1][2] is not None
+
+
+
 class _Dispatcher:
     """In the place of a head's ``forward`` or a model's ``_loss_function`` while calls of it run, in whatever threads: the method
     of the call that runs in this context, or else what was there."""

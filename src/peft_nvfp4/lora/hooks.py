@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -38,19 +39,22 @@ from ..autograd.module_hooks import hooks_of
 from ..calibration.run import apply_calibration
 from ..fusion.attach import Report, attach, attached, detach
 from ..fusion.probe import base_of
+from ..memory import Settings
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.plain import report_in
 from ..nn.traversal import parameters_of
 from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
-from ..quantization.options import Options
+from ..quantization.layouts import keep_layouts
+from ..quantization.options import MEMORY, Options, gpu_is_here
 from ..training import distributed
 from ..training.cuda_graphs import disable_cuda_graphs
+from ..training.memory_level import follow_memory, forget_memory, too_large_for_the_gpu
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..training.steps import slow_down_steps, speed_up_steps
 from ..transformers import published, saving
-from ..transformers.config import pact_config
+from ..transformers.config import PactConfig, pact_config
 from ..transformers.prepare import count_as_others, count_its_own, unmark_as_4bit
 from . import side_calibration, side_files
 from .config import NVFP4LoraConfig
@@ -153,7 +157,7 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
     on. How backward computes is the base's, whatever the config says."""
     if config.calibration is not None and not any(getattr(layer, "calibrated", False) for _, layer in frozen_modules(model)):
         raise ValueError("a calibration replaces dense weights, and this base is frozen: load it without quantization_config")
-    asked, more = config.options, False
+    asked, more, loaded = config.options, False, pact_config(model)
     for name, layer, options in frozen_matrices(model):
         wanted = asked.frozen_at(name)
         terms = layer.backend == "nvfp4" and not getattr(layer, "calibrated", False) and options.terms != wanted.terms
@@ -163,8 +167,8 @@ def _check_same_base(model: nn.Module, config: NVFP4LoraConfig) -> None:
                 f"{asked.backend!r} with terms={wanted.terms} (accuracy={asked.accuracy!r}). Give the same settings, use a plain "
                 "LoraConfig (which takes the base as it is), or reload the base model."
             )
-        more |= asked.memory != "fast" and (options.weight_layouts, options.activations) == ("cached", "bf16")
-    if more:
+        more |= asked.memory in ("small", "smallest") and (options.weight_layouts, options.activations) == ("cached", "bf16")
+    if more and (loaded is None or loaded.memory != "auto"):
         warn_caller(
             f"the base is frozen already, and keeps more than memory={asked.memory!r} asks for. Freeze it with the same word "
             "(PactConfig, NVFP4LoraConfig), or with freeze_model's weight_layouts='transient', activations='nvfp4'"
@@ -207,6 +211,7 @@ def _create_new_module(
 
 def _unload_and_optionally_merge(original: Callable, self: LoraModel, merge: bool = True, **kwargs: Any) -> nn.Module:
     disable_cuda_graphs(self.model)
+    forget_memory(self.model)
     if hasattr(self, "nvfp4_steps"):
         slow_down_steps(self.model)
     if not frozen_modules(self.model):
@@ -295,22 +300,30 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
     config = self.peft_config[adapter_name]
     _refuse_frozen_modules_to_save(model, getattr(config, "modules_to_save", None) or ())
     if isinstance(config, LoraConfig) and not isinstance(config, AdaLoraConfig):
+        frozen_before = bool(frozen_modules(model))
         note_all_linear(config)
         result = original(self, model, adapter_name, *args, **kwargs)
-        # what was asked for, by the adapter and where the model was loaded: less memory for either is less for both
+        # what was asked for, by the adapter and where the model was loaded
         settings = (config if isinstance(config, NVFP4LoraConfig) else None, pact_config(model))
         asked = [one.options for one in settings if one is not None]
+        automatic = bool(asked) and all(options.memory == "auto" for options in asked)
+        automatic &= not frozen_before or settings[1] is not None
+        level = _level(model, asked, settings[1], automatic)
         if asked and _keeps_codes(model, asked[0]) and not attached(model):  # once for all adapters of a model
             with _skip_init_on_device():  # as above: a fused norm holds the weight of the norm it replaces
-                self.nvfp4_report = attach(model, recompute_mlp=any(options.recompute_mlp for options in asked))
+                self.nvfp4_report = attach(model, recompute_mlp=replace(asked[0], memory=level).recompute_mlp)
         if frozen_modules(model):
             self.nvfp4_report = getattr(self, "nvfp4_report", None) or Report()
             report_in(model, self.nvfp4_report.fallbacks)
-        if any(options.offload for options in asked) or offloaded(model):
+        line = too_large_for_the_gpu(model) if automatic and gpu_is_here() and not offloaded(model) else None
+        if level == "smallest" or offloaded(model) or line is not None:
             enable_offload(model)
         if asked and not hasattr(self, "nvfp4_steps"):  # once for all adapters of a model
             held = offloaded(model) or any(options.merge_aware for options in asked)
             self.nvfp4_steps = speed_up_steps(model, recordings=not held)
+            if automatic and gpu_is_here():
+                known = Settings(**vars(asked[0]) | {"rank": config.r, "memory": "auto"})
+                follow_memory(model, known, "smallest" if line else level, line)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
     result = original(self, model, adapter_name, *args, **kwargs)
@@ -328,6 +341,18 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         f"{type(config).__name__} cannot adapt {wrapped[0]} (and {len(wrapped) - 1} more): it is frozen in {backend}, and this "
         "method reads base weights directly. Use NVFP4LoraConfig or LoraConfig, or leave these modules out of target_modules."
     )
+
+
+def _level(model: nn.Module, asked: list[Options], loaded: PactConfig | None, automatic: bool) -> str:
+    """Of ``memory``: less memory for the adapter or where the model was loaded is less for both. A word of the adapter's is also
+    that of a base that was loaded with ``"auto"``; without a word, a base that was frozen before is left as it is."""
+    words = [options.memory for options in asked if options.memory != "auto"]
+    if not words:
+        return asked[0].level if automatic else "fast"
+    level = max(words, key=MEMORY.index)
+    if loaded is not None and loaded.memory == "auto":
+        keep_layouts(model, "cached" if level == "fast" else "transient")
+    return level
 
 
 def _keeps_codes(model: nn.Module, asked: Options) -> bool:

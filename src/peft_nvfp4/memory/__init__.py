@@ -6,7 +6,7 @@
 
 Nothing is built and no GPU is asked. The parts: :mod:`~peft_nvfp4.memory.shapes` (the model), ``settings`` (how it is trained,
 and on what GPU), ``kept`` (weights, and what a layer keeps for backward), ``moments`` (where the peak is; of long sequences
-``long_sequences``), ``run`` (the answers).
+``long_sequences``), ``run`` (the answers); beside them ``device``, the GPU that is here.
 """
 
 from .run import LEVELS, Estimate, Plan, estimate, fit, largest_batch, longest_context, room

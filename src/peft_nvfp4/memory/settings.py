@@ -30,7 +30,7 @@ OPTIMIZERS = {
 @dataclass(frozen=True)
 class Settings(Options):
     """One way of training: the :class:`~peft_nvfp4.quantization.options.Options` of the base (with ``backend`` a word of
-    :data:`BACKENDS`; ``calibration`` and ``merge_aware`` count as nothing), and the run.
+    :data:`BACKENDS`; ``calibration`` and ``merge_aware`` count as nothing, ``memory="auto"`` as ``"fast"``), and the run.
 
     Attributes:
         batch, sequence: rows, and tokens a row (padding counts).
@@ -92,6 +92,11 @@ class Settings(Options):
             raise ValueError(f"positions must lie between 0 and the sequence length {self.sequence}, got {self.positions}")
 
     @property
+    def level(self) -> str:
+        """Of ``"auto"``, the level that takes most."""
+        return "fast" if self.memory == "auto" else self.memory
+
+    @property
     def excludes_offload(self) -> bool:
         """Whether weights cannot be on the host, with CUDA graphs or FSDP."""
         return self.cuda_graphs or self.cards > 1 and self.strategy == "fsdp2"
@@ -112,7 +117,7 @@ class Settings(Options):
     @property
     def compressed(self) -> bool:
         """Codes are kept for backward instead of values."""
-        return self.backend == "nvfp4" or self.memory != "fast" and not self.liger
+        return self.backend == "nvfp4" or self.level != "fast" and not self.liger
 
     def terms(self, kind: str) -> int:
         """NVFP4 terms of an input, of a norm (``"norm"``) or within attention or the MLP (``"interior"``)."""

@@ -13,6 +13,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -119,10 +120,21 @@ class NVFP4FrozenLinear(FrozenLinear):
     def _store(self, w: QuantizedMatrix, scale_factor: float | None = None) -> None:
         """Keep W_f and, where the options ask for it, W_b. ``scale_factor`` of the global scale: looked at if it is not given."""
         self._put("weight", "weight_scales", "weight_gscale", w, scale_factor)
-        values = torch.bfloat16 if self.scale_factor == 1.0 else torch.float32  # D(W_f) is exact in it
+        self._store_backward(w)
+
+    def _store_backward(self, w: QuantizedMatrix) -> None:
         if self.options.weight_layouts == "cached" and self.options.gradients != "bf16":
+            values = torch.bfloat16 if self.scale_factor == 1.0 else torch.float32  # D(W_f) is exact in it
             w_b = ops.quantize_weight(ops.dequantize(w, values).T, WEIGHT_BACKWARD)  # transpose_requantize, by chunks
             self._put("backward_weight", "backward_scales", "backward_gscale", w_b)
+
+    def keep_layouts(self, weight_layouts: str) -> None:
+        """From now on keep both layouts (``"cached"``), W_b made of W_f, or only W_f (``"transient"``): the same bits."""
+        self.options = replace(self.options, weight_layouts=weight_layouts)
+        if weight_layouts == "transient":
+            self.backward_weight = self.backward_scales = self.backward_gscale = None
+        elif self.backward_weight is None:
+            self._store_backward(self.forward_layout)
 
     @property
     def scale_factor(self) -> float:

@@ -14,11 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import torch
+
 from ..nn.frozen_options import FrozenOptions
 from ..nn.registry import BACKENDS
 from .groups import check_accuracy, input_terms
 
-MEMORY = ("fast", "small", "smallest")
+MEMORY = ("auto", "fast", "small", "smallest")
+"""Words of ``memory``. Of the levels, all but the first, each takes less than the one before."""
 MOST_NAMES = 10_000
 """In ``skip_modules``, which files of others may hold."""
 
@@ -34,14 +37,18 @@ class Options:
             everywhere, closest to BF16 activations. ``"balanced"``: two where a norm feeds the linears, 14 % less memory for
             backward and a sixth less work in the forward FP4 GEMMs. ``"paper"``: one everywhere, as PACT does, half of that work
             and 21 % less memory than ``"high"``. What each costs in accuracy: ``docs/accuracy.md``.
-        memory: what is kept. ``"fast"``: (nvfp4) a forward and a backward layout of every weight, 9 bits a weight; (nf4, bf16)
-            activations as they are. ``"small"``: (nvfp4) one layout of 4.5 bits, the backward one is made at each use with the
-            same bits, and the MLP's inner activation is recomputed in backward from the codes of gate and up, a quarter less
-            memory for activations (a sixth with ``accuracy="paper"``); (nf4, bf16) activations as NVFP4 codes. The forward pass
-            is that of ``"fast"`` bit for bit; the gradients that use what was rounded twice, or to codes, are slightly noisier.
-            ``"smallest"``: ``"small"``, and the frozen weights of decoder layers are in the host's memory, each fetched while
-            the layer before it computes, with the same bits (:func:`peft_nvfp4.training.offload.enable.enable_offload`); not
-            with CUDA graphs, FSDP or ``device_map``.
+        memory: what is kept. ``"auto"``: what the GPU has room for. With ``"nvfp4"`` the base begins with one layout of each
+            weight; the first training step keeps both if a step with a quarter more tokens fits, and else does as ``"small"``. A
+            step that runs out of memory is repeated with less: ``"small"``, then decoder layers are checkpointed, then weights
+            are on the host (where they stay from the start if one layout of each does not fit the GPU). One line says which and
+            why (:mod:`peft_nvfp4.training.memory_level`). Without a GPU it is ``"fast"``. ``"fast"``: (nvfp4) a forward and a
+            backward layout of every weight, 9 bits a weight; (nf4, bf16) activations as they are. ``"small"``: (nvfp4) one layout
+            of 4.5 bits, the backward one is made at each use with the same bits, and the MLP's inner activation is recomputed in
+            backward from the codes of gate and up, a quarter less memory for activations (a sixth with ``accuracy="paper"``);
+            (nf4, bf16) activations as NVFP4 codes. The forward pass is that of ``"fast"`` bit for bit; the gradients that use
+            what was rounded twice, or to codes, are slightly noisier. ``"smallest"``: ``"small"``, and the frozen weights of
+            decoder layers are in the host's memory, each fetched while the layer before it computes, with the same bits
+            (:func:`peft_nvfp4.training.offload.enable.enable_offload`); not with CUDA graphs, FSDP or ``device_map``.
         calibration: (nvfp4) folder written by :func:`peft_nvfp4.calibrate` for this base model: its linears get the weights,
             terms and offsets stored there, whatever ``accuracy`` says; the others are frozen as without it.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.
@@ -55,7 +62,7 @@ class Options:
 
     backend: str = field(default="nvfp4", metadata={"help": "Frozen base: nvfp4, nf4 or bf16."})
     accuracy: str = field(default="high", metadata={"help": "Terms of activations: high, balanced or paper."})
-    memory: str = field(default="fast", metadata={"help": "What is kept: fast, small or smallest (weights on the host)."})
+    memory: str = field(default="auto", metadata={"help": "What is kept: auto, fast, small or smallest (weights on the host)."})
     calibration: str | None = field(default=None, metadata={"help": "Folder of peft-nvfp4 calibrate."})
     skip_modules: tuple[str, ...] = field(default=(), metadata={"help": "Names of modules to leave dense."})
     merge_aware: bool = field(default=False, metadata={"help": "Train with the weight that an NVFP4 merge stores."})
@@ -86,9 +93,17 @@ class Options:
     # -- what layers and models get
 
     @property
+    def level(self) -> str:
+        """The level that a base begins with: ``memory``, and for ``"auto"`` the one from which the first training step goes on.
+        A calibration may hold backward layouts that cannot be made again, so both are kept."""
+        if self.memory != "auto":
+            return self.memory
+        return "small" if self.backend == "nvfp4" and self.calibration is None and gpu_is_here() else "fast"
+
+    @property
     def frozen(self) -> FrozenOptions:
         """How a layer is frozen, but for the terms of its input (:meth:`frozen_at`)."""
-        if self.memory == "fast":
+        if self.level == "fast":
             return FrozenOptions()
         return FrozenOptions(weight_layouts="transient") if self.backend == "nvfp4" else FrozenOptions(activations="nvfp4")
 
@@ -99,7 +114,7 @@ class Options:
     @property
     def recompute_mlp(self) -> bool:
         """Whether fused gated MLPs recompute their inner activation in backward."""
-        return self.backend == "nvfp4" and self.memory != "fast"
+        return self.backend == "nvfp4" and self.level != "fast"
 
     @property
     def offload(self) -> bool:
@@ -109,6 +124,11 @@ class Options:
     def as_json(self) -> dict[str, Any]:
         """Name -> value, for a side-car."""
         return {name: getattr(self, name) for name in NAMES} | {"skip_modules": list(self.skip_modules)}
+
+
+def gpu_is_here() -> bool:
+    """Whether a model may come to be trained on a GPU, wherever it was loaded."""
+    return torch.cuda.is_available()
 
 
 FIELDS = {f.name: f for f in fields(Options)}

@@ -42,6 +42,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
+from ..memory.device import free_bytes
 from .decoding import Decoding, DecodingStatus
 from .evaluation import Evaluation, EvaluationStatus
 from .graph_recording import (
@@ -130,6 +131,7 @@ class GraphedForward:
     def __init__(self, decoder: nn.Module, plain: Callable | None = None, recorder: Callable = CudaRecording):
         self._decoder, self.recorder = weakref.ref(decoder), recorder  # no cycle: ``del model`` frees it
         self.loud = True  # the user has asked for recordings
+        self.needs_memory = False  # a caller can free some: recordings that find too little raise, and are not done without
         self.plain = plain  # somebody else's hook on the instance
         self.status, self.shared = GraphStatus(), SharedMemory()
         self.entries: dict[tuple, _Entry | str] = {}  # a reason where it cannot be recorded
@@ -177,7 +179,7 @@ class GraphedForward:
             if self.loud and str(reason) not in self.status.reasons:
                 warnings.warn(f"this step runs without a CUDA graph: {reason}", stacklevel=3)
             self.status.reasons[str(reason)] += 1
-            return self.original(*args, **kwargs)
+        return self.original(*args, **kwargs)  # not above, where the frames of the error hold what a failed recording had made
 
     def _replay(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.pending is not None and (ticket := self.pending()) is not None and ticket.open:
@@ -211,6 +213,8 @@ class GraphedForward:
             try:
                 self.entries[key] = self._record(tensors, constants)
             except Unsupported as reason:
+                if self.needs_memory and isinstance(reason.__cause__, torch.OutOfMemoryError):
+                    raise reason.__cause__ from None
                 self.entries[key] = str(reason)
         if isinstance(entry := self.entries[key], str):
             raise Unsupported(entry)
@@ -256,6 +260,17 @@ class GraphedForward:
 
     # -- recording
 
+    def forget(self) -> bool:
+        """Free all recordings, of generation and evaluation as well; they are made anew where they are met again. Returns whether
+        there were any."""
+        freed = any(isinstance(entry, _Entry) for entry in self.entries.values())
+        freed |= bool(self.decoding.states or self.evaluation.states)
+        self.decoding.release()
+        self.evaluation.release()
+        self.entries, self.state, self.shared = {}, (), SharedMemory()
+        self.tokens, self.pool_bytes, self.longer = 0, 0, []
+        return freed
+
     @property
     def can_record(self) -> bool:
         """Whether the decoder is on a GPU, and the pass that runs now is one that can be recorded: of training, or without
@@ -287,7 +302,7 @@ class GraphedForward:
         """Whether a pool for so many tokens fits on the GPU in the place of today's, and a tenth to spare."""
         if not torch.cuda.is_available():
             return True
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = free_bytes(torch.device("cuda", torch.cuda.current_device()))
         return tokens / self.tokens * self.pool_bytes < 0.9 * (free + self.pool_bytes)
 
     def _make_room(self, key: tuple, tensors: dict[str, Tensor]) -> None:

@@ -115,6 +115,13 @@ def pass_goes_to_host() -> bool:
     return _PASS.get() is not None
 
 
+def restart_pass() -> None:
+    """The forward pass that runs in this context begins once more, after an error that somebody has caught."""
+    if (running := _PASS.get()) is not None:
+        running.settle()
+        running.last = None
+
+
 class CheckpointFunction:
     """In the place of a layer's ``_gradient_checkpointing_func``.
 

@@ -173,7 +173,14 @@ _LABELS: ContextVar[Tensor | None] = ContextVar("labels", default=None)
 
 
 class PackedForward:
-    """The ``forward`` of a decoder, on the instance; calls ``inner`` with packed rows."""
+    """The ``forward`` of a decoder, on the instance; calls ``inner`` with packed rows.
+
+    Attributes:
+        guard: calls :meth:`unguarded` in its place, again if memory was not enough; its ``close`` is called when packing ends
+            (:mod:`.memory_level`).
+    """
+
+    guard: Any = None
 
     def __init__(self, decoder: nn.Module, inner: Callable | None):
         self._decoder, self.inner, self.status = weakref.ref(decoder), inner, PackingStatus()  # no cycle: ``del model`` frees it
@@ -194,10 +201,15 @@ class PackedForward:
         return inner or functools.partial(type(self.decoder).forward, self.decoder)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.guard is None or torch.compiler.is_compiling():
+            return self.unguarded(*args, **kwargs)
+        return self.guard(self, args, kwargs)
+
+    def unguarded(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs) if self.inner else type(self.decoder).forward(self.decoder, *args, **kwargs)
 
     def __reduce__(self):
-        return PackedForward, (self.decoder, self.inner)
+        return PackedForward, (self.decoder, self.inner), {"guard": self.guard}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -398,6 +410,8 @@ def _note_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
 def disable_packing(model: nn.Module) -> None:
     """Put the decoder's own forward back. Nothing happens to a model without packing."""
     if (packed := packed_forward(model)) is not None:
+        if packed.guard is not None:
+            packed.guard.close()
         put_back(packed.decoder, packed.inner)
         hooks = innermost(model)._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _note_labels]:

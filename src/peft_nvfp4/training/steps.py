@@ -3,8 +3,9 @@
 The loss at supervised positions (:mod:`peft_nvfp4.fusion.loss_attach`), no padding (:mod:`peft_nvfp4.training.packing`), steps
 recorded in CUDA graphs (:mod:`peft_nvfp4.training.cuda_graphs`), generation and evaluation as well
 (:mod:`peft_nvfp4.training.decoding`, :mod:`peft_nvfp4.training.evaluation`), the checkpoints of long sequences on the host
-(:mod:`peft_nvfp4.training.host_checkpoints`). Each of them falls back to the model's own way where it cannot give the same
-numbers, and says why: ``print(model.base_model.nvfp4_steps)``.
+(:mod:`peft_nvfp4.training.host_checkpoints`); with ``memory="auto"`` also what is kept
+(:mod:`peft_nvfp4.training.memory_level`). Each of them falls back to the model's own way where it cannot give the same numbers,
+and says why: ``print(model.base_model.nvfp4_steps)``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .host_checkpoints import (
     enable_host_checkpoints,
     host_checkpoint_status,
 )
+from .memory_level import MemoryLevel, memory_level
 from .packing import PackingStatus, decoder_of, disable_packing, enable_packing, packing_status
 
 
@@ -37,6 +39,7 @@ class StepReport:
 
     Attributes:
         loss, packing, recordings, decoding, evaluation, checkpoints: the reports of the parts.
+        memory: what ``memory="auto"`` has chosen; None with another word.
     """
 
     def __init__(self, model: nn.Module):
@@ -66,9 +69,13 @@ class StepReport:
     def checkpoints(self) -> HostCheckpointStatus:
         return host_checkpoint_status(self.model)
 
+    @property
+    def memory(self) -> MemoryLevel | None:
+        return memory_level(self.model)
+
     def __str__(self) -> str:
-        parts = (self.loss, self.packing, self.recordings, self.decoding, self.evaluation, self.checkpoints)
-        return "\n".join(map(str, parts))
+        parts = (self.loss, self.packing, self.recordings, self.decoding, self.evaluation, self.checkpoints, self.memory)
+        return "\n".join(str(part) for part in parts if part is not None)
 
 
 def speed_up_steps(model: nn.Module, recordings: bool = True) -> StepReport:

@@ -25,9 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer, get_training_chat_template
 
-from ... import kernels
-from ...kernels import implementations
 from ...memory import Settings, fit, model_shape, parse_bytes
+from ...memory.device import gpu_settings
 from ...memory.settings import CONTEXT, OPTIMIZERS
 from ...training.callbacks import StopOnNonFinite, deterministic, memory_advice
 from ...training.cuda_graphs import disable_cuda_graphs
@@ -218,10 +217,7 @@ def _planned(options: TrainOptions, config: Any, rows: texts.Rows, tokenizer: An
     settings |= {"targets": adapter.target_modules, "skip_modules": tuple(adapter.skip_modules or ())}
     if options.optimizer not in OPTIMIZERS:
         settings["optimizer"] = "adamw_torch_fused"
-    if torch.cuda.is_available():
-        used = next(o.implementation for o in kernels.status().operators if o.operator == "fprop")
-        large = torch.cuda.get_device_capability()[0] in (9, 10)
-        settings |= {"workspace": 32 << 20 if large else 8320 << 10, "native_fp4": used in implementations.NATIVE}
+    settings |= gpu_settings()
     wanted = options.batch * options.accumulation
     plan = fit(model_shape(config), Settings(**settings), parse_bytes(options.max_memory), wanted)
     s = plan.settings

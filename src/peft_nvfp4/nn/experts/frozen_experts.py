@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -188,6 +189,17 @@ class FrozenExperts(StandIn):
         for layer, w in zip(layers, weight.unbind(0), strict=True):
             layer.requantize_(w)
         self.store(name, [packed_of(layer) for layer in layers])
+
+    def keep_layouts(self, weight_layouts: str) -> None:
+        """As of a frozen linear in NVFP4, of all experts."""
+        for name, options in self.options.items():
+            layers = self.layers(name)
+            for layer in layers:
+                layer.keep_layouts(weight_layouts)
+            for leaf in ("backward_weight", "backward_scales", "backward_gscale") if weight_layouts == "transient" else ():
+                setattr(self, stack_name(name, leaf), None)
+            self.options[name] = replace(options, weight_layouts=weight_layouts)
+            self.store(name, [packed_of(layer) for layer in layers])
 
     def snapshot(self, name: str) -> dict[str, nn.Parameter]:
         """A projection's parameters, to be given back to :meth:`restore`; by reference, nothing changes them in place."""
