@@ -19,30 +19,43 @@ NOT_MEASURED = "–"
 METHODS = {
     "peft": "PEFT, BF16",
     "qlora": "PEFT + bitsandbytes, QLoRA",
+    "unsloth-bf16": "Unsloth, BF16",
     "unsloth": "Unsloth, QLoRA",
-    "unsloth-16bit": "Unsloth, BF16",
     "nvfp4": "**`nvfp4`**",
     "nf4": "`nf4`",
     "bf16": "`bf16`",
 }
-"""Word of ``bench_dropin.py`` -> what README calls it. Words after a hyphen are in :data:`VARIANTS`."""
+"""Word of ``bench_dropin.py`` and ``bench_unsloth.py`` -> what README calls it. Words after it are in :data:`VARIANTS`."""
 VARIANTS = {"ckpt": "`gradient_checkpointing=True`", "eager": "without recordings"}
 SHAPES = {"1b": "Llama-3.2-1B", "3b": "Llama-3.2-3B", "8b": "Llama-3.1-8B"}
 LENGTHS = {"fixed": "1024 tokens a row", "varied": "32 to 1024 tokens a row"}
+FILES = ("dropin_h200", "unsloth_h200")
+"""Unsloth has a process of its own; it is in the tables where it was measured."""
+
+
+def _base(word: str) -> str:
+    """The word of :data:`METHODS` that a method begins with; else its own first word."""
+    known = [name for name in METHODS if word == name or word.startswith(f"{name}-")]
+    return max(known, key=len, default=word.partition("-")[0])
 
 
 def _method(word: str) -> str:
     """Title of a row."""
-    if word in METHODS:
-        return METHODS[word]
-    name, *variants = word.split("-")
-    return ", ".join([METHODS.get(name, f"`{name}`"), *(VARIANTS.get(variant, f"`{variant}`") for variant in variants)])
+    base = _base(word)
+    variants = [variant for variant in word.removeprefix(base).split("-") if variant]
+    return ", ".join([METHODS.get(base, f"`{base}`"), *(VARIANTS.get(variant, f"`{variant}`") for variant in variants)])
+
+
+def _measured() -> dict[str, dict]:
+    """The results files that are there, by name: environment and rows."""
+    paths = {name: RESULTS / f"{name}.json" for name in FILES}
+    return {name: json.loads(path.read_text("utf-8")) for name, path in paths.items() if path.exists()}
 
 
 def _dropin() -> dict[tuple[str, str], dict[str, dict]]:
-    """(shape, lengths) -> method -> row of the results file, of the rows that were measured."""
+    """(shape, lengths) -> method -> row, of the rows that were measured."""
     groups: dict[tuple[str, str], dict[str, dict]] = {}
-    for row in json.loads((RESULTS / "dropin_h200.json").read_text("utf-8"))["rows"]:
+    for row in (row for file in _measured().values() for row in file["rows"]):
         if row.get("median_ms") is not None:
             groups.setdefault((row["shape"], row["lengths"]), {})[row["method"]] = row
     return groups
@@ -68,21 +81,25 @@ def dropin() -> str:
 
 def dropin_all() -> str:
     """Everything in the file: a table for each shape and lengths."""
-    order = {word: number for number, word in enumerate(METHODS)}
+    order = list(METHODS)
+    position = lambda word: (order.index(_base(word)) if _base(word) in order else len(order), word)
     header = ["", "step, median", "mean", "first half of the run", "peak of tensors", "reserved by PyTorch"]
     parts = []
     for (shape, lengths), group in _dropin().items():
         rows = [
             [_method(word), f"{row['median_ms']:.0f} ms", f"{row['mean_ms']:.0f} ms", f"{row['first_half_s']:.1f} s"]
             + [f"{row['peak_gb']:.2f} GB", f"{row['reserved_gb']:.2f} GB"]
-            for word, row in sorted(group.items(), key=lambda item: (order.get(item[0].partition("-")[0], len(order)), item[0]))
+            for word, row in sorted(group.items(), key=lambda item: position(item[0]))
         ]
         parts.append(f"### {SHAPES[shape]}, {LENGTHS[lengths]}\n\n{table(header, rows)}")
-    environment = json.loads((RESULTS / "dropin_h200.json").read_text("utf-8"))["environment"]
-    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "transformers", "peft", "bitsandbytes"))
-    note = f"""Steps are those of the second half of a run. A number of tokens that is new takes a moment once, for its
-        recording: that is in the first half, and in the means where lengths vary. {environment["gpu"]}, {versions}
-        (`benchmarks/results/dropin_h200.json`)."""
+    names = ("torch", "transformers", "peft", "bitsandbytes", "unsloth")
+    versions = "; ".join(
+        ", ".join([file["environment"]["gpu"], *(f"{n} {file['environment'][n]}" for n in names if n in file["environment"])])
+        + f" (`benchmarks/results/{name}.json`)"
+        for name, file in _measured().items()
+    )
+    note = f"""Steps are those of the second half of a run. A number of tokens that is new takes a moment once, for its recording:
+        that is in the first half, and in the means where lengths vary. {versions}."""
     return "\n\n".join([*parts, paragraph(note)])
 
 

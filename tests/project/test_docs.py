@@ -80,8 +80,13 @@ def test_a_changed_result_changes_the_table(tmp_path, monkeypatch):
     row = {"shape": "1b", "lengths": "fixed", "method": "qlora", "median_ms": 12.4, "mean_ms": 17.0, "peak_gb": 3.21}
     failed = {"shape": "1b", "lengths": "fixed", "method": "nvfp4", "error": "out of memory"}
     (tmp_path / "dropin_h200.json").write_text(json.dumps({"rows": [row, failed]}))
+    more = [{**row, "method": word} for word in ("unsloth", "unsloth-bf16", "unsloth-bf16-ckpt", "new-ckpt")]
+    (tmp_path / "unsloth_h200.json").write_text(json.dumps({"rows": more}))
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     table = module.dropin()
+    assert "| Unsloth, QLoRA |" in table and "| Unsloth, BF16 |" in table and table.count("Unsloth") == 2
+    assert module._method("unsloth-bf16-ckpt") == "Unsloth, BF16, `gradient_checkpointing=True`"
+    assert module._method("new-ckpt") == "`new`, `gradient_checkpointing=True`"
     assert "| PEFT + bitsandbytes, QLoRA | 12 (17) ms | 3.2 GB |" in table and "nvfp4" not in table
 
 
