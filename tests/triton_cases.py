@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_map_only
 from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.numerics import fused_reference, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, NVFP4Format
+from peft_nvfp4.numerics.grouped import route
 from peft_nvfp4.ops.core import OPERATORS
 
-GROUPS = ("quantize", "terms", "dequantize", "transpose", "norm", "mlp", "random", "rope")
+GROUPS = ("quantize", "terms", "dequantize", "transpose", "norm", "mlp", "random", "rope", "experts")
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 
 
@@ -222,6 +223,45 @@ def _rope_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
                 yield Case("rope", "rotary_embedding", label, lambda a=(d, BF16, "BSH", 1, backward, False, 2): make(*a))
 
 
+def _experts_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    """``rows`` tokens with two of five experts each, the last one of another process. Odd numbers, and weights that are powers
+    of two: every partial sum is exact, so that its order does not show."""
+
+    def whole(*shape, dtype, seed):
+        return (2 * torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed)) + 1).to(dtype)
+
+    def routed(dtype):
+        generator = torch.Generator().manual_seed(rows)
+        index = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(rows)])
+        weights = torch.exp2(torch.randint(-3, 1, index.shape, generator=generator).float()).to(dtype)
+        return route(index, 4), weights
+
+    def combine(n, dtype, weighted, to):
+        (_, places, _), weights = routed(weighted or FP32)
+        return whole(2 * rows, n, dtype=dtype, seed=1), places, weights if weighted else None, to
+
+    def spread(n, dtype, weighted, with_rows):
+        (order, places, _), weights = routed(weighted)
+        x = whole(2 * rows, n, dtype=dtype, seed=1) if with_rows else None
+        return whole(rows, n, dtype=dtype, seed=2), weights, places, order, x, dtype
+
+    def outer(m, n, gathers, dtype):
+        (order, _, ends), _ = routed(FP32)
+        y = whole(rows if gathers else 2 * rows, n, dtype=BF16, seed=2)
+        return whole(2 * rows, m, dtype=BF16, seed=1), y, order // 2 if gathers else None, ends, dtype
+
+    for n in widths:
+        for dtype, weighted, to in ((BF16, BF16, BF16), (BF16, FP32, BF16), (BF16, None, BF16), (FP32, FP32, FP32)):
+            label = f"{str(dtype)[6:]} weights {weighted} N={n}"
+            yield Case("experts", "combine", label, lambda a=(n, dtype, weighted, to): combine(*a))
+            if weighted:
+                for with_rows in (False, True):
+                    yield Case("experts", "spread", label, lambda a=(n, dtype, weighted, with_rows): spread(*a))
+        for m, k, gathers, dtype in ((3, n, True, FP32), (n, 16, False, FP32), (n, 24, False, BF16)):
+            label = f"{m}x{k} {str(dtype)[6:]}"
+            yield Case("experts", "grouped_outer", label, lambda a=(m, k, gathers, dtype): outer(*a))
+
+
 def _matmul_cases(rows: int, weights: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     """Products whose every partial sum is exact (see _exact.py), so that their order does not show: up to ``rows`` rows,
     for each of the kernels."""
@@ -246,7 +286,8 @@ def cases(group: str, rows: int, widths: tuple[int, ...], weights: tuple[tuple[i
     if group == "matmul":
         return list(_matmul_cases(rows, weights or ((50, widths[-1]),)))
     make = {"quantize": _quantize_cases, "terms": _terms_cases, "dequantize": _dequantize_cases, "norm": _norm_cases}
-    return list((make | {"mlp": _mlp_cases, "random": _random_cases, "rope": _rope_cases})[group](rows, widths))
+    make |= {"mlp": _mlp_cases, "random": _random_cases, "rope": _rope_cases, "experts": _experts_cases}
+    return list(make[group](rows, widths))
 
 
 # ---------------------------------------------------------------------------------------------- comparison
@@ -295,5 +336,6 @@ ON_GPU = {  # group -> rows, widths, weights; rows of 33 BF16 values are no pair
     "mlp": (200, (10, 33, 576, 1000, 2048, 8192), ()),
     "random": (200, (1000, 2048), ()),
     "rope": (200, (10, 80, 96, 128, 256, 64), ()),
+    "experts": (300, (10, 200, 1000, 2048), ()),
     "matmul": (64, (), ((1000, 576), (2048, 1008), (130, 10), (50, 4096))),
 }

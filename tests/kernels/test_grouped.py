@@ -73,7 +73,7 @@ def exact_dgrad(p: GroupedDgrad):
     return dx, magnitude
 
 
-def mismatches(grouped, label, forward, backward, implementation):
+def mismatches(grouped, outer, label, forward, backward, implementation):
     """Messages about what is wrong; rows that are no expert's are not looked at."""
     wrong, count = [], int(forward.ends[-1])
     y, h = grouped.grouped_fprop(forward)
@@ -91,7 +91,7 @@ def mismatches(grouped, label, forward, backward, implementation):
     if forward.a is None:
         return wrong
     for x, z, sources in ((backward.dy, h, None), (backward.g, reference.dequantize(forward.terms[0], BF16), forward.sources)):
-        found = grouped.grouped_outer(x, z, sources, forward.ends, torch.float32)
+        found = outer(x, z, sources, forward.ends, torch.float32)
         arguments = x.double(), z.double(), sources, forward.ends, torch.double
         magnitude = definition.grouped_outer(x.double().abs(), z.double().abs(), *arguments[2:])
         wrong += [] if close(found, definition.grouped_outer(*arguments), magnitude, 1) else [f"outer {label}"]
@@ -108,6 +108,7 @@ def check(device):
     from types import SimpleNamespace
 
     from peft_nvfp4.kernels import grouped
+    from peft_nvfp4.kernels.triton import grouped as triton_grouped
 
     before, wrong = (grouped.choice, grouped.has_grouped_gemm, grouped.FEW_ROWS, grouped.OPERAND_BYTES), []
     grouped.has_grouped_gemm, grouped.FEW_ROWS = lambda device: True, 0
@@ -117,7 +118,8 @@ def check(device):
             grouped.choice = lambda device: SimpleNamespace(implementation=implementation)
             grouped.OPERAND_BYTES = before[3] if rank == 3 else 1  # chunks of eight rows of every matrix
             case = products(name, terms, rank, gathers, device, 1 if device == "cpu" else 60)
-            wrong += mismatches(grouped, f"{name} terms={terms} rank={rank} {implementation}", *case, implementation)
+            label = f"{name} terms={terms} rank={rank} {implementation}"
+            wrong += mismatches(grouped, triton_grouped.grouped_outer, label, *case, implementation)
     grouped.choice, grouped.has_grouped_gemm, grouped.FEW_ROWS, grouped.OPERAND_BYTES = before
     return wrong
 
@@ -139,12 +141,9 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("terms, rank, gathers", [(1, 0, False), (2, 3, True)])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_the_definition_is_the_exact_product(name, terms, rank, gathers):
-    from types import SimpleNamespace
-
     with torch.no_grad():
-        names = ("grouped_fprop", "grouped_dgrad", "grouped_mm", "grouped_outer")
-        loop = SimpleNamespace(**{function: getattr(definition, function) for function in names})
-        assert mismatches(loop, name, *products(name, terms, rank, gathers, "cpu"), "exact") == []
+        case = products(name, terms, rank, gathers, "cpu")
+        assert mismatches(definition, definition.grouped_outer, name, *case, "exact") == []
 
 
 if __name__ == "__main__":

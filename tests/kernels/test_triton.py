@@ -27,6 +27,7 @@ INTERPRETED = {  # group -> rows, widths, weights
     "mlp": (10, (10, 300), ()),
     "random": (3, (300, 1000), ()),
     "rope": (5, (64, 10), ()),
+    "experts": (5, (10, 40), ()),
 }
 
 

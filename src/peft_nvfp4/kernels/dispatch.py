@@ -40,13 +40,16 @@ KERNELS = {
     "gated_values": "mlp",
     "dropout": "random",
     "rotary_embedding": "rope",
+    "combine": "grouped",
+    "spread": "grouped",
+    "grouped_outer": "grouped",
 }
 """Operator -> the module of ``peft_nvfp4.kernels.triton`` that has a function of its name."""
 WHOLE_ROW = ("quantize_terms", "rmsnorm_quantize", "rmsnorm_backward", "silu_mul_quantize", "silu_mul_backward", "gated_values")
 """Operators whose first argument is a matrix, or the codes of one, a row of which must fit in one program."""
 PRODUCTS = ("fprop", "dgrad")
 """The products of a training step, which have several implementations (:mod:`implementations`)."""
-GROUPED = ("grouped_fprop", "grouped_dgrad", "grouped_mm", "grouped_outer")
+GROUPED = ("grouped_fprop", "grouped_dgrad", "grouped_mm")
 """The products of a mixture's experts (:mod:`.grouped`)."""
 
 _loaded: str | None = None  # None before load(), then "" or the reason why no Triton kernel was registered

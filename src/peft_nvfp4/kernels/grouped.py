@@ -159,12 +159,3 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if x.shape[1] % ALIGNED or not by_column:
         w = _padded(w).contiguous()
     return grouped_gemm(_padded(x).contiguous(), w.transpose(1, 2), offs=ends)
-
-
-def grouped_outer(x: Tensor, y: Tensor, sources: Tensor | None, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """The operator ``grouped_outer``; rounded to BF16 on the way to ``dtype``."""
-    if x.dtype != torch.bfloat16 or not x.shape[0] or not has_grouped_gemm(x.device):
-        return definition.grouped_outer(x, y, sources, ends, dtype)
-    m, n = x.shape[1], y.shape[1]
-    x, y = _padded(x).contiguous(), _padded(_gathered(y.to(x.dtype), sources)).contiguous()
-    return grouped_gemm(x.T, y, offs=ends)[:, :m, :n].to(dtype)
