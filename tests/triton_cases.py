@@ -128,6 +128,10 @@ def _transpose_cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     for n, k in shapes:
         make = lambda n=n, k=k: (*reference.quantize(awkward(n, k, FP32), NVFP4Format()), 1.0)  # noqa: E731
         yield Case("transpose", "transpose_requantize", f"{n}x{k}", make)
+    n, k = shapes[0]
+    each = lambda: [reference.quantize(awkward(n, k, FP32) * 2.0**e, NVFP4Format()) for e in (0, -3)]  # noqa: E731
+    stack = lambda: (*(torch.stack(t) for t in list(zip(*each()))[:2]), torch.cat([q.gscale for q in each()]))  # noqa: E731
+    yield Case("transpose", "grouped_transpose", f"two of {n}x{k}", lambda: (*stack(), k, None))
 
 
 def _norm_cases(rows: int, widths: tuple[int, ...]) -> Iterator[Case]:

@@ -84,7 +84,7 @@ def mismatches(grouped, outer, label, forward, backward, implementation):
         expected = definition.grouped_mm(x, forward.a, forward.ends)
         magnitude = definition.grouped_mm(x.abs(), forward.a.abs(), forward.ends).double()
         wrong += [] if close(h[:count], expected[:count].double(), magnitude[:count], 2) else [f"h {label}"]
-    for p in (backward, backward._replace(weight=forward.weight, quantized=False)):
+    for p in (backward, backward._replace(weight=forward.weight, quantized=False, factors=forward.factors)):
         roundings = 1 if p.quantized else 3  # of dy @ D(W_f), of g @ A, and of their sum
         near = close(grouped.grouped_dgrad(p)[:count], *(t[:count] for t in exact_dgrad(p)), roundings)
         wrong += [] if near else [f"dgrad {label} {p.quantized}"]
@@ -110,26 +110,30 @@ def check(device):
     from peft_nvfp4.kernels import grouped
     from peft_nvfp4.kernels.triton import grouped as triton_grouped
 
-    before, wrong = (grouped.choice, grouped.has_grouped_gemm, grouped.FEW_ROWS, grouped.OPERAND_BYTES), []
-    grouped.has_grouped_gemm, grouped.FEW_ROWS = lambda device: True, 0
-    few = {"some": VARIANTS[:1], "others": VARIANTS[1:2]}
-    for name, variants in few.items() if device == "cpu" else dict.fromkeys(ROUTINGS, VARIANTS).items():
-        for terms, rank, gathers, implementation in variants:
-            grouped.choice = lambda device: SimpleNamespace(implementation=implementation)
-            grouped.OPERAND_BYTES = before[3] if rank == 3 else 1  # chunks of eight rows of every matrix
-            case = products(name, terms, rank, gathers, device, 1 if device == "cpu" else 60)
-            label = f"{name} terms={terms} rank={rank} {implementation}"
-            wrong += mismatches(grouped, triton_grouped.grouped_outer, label, *case, implementation)
-    grouped.choice, grouped.has_grouped_gemm, grouped.FEW_ROWS, grouped.OPERAND_BYTES = before
+    names, wrong = ("choice", "has_grouped_gemm", "ROWS_OF_AN_EXPERT", "OPERAND_BYTES"), []
+    before = [getattr(grouped, name) for name in names]
+    by_gemm = [True] if device == "cpu" or grouped.has_grouped_gemm(torch.device("cuda", 0)) else []
+    few = {"some": VARIANTS[:1], "others": VARIANTS[1:2]}  # the interpreter's cost
+    for gemm in (*by_gemm, False):
+        grouped.has_grouped_gemm, grouped.ROWS_OF_AN_EXPERT = lambda device: gemm, 0
+        for name, variants in few.items() if device == "cpu" else dict.fromkeys(ROUTINGS, VARIANTS).items():
+            for terms, rank, gathers, implementation in variants:
+                grouped.choice = lambda device: SimpleNamespace(implementation=implementation, dgrad=reference.dgrad)
+                grouped.OPERAND_BYTES = before[3] if rank == 3 else 1  # chunks of eight rows of every matrix
+                for repeat in (1,) if device == "cpu" else (3, 60):  # few rows of an expert, and many
+                    case = products(name, terms, rank, gathers, device, repeat)
+                    label = f"{name} terms={terms} rank={rank} {implementation} gemm={gemm} repeat={repeat}"
+                    wrong += mismatches(grouped, triton_grouped.grouped_outer, label, *case, implementation)
+    forward, backward = products("some", 1, 3, True, device)
+    foreign = forward._replace(weight=forward.weight._replace(gscale=1.25 * forward.weight.gscale), factors=(1.25,) * EXPERTS)
+    wrong += mismatches(grouped, triton_grouped.grouped_outer, "foreign", foreign, backward, "emulated")
+    for name, value in zip(names, before):
+        setattr(grouped, name, value)
     return wrong
 
 
 @pytest.mark.gpu
 def test_on_cuda():
-    from peft_nvfp4.kernels import grouped
-
-    if not grouped.has_grouped_gemm(torch.device("cuda", 0)):
-        pytest.skip("not run: PyTorch has no grouped GEMM for this GPU")
     with torch.no_grad():
         assert check("cuda") == []
 

@@ -162,7 +162,7 @@ def _input_gradient(saved: _Saved, dy: Tensor, g: Tensor | None) -> GroupedDgrad
     linear, ends, a = saved.linear, saved.routing.ends, None if g is None else saved.a
     if linear.gradients == "bf16":
         return GroupedDgrad(dy, ends, linear.weight, False, None, linear.factors, g, a)
-    weight = linear.backward_weight or grouped.backward_stack(linear.weight, linear.factors)
+    weight = linear.backward_weight or grouped.grouped_transpose.run(linear.weight, linear.factors)
     return GroupedDgrad(dy, ends, weight, True, linear.rounding_seed, None, g, a)
 
 

@@ -43,6 +43,7 @@ KERNELS = {
     "combine": "grouped",
     "spread": "grouped",
     "grouped_outer": "grouped",
+    "grouped_transpose": "transpose",
 }
 """Operator -> the module of ``peft_nvfp4.kernels.triton`` that has a function of its name."""
 WHOLE_ROW = ("quantize_terms", "rmsnorm_quantize", "rmsnorm_backward", "silu_mul_quantize", "silu_mul_backward", "gated_values")

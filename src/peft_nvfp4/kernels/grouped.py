@@ -1,16 +1,17 @@
-"""The products of a mixture's experts on a GPU: dequantised operands, then PyTorch's grouped BF16 GEMM.
+"""The products of a mixture's experts on a GPU, in BF16, in one of two ways.
 
-``torch.nn.functional.grouped_mm`` multiplies the rows of every expert with its matrix in one kernel, which reads on the device
-where an expert's rows end. As in :mod:`.emulated`, what is summed is laid side by side along K: D(x~) and h against D(W) and s B.
-The GEMM therefore rounds once, and adapters cost it their rank. Of an input with two terms it multiplies the sum, rounded to
-BF16; both terms where ``PEFT_NVFP4_KERNELS=emulated``. FP4 tensor cores are not used: no library has a grouped FP4 product for
-global scales by row.
+*Dequantise, then PyTorch's grouped GEMM*, which multiplies the rows of every expert with its matrix in one kernel, and reads on
+the device where an expert's rows end. As in :mod:`.emulated`, what is summed is laid side by side along K: D(x~) and h against
+D(W) and s B. Weights are dequantised for one product, all experts at once: a chunk of experts would begin at a row that only the
+device knows. Where that would take more than :data:`OPERAND_BYTES`, the rows of every expert's matrix are taken in chunks.
+PyTorch has the kernel for compute capability 9 and 10; elsewhere it loops over the experts and waits for the device.
 
-Weights are dequantised for one product, all experts at once: experts cannot be taken in chunks without knowing where their rows
-begin. Where that would take more than :data:`OPERAND_BYTES`, the rows of every expert's matrix are taken in chunks.
+*Decode in the loop* (:mod:`.triton.grouped_matmul`): on other GPUs, for few rows, for sizes that the GEMM does not take, and for
+global scales that are no powers of two.
 
-PyTorch has a kernel for compute capability 9 and 10; elsewhere it loops over the experts and waits for the device, as the
-definition does (:mod:`peft_nvfp4.numerics.grouped`), which is used then, with the products of single linears.
+Both have the same operands, FP32 sums and one rounding. Of an input with two terms they multiply the sum, rounded to BF16; both
+terms where ``PEFT_NVFP4_KERNELS=emulated``. FP4 tensor cores are not used: no library has a grouped FP4 product for global scales
+by row.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..numerics.grouped import GroupedDgrad, GroupedFprop
 from ..ops.linear import dequantize_input
 from .dispatch import choice
 from .triton.dequantize import write_operand, write_rounded
+from .triton.grouped_matmul import grouped_matmul
 from .triton.launch import MAX_BLOCKS
 
 ALIGNED = 8
@@ -36,8 +38,8 @@ ALIGNED = 8
 CAPABILITIES = (9, 10)
 """Major compute capabilities for which PyTorch has a grouped GEMM."""
 OPERAND_BYTES = 1 << 30
-FEW_ROWS = 64
-"""Up to so many rows in all, dequantising every expert's weights costs more than a loop over the experts that have any."""
+ROWS_OF_AN_EXPERT = 16
+"""Up to so many rows of an expert, on average, decoding in the loop is faster: a weight is read as codes, once."""
 
 
 def has_grouped_gemm(device: torch.device) -> bool:
@@ -45,10 +47,9 @@ def has_grouped_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in CAPABILITIES
 
 
-def _takes(x: Tensor, dtype: torch.dtype, rows: int, *sizes: int) -> bool:
-    few = rows <= FEW_ROWS and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    aligned = all(size % ALIGNED == 0 and size for size in sizes)
-    return dtype == torch.bfloat16 and rows > 0 and aligned and not few and has_grouped_gemm(x.device)
+def _by_gemm(rows: int, experts: int, device: torch.device, *sizes: int) -> bool:
+    many = rows > ROWS_OF_AN_EXPERT * experts
+    return many and all(size % ALIGNED == 0 and size for size in sizes) and has_grouped_gemm(device)
 
 
 def _aligned(columns: int) -> int:
@@ -62,20 +63,30 @@ def _padded(x: Tensor) -> Tensor:
 
 def grouped_fprop(p: GroupedFprop) -> tuple[Tensor, Tensor]:
     """The operator ``grouped_fprop``."""
-    first, chosen = p.terms[0], choice(p.ends.device)
-    rows = first.codes.shape[0] if p.sources is None else p.sources.shape[0]
-    if p.factors is not None or not _takes(p.ends, p.dtype, rows, first.k, p.weight.codes.shape[1]):
-        return definition.grouped_fprop(p, chosen.fprop)
-    copies = len(p.terms) if chosen.implementation == "emulated" else 1
-    rank = 0 if p.a is None else p.a.shape[1]
-    width = _aligned(copies * first.k + rank) - copies * first.k
+    if p.dtype != torch.bfloat16:
+        return definition.grouped_fprop(p, choice(p.ends.device).fprop)
+    (experts, n, _), k = p.weight.codes.shape, p.terms[0].k
+    rows = p.terms[0].codes.shape[0] if p.sources is None else p.sources.shape[0]
+    exact = choice(p.ends.device).implementation == "emulated"
+    if p.factors is not None or not _by_gemm(rows, experts, p.ends.device, k, n):
+        return _decoded_fprop(p, exact)
+    copies, rank = len(p.terms) if exact else 1, 0 if p.a is None else p.a.shape[1]
+    width = _aligned(copies * k + rank) - copies * k
     x = _input_operand(p, copies, width)
     h = x.new_empty(rows, rank)
     if rank:
-        xd = x[:, : first.k] if copies == 1 else _gathered(dequantize_input.run(p.terms, None, p.dtype), p.sources)
+        xd = x[:, :k] if copies == 1 else _gathered(dequantize_input.run(p.terms, None, p.dtype), p.sources)
         h = grouped_gemm(xd, p.a.transpose(1, 2), offs=p.ends)
-        _fill(x[:, copies * first.k :], h)
+        _fill(x[:, copies * k :], h)
     return _by_weight(x, p.weight, copies, p.up, width, p.ends), h
+
+
+def _decoded_fprop(p: GroupedFprop, exact: bool) -> tuple[Tensor, Tensor]:
+    xd = dequantize_input.run(p.terms, None, p.dtype)
+    xs = [dequantize_input.run([term], None, p.dtype) for term in p.terms] if exact and len(p.terms) == 2 else [xd]
+    h = None if p.a is None else grouped_matmul([xd], p.sources, p.ends, p.a)
+    y = grouped_matmul(xs, p.sources, p.ends, p.weight, h, p.up, p.factors is not None)
+    return y, y.new_empty(len(y), 0) if h is None else h
 
 
 def _gathered(x: Tensor, sources: Tensor | None) -> Tensor:
@@ -132,29 +143,34 @@ def _weight_operand(w: QuantizedMatrix, rows: slice, copies: int, extra: Tensor 
 
 def grouped_dgrad(p: GroupedDgrad) -> Tensor:
     """The operator ``grouped_dgrad``."""
-    rows, n = p.dy.shape
+    (rows, n), experts = p.dy.shape, p.weight.codes.shape[0]
     k = p.weight.codes.shape[1] if p.quantized else p.weight.k
-    wide = p.quantized and n > MAX_BLOCKS * BLOCK
-    if wide or p.factors is not None or not _takes(p.dy, p.dy.dtype, rows, k, n):
+    if p.dy.dtype != torch.bfloat16 or p.quantized and n > MAX_BLOCKS * BLOCK or not p.quantized and p.factors is not None:
         return definition.grouped_dgrad(p, choice(p.dy.device).dgrad)
     if not p.quantized:
-        wd = _weight_operand(p.weight, slice(None), 1, None, 0)
-        dx = grouped_gemm(p.dy.contiguous(), wd, offs=p.ends)
+        wd = _weight_operand(p.weight, slice(None), 1, None, 0).transpose(1, 2)
+        dx = grouped_mm(p.dy, wd, p.ends)
         return dx if p.g is None else dx.add_(grouped_mm(p.g, p.a.transpose(1, 2), p.ends))
-    rank = 0 if p.g is None else p.g.shape[1]
+    by_gemm = _by_gemm(rows, experts, p.dy.device, k, n)
+    rank = 0 if p.g is None or not by_gemm else p.g.shape[1]
     width = _aligned(n + rank) - n
-    dy = p.dy.new_empty(rows, n + width)
+    dy, g = p.dy.new_empty(rows, n + width), p.g if by_gemm else None
     if p.seed is None:
-        write_rounded(dy, p.dy, p.g, width)
+        write_rounded(dy, p.dy, g, width)
     else:
-        write_operand(dy, ops.quantize(p.dy, GRADIENT_STOCHASTIC, seed=p.seed), 1, p.g, 0, width)
-    return _by_weight(dy, p.weight, 1, None if p.a is None else p.a.transpose(1, 2), width, p.ends)
+        write_operand(dy, ops.quantize(p.dy, GRADIENT_STOCHASTIC, seed=p.seed), 1, g, 0, width)
+    a = None if p.a is None else p.a.transpose(1, 2)
+    if by_gemm:
+        return _by_weight(dy, p.weight, 1, a, width, p.ends)
+    return grouped_matmul([dy[:, :n]], None, p.ends, p.weight, p.g, a)
 
 
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """The operator ``grouped_mm``."""
-    if x.dtype != torch.bfloat16 or not x.shape[0] or not has_grouped_gemm(x.device):
+    if x.dtype != torch.bfloat16:
         return definition.grouped_mm(x, w, ends)
+    if not _by_gemm(x.shape[0], w.shape[0], x.device, ALIGNED):
+        return grouped_matmul([x], None, ends, w)
     by_column = w.stride(1) == 1 and w.stride(2) % ALIGNED == 0
     if x.shape[1] % ALIGNED or not by_column:
         w = _padded(w).contiguous()

@@ -4,12 +4,13 @@ Rows are sorted by expert (:class:`Routing`), so an expert's are neighbours. A *
 :class:`~peft_nvfp4.numerics.formats.QuantizedMatrix` whose tensors have a leading axis E, codes (E, N, Kp/2), block scales
 (E, N, Kp/16), a global scale (E,).
 
-    grouped_fprop   y_r = D(x~_r) @ D(W_e).T + h_r @ up_e.T,   h_r = D(x~_r) @ A_e.T      of the rows r of every expert e
-    grouped_dgrad   dx_r = D(Q(dy_r)) @ D(W_b,e).T + g_r @ A_e
-    grouped_mm      y_r = x_r @ W_e.T
-    grouped_outer   G_e = sum over the rows r of e of x_r y_r.T
-    combine         y_t = sum over the k rows of token t, each times its weight
-    spread          the gradients of ``combine``
+    grouped_fprop       y_r = D(x~_r) @ D(W_e).T + h_r @ up_e.T,   h_r = D(x~_r) @ A_e.T      of the rows r of every expert e
+    grouped_dgrad       dx_r = D(Q(dy_r)) @ D(W_b,e).T + g_r @ A_e
+    grouped_transpose   W_b,e of W_f,e
+    grouped_mm          y_r = x_r @ W_e.T
+    grouped_outer       G_e = sum over the rows r of e of x_r y_r.T
+    combine             y_t = sum over the k rows of token t, each times its weight
+    spread              the gradients of ``combine``
 
 Each is, for one expert, what :mod:`.reference` defines for one linear: the same operands, bit for bit. A row's result depends on
 that row and its expert alone. Rows after the last expert's are nobody's: what results there is not defined, and nothing reads it.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .formats import GRADIENT_STOCHASTIC, QuantizedMatrix
+from .formats import GRADIENT_STOCHASTIC, WEIGHT_BACKWARD, QuantizedMatrix
 from .products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 
 
@@ -141,6 +142,13 @@ def _dense_gradient(dy: Tensor, w: QuantizedMatrix, factor: float, g: Tensor | N
     wd = reference.dequantize(reference.without_scale_factor(w, factor), dy.dtype)
     dx = reference.mm(dy, wd) if factor == 1.0 else reference.mm(dy, wd, torch.float32).mul_(factor).to(dy.dtype)
     return dx if g is None else reference.add_mm(dx, g, a)
+
+
+def grouped_transpose(q: QuantizedMatrix, factors: tuple[float, ...] | None) -> QuantizedMatrix:
+    """The stack of backward layouts (K, N) of a stack of forward weights (N, K)."""
+    each = [reference.transpose_requantize(one(q, e), WEIGHT_BACKWARD) for e in range(len(q.codes))]
+    codes, scales, gscale = (torch.stack(tensors) for tensors in list(zip(*each))[:3])
+    return QuantizedMatrix(codes, scales, gscale.view(-1), q.codes.shape[1])
 
 
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:

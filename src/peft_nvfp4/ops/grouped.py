@@ -14,7 +14,6 @@ from ..numerics.formats import BLOCK, QuantizedMatrix, padded_k
 from ..numerics.grouped import GroupedDgrad, GroupedFprop
 from .core import Operator, check, check_float, check_matrix, check_seed, check_shape
 from .linear import check_matrices, matrices, tensor_lists
-from .matrix import transpose_requantize
 
 
 def check_stack(op: str, q: QuantizedMatrix, n: int, k: int, experts: int) -> None:
@@ -170,9 +169,29 @@ spread = Operator(
 )
 
 
-def backward_stack(weight: QuantizedMatrix, factors: tuple[float, ...] | None) -> QuantizedMatrix:
-    """The backward layouts (K, N) of a stack of forward weights (N, K), each by :data:`~.matrix.transpose_requantize`."""
-    experts = range(weight.codes.shape[0])
-    each = [transpose_requantize.run(definition.one(weight, e), 1.0 if factors is None else factors[e]) for e in experts]
-    codes, scales, gscale = (torch.stack(tensors) for tensors in list(zip(*each))[:3])
-    return QuantizedMatrix(codes, scales, gscale.view(-1), weight.codes.shape[1])
+def _check_transpose(q: QuantizedMatrix, factors: tuple[float, ...] | None) -> None:
+    check_stack("grouped_transpose", q, q.codes.shape[1], q.k, q.codes.shape[0])
+
+
+def _transpose_shapes(q: QuantizedMatrix, factors: tuple[float, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
+    experts, n, _ = q.codes.shape
+    kept = q.codes.new_empty(experts, q.k, padded_k(n) // 2), q.codes.new_empty(experts, q.k, padded_k(n) // BLOCK)
+    return *kept, q.gscale.new_empty(experts)
+
+
+grouped_transpose = Operator(
+    "grouped_transpose",
+    "(Tensor codes, Tensor scales, Tensor gscale, int k, float[]? factors) -> (Tensor, Tensor, Tensor)",
+    _check_transpose,
+    definition.grouped_transpose,
+    _transpose_shapes,
+    lambda q, factors: (*q, factors),
+    lambda codes, scales, gscale, k, factors: (
+        QuantizedMatrix(codes, scales, gscale, k),
+        None if factors is None else tuple(factors),
+    ),
+    flat_result=lambda q: q[:3],
+    result=lambda args, flat: QuantizedMatrix(*flat, args[0].codes.shape[1]),
+)
+"""``grouped_transpose(q, factors) -> QuantizedMatrix``: the backward layouts (K, N) of a stack of forward weights q (N, K), each
+as :data:`~.matrix.transpose_requantize` makes it; ``factors``: of their global scales, None where all are 1."""

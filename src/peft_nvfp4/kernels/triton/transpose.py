@@ -89,29 +89,40 @@ def _column(tile, j: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
+def _of_stack(codes_ptr, scales_ptr, gscale_ptr, rows, columns):
+    """The matrix (rows, columns padded) of this program in a stack: pointers to its words of codes, scales, global scale."""
+    at = tl.program_id(2).to(tl.int64)
+    first = at * rows * columns
+    return codes_ptr + first // 8, scales_ptr + first // BLOCK, gscale_ptr + at
+
+
+@triton.jit
 def transpose_amax_kernel(
     codes_ptr, scales_ptr, gscale_ptr, amax_ptr, N, KP,
     NB: tl.constexpr, KW: tl.constexpr, WHOLE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the largest magnitude among those blocks along N that are finite."""
+    """Bits of the largest magnitude among those blocks along N that are finite, of every matrix of a stack."""
+    codes_ptr, scales_ptr, gscale_ptr = _of_stack(codes_ptr, scales_ptr, gscale_ptr, N, KP)
     tile = _tile(codes_ptr, scales_ptr, gscale_ptr, tl.full([], 1.0, tl.float32), N, KP, NB, KW, WHOLE, MODE)
     most = tl.zeros([KW * NB], tl.float32)
     for j in tl.static_range(8):
         most = tl.maximum(most, finite_part(amax_values(_column(tile, j, MODE), KW * NB, MODE)))
-    tl.atomic_max(amax_ptr, row_max(most).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(amax_ptr + tl.program_id(2), row_max(most).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
 def transpose_kernel(
-    codes_ptr, scales_ptr, gscale_ptr,  # (N, KP / 8) int32, (N, KP / 16) uint8, (1,) float32
-    amax_ptr,  # (1,) int32, bits of the maximum
-    out_codes_ptr, out_scales_ptr, out_gscale_ptr,  # (K, NP / 8) int32, (K, NP / 16) uint8, (1,) float32
+    codes_ptr, scales_ptr, gscale_ptr,  # (E, N, KP / 8) int32, (E, N, KP / 16) uint8, (E,) float32
+    amax_ptr,  # (E,) int32, bits of the maximum
+    out_codes_ptr, out_scales_ptr, out_gscale_ptr,  # (E, K, NP / 8) int32, (E, K, NP / 16) uint8, (E,) float32
     N, K, KP, NP,
     NB: tl.constexpr, KW: tl.constexpr,
     WHOLE: tl.constexpr,  # the tiles divide both sides
     MODE: tl.constexpr,
 ):  # fmt: skip
-    g, inverse_g = power_of_two_scale(tl.load(amax_ptr).to(tl.float32, bitcast=True))
+    codes_ptr, scales_ptr, gscale_ptr = _of_stack(codes_ptr, scales_ptr, gscale_ptr, N, KP)
+    out_codes_ptr, out_scales_ptr, out_gscale_ptr = _of_stack(out_codes_ptr, out_scales_ptr, out_gscale_ptr, K, NP)
+    g, inverse_g = power_of_two_scale(tl.load(amax_ptr + tl.program_id(2)).to(tl.float32, bitcast=True))
     tl.store(out_gscale_ptr, g)
     unit = inverse_g * PAIR_UNIT if MODE == PAIR else tl.full([], 1.0, tl.float32)  # PAIR: values come in units of 2**8 g
     tile = _tile(codes_ptr, scales_ptr, gscale_ptr, unit, N, KP, NB, KW, WHOLE, MODE)
@@ -137,21 +148,29 @@ def transpose_kernel(
 def transpose_requantize(q: QuantizedMatrix, factor: float) -> QuantizedMatrix:
     """The operator ``transpose_requantize``. Under a global scale that is no power of two, values are no BF16 numbers: the
     kernels then compute in FP32."""
+    stack = QuantizedMatrix(q.codes[None], q.scales[None], q.gscale, q.k)
+    codes, scales, gscale, n = grouped_transpose(stack, None if factor == 1.0 else (factor,))
+    return QuantizedMatrix(codes[0], scales[0], gscale, n)
+
+
+def grouped_transpose(q: QuantizedMatrix, factors: tuple[float, ...] | None) -> QuantizedMatrix:
+    """The operator ``grouped_transpose``: the same for every matrix of a stack."""
     codes, scales, gscale, k = q
-    n, np_ = codes.shape[0], padded_k(codes.shape[0])
-    out = QuantizedMatrix(codes.new_empty(k, np_ // 2), codes.new_empty(k, np_ // BLOCK_SIZE), gscale.new_empty(1), n)
-    if n == 0 or k == 0:
-        out.gscale.fill_(1.0)
-        return out
+    experts, n = codes.shape[:2]
+    np_ = padded_k(n)
+    out = codes.new_empty(experts, k, np_ // 2), codes.new_empty(experts, k, np_ // BLOCK_SIZE), gscale.new_empty(experts)
+    if n == 0 or k == 0 or experts == 0:
+        out[2].fill_(1.0)
+        return QuantizedMatrix(*out, n)
     codes, scales = codes.contiguous().view(torch.int32), scales.contiguous()
-    amax = codes.new_zeros(1)
+    amax = codes.new_zeros(experts)
     nb, kw, kp = TRANSPOSE["blocks"], TRANSPOSE["words"], padded_k(k)
-    mode = mode_for(torch.bfloat16 if factor == 1.0 else torch.float32)
+    mode = mode_for(torch.bfloat16 if factors is None else torch.float32)
     constants = {"NB": nb, "KW": kw, "WHOLE": n % (BLOCK_SIZE * nb) == 0 and k % (8 * kw) == 0, "MODE": mode}
     options = {"num_warps": max(nb * kw // 32, 1), **EXACT_MATH}
-    grid = (ceil_div(np_, BLOCK_SIZE * nb), ceil_div(kp, 8 * kw))
+    grid = (ceil_div(np_, BLOCK_SIZE * nb), ceil_div(kp, 8 * kw), experts)
     tensors = (codes, scales, gscale, amax)
     launch(transpose_amax_kernel, grid, tensors, (n, kp), constants, **options)
-    tensors += (out.codes.view(torch.int32), out.scales, out.gscale)
+    tensors += (out[0].view(torch.int32), *out[1:])
     launch(transpose_kernel, grid, tensors, (n, k, kp, np_), constants, **options)
-    return out
+    return QuantizedMatrix(*out, n)
