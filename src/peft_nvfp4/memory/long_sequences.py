@@ -4,8 +4,7 @@
 Of the residual stream, what a moment needs of it is there: all sizes are those of one layer. With d, q and kv the bytes of a
 token's hidden state, queries and keys, c the codes of a norm's output:
 
-    forward      the embeddings, the layer's input and its copy on the way, the sum after attention, the norm's output, the MLP's:
-                 6 d + c, and a tile
+    forward      the embeddings, the layer's input, the sum after attention, the norm's output, the MLP's: 5 d + c, and a tile
     loss         the final norm's input and output, the gradient of that: 3 d, and a chunk of logits
     final norm   the gradient as it was kept, scaled, and put in its place, and the norm's input: 4 d, and a tile
     MLP          what the layer has kept (2 q + 2 kv + 2 c, adapters' hidden values, a log-sum-exp a head), the next layer's input
@@ -14,7 +13,8 @@ token's hidden state, queries and keys, c the codes of a norm's output:
                  gradients of output, queries, keys and values: 2 q + 2 kv; and of a quarter of the heads FlashAttention's copies
                  of output and gradient, dq, its sum in FP32, dk and dv for every query head: (5 q + 4 bytes a query value) / 4
 
-With Llama-8B's sizes the last is 77 kB a token, which is the peak.
+With Llama-8B's sizes the last is 77 kB a token, which is the peak. Embedding and head are on the host in the last two, where
+memory is short (:mod:`peft_nvfp4.training.resting_weights`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import math
 from dataclasses import replace
 
 from . import kept, moments
-from .kept import FP32, NORMS, STREAM
+from .kept import EMBEDDING, FP32, NORMS, STREAM
 from .moments import ACTIVATION_GRADIENTS, COPIES, FINAL_NORM, GRADIENTS, LOGITS, Moment
 from .settings import Settings
 from .shapes import ModelShape
@@ -55,12 +55,13 @@ def long_moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     group = (3 * q + FP32 * shape.q * tokens + expanded) // math.gcd(GROUPS, shape.kv_heads)
     within = 2 * q + 2 * kv + group
     gradients = {GRADIENTS: kept.gradients(shape, settings)}
+    resting = {EMBEDDING: 0} if settings.cards == 1 else {}  # in the place of the static entry
     named = {
-        "forward": {STREAM: 6 * d, NORMS: norms, TILE: forward},
+        "forward": {STREAM: 5 * d, NORMS: norms, TILE: forward},
         "loss": {STREAM: 2 * d, LOGITS: moments.loss_moment(shape, settings)[LOGITS]},  # with the gradient
         "final norm": {STREAM: d, ACTIVATION_GRADIENTS: 3 * d, FINAL_NORM: 5 * FP32 * NORM_VALUES},
-        "MLP": layer | {STREAM: d, ACTIVATION_GRADIENTS: 2 * d, TILE: backward},
-        "attention": layer | {NORMS: norms, STREAM: d, ACTIVATION_GRADIENTS: d, ATTENTION_BACKWARD: within} | gradients,
+        "MLP": layer | resting | {STREAM: d, ACTIVATION_GRADIENTS: 2 * d, TILE: backward},
+        "attention": layer | resting | {NORMS: norms, STREAM: d, ACTIVATION_GRADIENTS: d, ATTENTION_BACKWARD: within} | gradients,
         "optimizer": {COPIES: 0} | gradients,
     }
     return {name: moments.always_there(shape, settings) | parts for name, parts in named.items()}

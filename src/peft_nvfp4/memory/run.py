@@ -128,7 +128,7 @@ class Estimate:
             "peak_at": self.at,
             "categories": self.categories(),
             "groups": self.groups(),
-            "moments": {name: sum(self.static.values()) + sum(parts.values()) for name, parts in self.moments.items()},
+            "moments": {name: sum((self.static | parts).values()) for name, parts in self.moments.items()},
             "saved_per_token_and_layer": self.saved_per_token_and_layer,
             "saved_besides_per_layer": self.saved_besides_per_layer,
             "host_bytes": self.host,
@@ -157,7 +157,7 @@ def estimate(model: Any, settings: Settings | None = None) -> Estimate:
     elif settings.cards > 1:
         parts = {name: _gathered(name, moment, shape, settings, static) for name, moment in parts.items()}
         static, host = _shares(shape, settings, static), host // settings.cards
-    at = max(parts, key=lambda name: sum(parts[name].values()))
+    at = max(parts, key=lambda name: sum((static | parts[name]).values()))
     return Estimate(shape, settings, static, parts, at, host, offloaded, checkpoints)
 
 

@@ -87,6 +87,7 @@ class Checkpoint:
     def __init__(self, buffers: Buffers, hidden: Tensor, before: Checkpoint | None):
         self.buffers, self.before = buffers, before
         self.shape, self.dtype, self.device, self.requires_grad = hidden.shape, hidden.dtype, hidden.device, hidden.requires_grad
+        self.bytes = hidden.nbytes
         self.values: Tensor | None = None  # on the device, or on the way
         self.arrived: Any = None  # event at the end of the last copy
         self.buffer: HostBuffer | None = None
@@ -95,7 +96,7 @@ class Checkpoint:
 
     @property
     def home(self) -> Tensor:
-        return self.buffer.data[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
+        return self.buffer.data[: self.bytes].view(self.dtype).view(self.shape)
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
         stream = self.buffers.stream

@@ -39,10 +39,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.tiles import in_tiles, tiling
 from ..fusion.norm import looks_like_rmsnorm, plus_one
-from ..fusion.probe import watched
+from ..fusion.probe import innermost, watched
 from .checkpoint_transfers import Buffers, Checkpoint, HostMemoryShort
 from .packed_attention import attention
 from .packing import decoder_of
+from .resting_weights import RestingWeights
 
 NORM_VALUES = 8 << 20
 """Of a tile of a norm, whose backward takes five such matrices in FP32."""
@@ -85,10 +86,11 @@ class Pass:
     Args:
         norms: what computes in tiles.
         own_embeddings: the first layer's input is the decoder's own, and nobody watches it.
+        rest: called with a checkpoint before it is fetched.
     """
 
-    def __init__(self, buffers: Buffers, norms: list[nn.Module], own_embeddings: bool):
-        self.buffers, self.norms, self.own_embeddings = buffers, norms, own_embeddings
+    def __init__(self, buffers: Buffers, norms: list[nn.Module], own_embeddings: bool, rest: Callable[[Checkpoint], None]):
+        self.buffers, self.norms, self.own_embeddings, self.rest = buffers, norms, own_embeddings, rest
         self.last: Checkpoint | None = None
         self.leaving: Tensor | None = None  # the last one's values, until their copy has ended
 
@@ -143,11 +145,15 @@ class CheckpointFunction:
             return self.plain(function, *args)
         hidden, *others = args
         kept, *first = running.keep(hidden)
+        rest = running.rest
         del hidden, args, running
 
         def run(anchor: Tensor, *others: Any) -> Any:
             with tiling():
-                return function(first.pop() if first else kept.fetch(), *others)  # no name here: it would be held
+                if first:
+                    return function(first.pop(), *others)  # no name here: it would be held
+                rest(kept)
+                return function(kept.fetch(), *others)
 
         # of nothing, but on the layer's device: there are the random numbers that are to be drawn again
         anchor = torch.empty(0, device=kept.device)
@@ -163,6 +169,7 @@ class HostCheckpoints:
 
     def __init__(self, automatic: bool):
         self.automatic, self.status, self.buffers = automatic, HostCheckpointStatus(), Buffers()
+        self.resting, self.model = RestingWeights(), lambda: None
         self._found: tuple | None = None
 
     def __reduce__(self):
@@ -171,6 +178,7 @@ class HostCheckpoints:
     def host_checkpoints_begin(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the decoder's forward."""
         _PASS.set(None)
+        self.resting.come_back()  # after a backward that failed
         if torch.compiler.is_compiling() or not (decoder.training and torch.is_grad_enabled()):
             return
         layers, norms = self.parts(decoder)
@@ -195,7 +203,7 @@ class HostCheckpoints:
             return
         self.status.passes, self.status.last_bytes = self.status.passes + 1, len(layers) * bytes_
         norms = [norm for norm in norms if "forward" not in vars(norm)]
-        running = Pass(self.buffers, norms, inputs is not None and _embeds_unwatched(decoder))
+        running = Pass(self.buffers, norms, inputs is not None and _embeds_unwatched(decoder), self.rest)
         for norm in running.norms:
             norm.forward = functools.partial(_norm_in_tiles, weakref.ref(norm))
         _PASS.set(running)
@@ -208,6 +216,12 @@ class HostCheckpoints:
             running.settle()
             for norm in running.norms:
                 del norm.forward
+
+    def rest(self, kept: Checkpoint) -> None:
+        """Embedding and head, if backward needs their room."""
+        model = self.model()
+        if model is not None:
+            self.resting.leave_if_needed(_ends(model), kept.bytes, kept.device)
 
     def parts(self, decoder: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         """The checkpointed layers, and the norms beside them (the one before the head)."""
@@ -225,6 +239,12 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _outermost(child)
+
+
+def _ends(model: nn.Module) -> list[nn.Parameter]:
+    """Of the embedding and the output head."""
+    modules = (getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings"))
+    return list({id(p): p for m in modules if m is not None for p in m.parameters()}.values())
 
 
 def _embeds_unwatched(decoder: nn.Module) -> bool:
@@ -294,6 +314,7 @@ def enable_host_checkpoints(model: nn.Module, automatic: bool = False) -> None:
         return
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention  # for good, as packing does: it is transformers' own but for long sequences
     watching = HostCheckpoints(automatic)
+    watching.model = weakref.ref(innermost(model))
     decoder.register_forward_pre_hook(watching.host_checkpoints_begin, with_kwargs=True)
     decoder.register_forward_hook(watching.host_checkpoints_end, always_call=True)
 
@@ -302,6 +323,7 @@ def disable_host_checkpoints(model: nn.Module) -> None:
     """Keep them on the device again, and free the host's memory. Nothing happens to a model that keeps them there."""
     if (watching := _watching(model)) is None:
         return
+    watching.resting.come_back()
     decoder = decoder_of(model)
     for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):
         for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is watching]:

@@ -1,0 +1,108 @@
+"""Embedding and output head in the host's memory while backward runs, where the GPU's memory would not be enough otherwise.
+
+Backward of a frozen embedding computes nothing, and the loss at labels has computed the gradient of the head's input by then
+(:mod:`peft_nvfp4.fusion.loss`). Of Llama-8B the two take 2.1 GB, which is 27,000 tokens of one layer's backward. So the first
+layer that backward computes again sends them away, and the end of backward, or the next forward if it fails, brings them back.
+A parameter points to its host's copy meanwhile: whoever reads it finds its bytes. The copy is made once; weights that changed
+are copied again.
+
+What comes back is elsewhere on the GPU, which discards recordings of shorter steps: so weights leave only if they have to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from .checkpoint_transfers import LEFT_TO_OTHERS
+from .offload.host_memory import HostBuffer
+
+BACKWARD, CONSTANT = 10, 1 << 30
+"""A layer's backward takes so many times its input, and so many bytes besides."""
+
+
+class Home(NamedTuple):
+    """The host's copy of a parameter, and what it was made of."""
+
+    parameter: nn.Parameter
+    buffer: HostBuffer
+    values: Tensor
+    version: int
+    address: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that tensors of this process can still take on a GPU; of another device there is no end."""
+    if device.type != "cuda":
+        return 1 << 62
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
+
+
+class RestingWeights:
+    """Of one model. Copies begin with none.
+
+    Attributes:
+        away: those that point to their host's copies now, and their devices.
+        bytes: of the host's copies.
+    """
+
+    def __init__(self) -> None:
+        self.homes: dict[int, Home] = {}
+        self.away: list[tuple[nn.Parameter, torch.device]] = []
+        self.task = -1  # backward that has decided
+
+    @property
+    def bytes(self) -> int:
+        return sum(home.values.nbytes for home in self.homes.values())
+
+    def leave_if_needed(self, parameters: Iterable[nn.Parameter], needed: int, device: torch.device) -> None:
+        """At every layer that backward computes again; what is decided at the first one counts until its end."""
+        task = torch._C._current_graph_task_id()
+        if task in (-1, self.task):
+            return
+        self.task = task
+        if free_bytes(device) < BACKWARD * needed + CONSTANT:
+            self._leave(parameters)
+
+    def _leave(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in parameters:
+            plain = type(p) is nn.Parameter and not p.requires_grad and not p.is_inference() and p.data.is_contiguous()
+            if plain and (home := self._home(p)) is not None:
+                self.away.append((p, p.device))
+                p.data = home.values
+        if self.away:
+            torch.autograd.Variable._execution_engine.queue_callback(self.come_back)
+
+    def _home(self, p: nn.Parameter) -> Home | None:
+        """None where the host has no room."""
+        home = self.homes.get(id(p))
+        if home is None or home.parameter is not p or (home.version, home.address) != (p._version, p.data_ptr()):
+            if p.nbytes > psutil.virtual_memory().available - LEFT_TO_OTHERS:
+                return None
+            buffer = HostBuffer(p.nbytes)
+            if p.is_cuda:
+                buffer.pin(p.device)
+            values = buffer.data.view(p.dtype).view(p.shape)
+            with torch.no_grad():
+                values.copy_(p)
+            home = self.homes[id(p)] = Home(p, buffer, values, p._version, p.data_ptr())
+        return home
+
+    def come_back(self) -> None:
+        """To where they were, if they are away."""
+        self.task = -1
+        while self.away:  # one is away until it is back: there may be no memory for it
+            p, device = self.away[-1]
+            home = self.homes[id(p)]
+            with torch.no_grad():
+                if p.data_ptr() == home.values.data_ptr():  # else somebody has given it other values meanwhile
+                    p.data = home.values.to(device, non_blocking=True, copy=True)
+            self.homes[id(p)] = home._replace(version=p._version, address=p.data_ptr())
+            self.away.pop()
