@@ -15,7 +15,7 @@ from peft_nvfp4 import disable_host_checkpoints, enable_host_checkpoints, enable
 from peft_nvfp4.autograd import activation_cache
 from peft_nvfp4.fusion import mlp as fused_mlp
 from peft_nvfp4.fusion.attach import attach
-from peft_nvfp4.training import checkpoint_transfers, host_checkpoints
+from peft_nvfp4.training import checkpoint_transfers, host_checkpoints, resting_weights
 from peft_nvfp4.training.cuda_graphs import GraphedForward, _graphed, enable_cuda_graphs
 from peft_nvfp4.training.host_checkpoints import CheckpointFunction, _watching
 from peft_nvfp4.training.packing import decoder_of
@@ -316,6 +316,16 @@ def test_such_a_step_is_not_recorded():
     disable_host_checkpoints(model)
     gradients(model)
     assert any("recording failed" in reason for reason in graphed.status.reasons)
+
+
+@pytest.mark.parametrize("free", [1 << 40, 0])
+def test_recordings_of_other_steps_go_where_memory_is_short(monkeypatch, free):
+    monkeypatch.setattr(resting_weights, "free_bytes", lambda device: free)
+    model, forgotten = checkpointed(layers=1), []
+    enable_cuda_graphs(model, loud=False)
+    monkeypatch.setattr(GraphedForward, "forget", lambda self: forgotten.append(1))
+    gradients(model)
+    assert len(forgotten) == (free == 0)
 
 
 def test_a_model_without_checkpointed_layers_is_refused():

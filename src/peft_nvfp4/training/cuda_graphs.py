@@ -59,7 +59,7 @@ from .graph_recording import (
     substituted,
 )
 from .graph_state import baked_in
-from .host_checkpoints import pass_goes_to_host
+from .host_checkpoints import pass_goes_to_host, pass_is_short_of_memory
 from .offload.layers import ATTRIBUTE
 from .packing import PackedForward, Replicate, decoder_of, packed_forward, put_back
 
@@ -185,6 +185,8 @@ class GraphedForward:
         if self.pending is not None and (ticket := self.pending()) is not None and ticket.open:
             raise Unsupported("the backward of an earlier forward is still to come")
         if pass_goes_to_host():
+            if pass_is_short_of_memory() and self.forget():
+                torch.cuda.empty_cache()
             raise Unsupported("its checkpoints go to the host")
         tensors, constants = self._inputs(args, kwargs)
         key = (

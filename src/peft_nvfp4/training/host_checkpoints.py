@@ -43,7 +43,7 @@ from ..fusion.probe import innermost, watched
 from .checkpoint_transfers import Buffers, Checkpoint, HostMemoryShort
 from .packed_attention import attention
 from .packing import decoder_of
-from .resting_weights import RestingWeights
+from .resting_weights import RestingWeights, is_short
 
 NORM_VALUES = 8 << 20
 """Of a tile of a norm, whose backward takes five such matrices in FP32."""
@@ -84,13 +84,16 @@ class Pass:
     """A forward pass of a decoder whose checkpoints go to the host.
 
     Args:
+        bytes_: of one checkpoint.
         norms: what computes in tiles.
         own_embeddings: the first layer's input is the decoder's own, and nobody watches it.
         rest: called with a checkpoint before it is fetched.
     """
 
-    def __init__(self, buffers: Buffers, norms: list[nn.Module], own_embeddings: bool, rest: Callable[[Checkpoint], None]):
-        self.buffers, self.norms, self.own_embeddings, self.rest = buffers, norms, own_embeddings, rest
+    def __init__(
+        self, buffers: Buffers, bytes_: int, norms: list[nn.Module], own_embeddings: bool, rest: Callable[[Checkpoint], None]
+    ):
+        self.buffers, self.bytes, self.norms, self.own_embeddings, self.rest = buffers, bytes_, norms, own_embeddings, rest
         self.last: Checkpoint | None = None
         self.leaving: Tensor | None = None  # the last one's values, until their copy has ended
 
@@ -122,6 +125,12 @@ def restart_pass() -> None:
     if (running := _PASS.get()) is not None:
         running.settle()
         running.last = None
+
+
+def pass_is_short_of_memory() -> bool:
+    """Whether the pass that runs may want more memory of the GPU than there is."""
+    running = _PASS.get()
+    return running is not None and is_short(running.bytes, running.buffers.device)
 
 
 class CheckpointFunction:
@@ -203,7 +212,7 @@ class HostCheckpoints:
             return
         self.status.passes, self.status.last_bytes = self.status.passes + 1, len(layers) * bytes_
         norms = [norm for norm in norms if "forward" not in vars(norm)]
-        running = Pass(self.buffers, norms, inputs is not None and _embeds_unwatched(decoder), self.rest)
+        running = Pass(self.buffers, bytes_, norms, inputs is not None and _embeds_unwatched(decoder), self.rest)
         for norm in running.norms:
             norm.forward = functools.partial(_norm_in_tiles, weakref.ref(norm))
         _PASS.set(running)

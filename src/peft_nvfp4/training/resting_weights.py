@@ -18,6 +18,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from ..memory.device import free_bytes
 from .checkpoint_transfers import LEFT_TO_OTHERS
 from .offload.host_memory import HostBuffer
 
@@ -35,14 +36,10 @@ class Home(NamedTuple):
     address: int
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that tensors of this process can still take on a GPU; of another device there is no end."""
-    if device.type != "cuda":
-        return 1 << 62
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
+def is_short(checkpoint: int, device: torch.device) -> bool:
+    """Whether the backward of a layer whose input has so many bytes may want more memory than there is."""
+    free = free_bytes(device)
+    return free is not None and free < BACKWARD * checkpoint + CONSTANT
 
 
 class RestingWeights:
@@ -68,7 +65,7 @@ class RestingWeights:
         if task in (-1, self.task):
             return
         self.task = task
-        if free_bytes(device) < BACKWARD * needed + CONSTANT:
+        if is_short(needed, device):
             self._leave(parameters)
 
     def _leave(self, parameters: Iterable[nn.Parameter]) -> None:
