@@ -80,7 +80,7 @@ class Linear(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Everything that :class:`FrozenLinearFunction` depends on: a tree of tensors and constants. So are its gradients."""
+    """Everything that :class:`FrozenLinearFunction` depends on."""
 
     x: Tensor  # (M, K); read for its dtype, and where keeps_x
     terms: tuple[QuantizedMatrix, ...]  # of x~, one or two
@@ -106,8 +106,17 @@ def frozen_linear(x: Tensor, quantized: QuantizedInput, linears: Sequence[Linear
     call = Call(x, quantized.terms, quantized.offset_values, None, quantized.source, keeps_x, tuple(drawn))
     if dequantized_input_is_needed(call):
         call = call._replace(dequantized=quantized.dequantized(x))
-    leaves, structure = flatten(call)
-    return FrozenLinearFunction.apply(structure, *leaves)
+    return FrozenLinearFunction.apply(call, *differentiable(call))
+
+
+def differentiable(call: Call) -> list[Tensor | None]:
+    """What a call has gradients of: x, then of every linear its bias, and A and B of its branches."""
+    inputs = [call.x]
+    for linear in call.linears:
+        inputs.append(linear.bias)
+        for branch in linear.branches:
+            inputs += (branch.a, branch.b)
+    return inputs
 
 
 def dequantized_input_is_needed(call: Call) -> bool:
@@ -124,7 +133,7 @@ def dequantized_input_is_needed(call: Call) -> bool:
 
 
 class Saved(NamedTuple):
-    """What backward reads: a tree."""
+    """What backward reads."""
 
     number_of_terms: int
     terms: tuple[QuantizedMatrix, ...]  # of x~; empty where it is computed from ``x`` or ``source``, and without branches
@@ -136,13 +145,63 @@ class Saved(NamedTuple):
     hidden: tuple[Tensor, ...]  # h (M, r) of every branch
 
 
+class Layout(NamedTuple):
+    """The constants of a :class:`Saved`, and how many tensors there are of what."""
+
+    number_of_terms: int
+    terms: tuple[int, ...]  # K of each
+    source: tuple[int, str] | None  # width and activation
+    linears: tuple[tuple, ...]  # of each: K, N if W_b is kept, scale factor, gradients, there
+    adapters: tuple[tuple, ...]  # of each: rank, scaling, dropout
+
+
+def to_save(saved: Saved) -> tuple[list[Tensor | None], Layout]:
+    """The tensors that backward reads, one by one as a Function saves them, and what else it has to know. (A general walk over
+    such a tree took a third of the Python of a step.)"""
+    stack, items = saved.adapters
+    tensors, source, linears = [saved.x, saved.offset, stack, *saved.hidden], None, []
+    for term in saved.terms:
+        tensors += term[:3]
+    if saved.source is not None:
+        gate, up, act = saved.source
+        tensors += (*gate[:3], *up[:3])
+        source = gate.k, act
+    for w, w_b, _, _, factor, gradients, _, seed, there in saved.linears:
+        tensors += (*w[:3], *(NO_MATRIX if w_b is None else w_b[:3]), seed)
+        linears.append((w.k, None if w_b is None else w_b.k, factor, gradients, there))
+    for item in items:
+        tensors += item[:3]
+    adapters = tuple([item[3:] for item in items])
+    return tensors, Layout(saved.number_of_terms, tuple([term.k for term in saved.terms]), source, tuple(linears), adapters)
+
+
+NO_MATRIX = (None, None, None)
+
+
+def saved_of(tensors: Sequence[Tensor | None], layout: Layout) -> Saved:
+    """Inverse of :func:`to_save`."""
+    count = len(layout.adapters)
+    x, offset, stack, *hidden = tensors[: 3 + count]
+    rest = iter(tensors[3 + count :])
+    matrix = lambda k: QuantizedMatrix(next(rest), next(rest), next(rest), k)
+    terms, source, linears = tuple([matrix(k) for k in layout.terms]), None, []
+    if layout.source is not None:
+        k, act = layout.source
+        source = GatedSource(matrix(k), matrix(k), act)
+    for k, n, factor, gradients, there in layout.linears:
+        w, w_b = matrix(k), matrix(n)
+        linears.append(Linear(w, None if n is None else w_b, None, None, factor, gradients, (), next(rest), there))
+    items = tuple([Adapter(next(rest), next(rest), next(rest), *constants) for constants in layout.adapters])
+    return Saved(layout.number_of_terms, terms, x, source, offset, tuple(linears), Adapters(stack, items), tuple(hidden))
+
+
 class FrozenLinearFunction(torch.autograd.Function):
     """Frozen NVFP4 linears of one input, each with any number of plain LoRA branches: a tuple of y (M, N). See the module's
     docstring for the formulas. The input is quantised by the caller, once for all linears that share it."""
 
     @staticmethod
-    def forward(ctx, structure, *leaves):
-        call: Call = unflatten(structure, leaves)
+    def forward(ctx, call: Call, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """``inputs`` are those of :func:`differentiable`."""
         dtype, xd = call.x.dtype, call.dequantized
         branches = [branch for linear in call.linears for branch in linear.branches]
         adapters = cast_adapters(branches, dtype)
@@ -162,54 +221,52 @@ class FrozenLinearFunction(torch.autograd.Function):
         a = adapters.stack if xd is None else None
         ys = linear_ops.fprop.run(Fprop(call.terms, linears, dtype, xd if exact else None, a))
         if a is not None:
-            hidden = ys.pop().split([item.rank for item in adapters.items], dim=1)
+            hidden = columns_of(ys.pop(), [item.rank for item in adapters.items])
         # without branches, backward reads nothing of the input
         x = call.x if call.keeps_x and branches else None
         source = call.source if branches else None
         terms = call.terms if x is None and source is None and branches else ()
-        frozen = tuple(linear._replace(bias=None, constant=None, branches=()) for linear in call.linears)
-        saved, ctx.saved_structure = flatten(
-            Saved(len(call.terms), terms, x, source, call.offset, frozen, adapters, tuple(hidden))
-        )
-        ctx.save_for_backward(*saved)
-        ctx.structure, ctx.dtypes = structure, [(branch.a.dtype, branch.b.dtype) for branch in branches]
+        saved = Saved(len(call.terms), terms, x, source, call.offset, call.linears, adapters, tuple(hidden))
+        tensors, ctx.layout = to_save(saved)
+        ctx.save_for_backward(*tensors)
+        ctx.dtypes = [(branch.a.dtype, branch.b.dtype) for branch in branches]
+        ctx.branches = [len(linear.branches) for linear in call.linears]
         ctx.set_materialize_grads(False)  # a linear whose output nobody used has no gradient: not zeros, with which AdamW decays
         return tuple(ys)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *dys):
-        saved: Saved = unflatten(ctx.saved_structure, ctx.saved_tensors)
-        needs: Call = unflatten(ctx.structure, ctx.needs_input_grad[1:])
-        gradients: Call = unflatten(ctx.structure, [None] * (len(ctx.needs_input_grad) - 1))
         used, dtypes, dx = [dy is not None for dy in dys], ctx.dtypes, None
         if not any(used):
-            return None, *flatten(gradients)[0]
+            return (None,) * len(ctx.needs_input_grad)
+        saved = saved_of(ctx.saved_tensors, ctx.layout)
+        needs_x, flags = ctx.needs_input_grad[1], iter(ctx.needs_input_grad[2:])
+        needs = [(next(flags), [(next(flags), next(flags)) for _ in range(count)]) for count in ctx.branches]
         if not all(used):
-            of_branches = [flag for flag, linear in zip(used, needs.linears) for _ in linear.branches]
+            of_branches = [flag for flag, count in zip(used, ctx.branches) for _ in range(count)]
             saved, dtypes = only(saved, used, of_branches), list(compress(dtypes, of_branches))
-            needs, dys = needs._replace(linears=tuple(compress(needs.linears, used))), list(compress(dys, used))
-        branches = [branch for linear in needs.linears for branch in linear.branches]
-        dtypes_a = [a if need.a else None for need, (a, _) in zip(branches, dtypes)]
-        dtypes_b = [b if need.b else None for need, (_, b) in zip(branches, dtypes)]
+            needs, dys = list(compress(needs, used)), list(compress(dys, used))
+        branches = [branch for _, of_linear in needs for branch in of_linear]
+        dtypes_a = [dtype if need else None for (need, _), (dtype, _) in zip(branches, dtypes)]
+        dtypes_b = [dtype if need else None for (_, need), (_, dtype) in zip(branches, dtypes)]
         # ``there`` after unpacking, for which checkpointing may have run other layers; one call is of one decoder layer
-        with no_autocast(dys[0]), saved.linears[0].there or nullcontext():
+        with no_autocast(dys[0]), saved.linears[0].there or NOTHING:
             xd = _dequantized_input(saved, dys[0].dtype) if any(dtypes_a) else None
-            branch_dys = [dy for dy, linear in zip(dys, needs.linears) for _ in linear.branches]
+            branch_dys = [dy for dy, (_, of_linear) in zip(dys, needs) for _ in of_linear]
             dbs = gradients_of_b(branch_dys, saved.hidden, saved.adapters, dtypes_b)
-            das, gs = gradients_of_a(branch_dys, xd, saved.adapters, dtypes_a, needs.x)
+            das, gs = gradients_of_a(branch_dys, xd, saved.adapters, dtypes_a, needs_x)
             del xd
-            if needs.x:
+            if needs_x:
                 dx = _input_gradient(dys, saved.linears, gs.stacked, saved.adapters.stack)
                 dx = add_dropped(dx, saved.adapters, gs.dropped)
-            dbias = [dy.sum(0) if linear.bias else None for dy, linear in zip(dys, needs.linears)]
-        pairs, biases, linears = iter(zip(das, dbs)), iter(dbias), []
-        for linear, flag in zip(gradients.linears, used):
-            if flag:
-                branches = tuple(branch._replace(a=da, b=db) for branch, (da, db) in zip(linear.branches, pairs))
-                linear = linear._replace(bias=next(biases), branches=branches)
-            linears.append(linear)
-        return None, *flatten(gradients._replace(x=dx, linears=tuple(linears)))[0]
+            dbias = [dy.sum(0) if need else None for dy, (need, _) in zip(dys, needs)]
+        gradients, pairs, biases = [None, dx], iter(zip(das, dbs)), iter(dbias)
+        for flag, count in zip(used, ctx.branches):
+            gradients.append(next(biases) if flag else None)
+            for _ in range(count):
+                gradients += next(pairs) if flag else (None, None)
+        return tuple(gradients)
 
 
 def only(saved: Saved, linears: Sequence[bool], branches: Sequence[bool]) -> Saved:
@@ -302,11 +359,16 @@ def cast_adapters(branches: Sequence[Branch], dtype: torch.dtype) -> Adapters:
 def hidden_of(xd: Tensor, adapters: Adapters) -> list[Tensor]:
     """h_i = (m_i * D(x~)) @ A_i.T (M, r) of every branch."""
     ranks = [item.rank for item in adapters.items if item.a is None]
-    stacked = iter(mm(xd, adapters.stack.T).split(ranks, dim=1) if ranks else ())
+    stacked = iter(columns_of(mm(xd, adapters.stack.T), ranks) if ranks else ())
     return [
         next(stacked) if item.a is None else mm(fused.dropout.run(xd, item.dropout, item.seed), item.a.T)
         for item in adapters.items
     ]
+
+
+def columns_of(h: Tensor, ranks: Sequence[int]) -> Sequence[Tensor]:
+    """h (M, sum of r) -> h_i (M, r) of every branch. (``Tensor.split`` is a function in Python.)"""
+    return (h,) if len(ranks) == 1 else h.split_with_sizes(ranks, 1)
 
 
 def gradients_of_b(
@@ -337,7 +399,7 @@ def gradients_of_a(
     g = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None
     dtype = next((dtypes[i] for i in shared if dtypes[i]), None)
     if dtype is not None:
-        for i, da in zip(shared, mm(g.T, xd, dtype).split([items[i].rank for i in shared])):
+        for i, da in zip(shared, mm(g.T, xd, dtype).split_with_sizes([items[i].rank for i in shared])):
             gradients[i] = da.to(dtypes[i]) if dtypes[i] else None
     dropped = {}
     for i, (item, dy) in enumerate(zip(items, dys)):
@@ -387,10 +449,30 @@ def fake_quantize(x: Tensor, terms: int = 1, offset: Tensor | None = None) -> Te
 # ---------------------------------------------------------------------------------------------- autocast
 
 
-def no_autocast(x: Tensor):
+class _AutocastOff:
+    """``torch.autocast(kind, enabled=False)`` where it is on, at a tenth of the cost: every linear enters it."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_autocast_enabled(self.kind, True)
+
+
+NOTHING = nullcontext()
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager:
     """Context in which autocast is off, so that FP32 arithmetic stays FP32. Free when autocast is not on."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    if not torch.is_autocast_enabled(kind):
+        return NOTHING
+    return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _AutocastOff(kind)
 
 
 def autocast_input(x: Tensor) -> Tensor:

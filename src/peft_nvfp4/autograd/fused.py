@@ -37,7 +37,7 @@ class RMSNormQuantize(torch.autograd.Function):
             return (None,) * 6
         gamma, offset, rstd, *flat = ctx.saved_tensors
         parts = as_parts(flat, gamma.shape[0])
-        return fused.rmsnorm_backward(dy, parts, offset, gamma, rstd, ctx.plus_one), None, None, None, None, None
+        return fused.rmsnorm_backward.run(dy, parts, offset, gamma, rstd, ctx.plus_one), None, None, None, None, None
 
 
 def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
@@ -66,5 +66,5 @@ class GatedQuantize(torch.autograd.Function):
         if dh is None:
             return (None,) * 6
         gate, up = as_parts(ctx.saved_tensors, ctx.k)
-        grads = fused.silu_mul_backward(dh, gate, up, ctx.act)
+        grads = fused.silu_mul_backward.run(dh, gate, up, ctx.act)
         return grads.dgate, grads.dup, None, None, None, None

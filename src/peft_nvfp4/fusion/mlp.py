@@ -78,7 +78,10 @@ class FusedGatedMLP(FusedModule):
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         parts = self.parts
         down = self._modules[parts.down]
-        down = down.get_base_layer() if hasattr(down, "get_base_layer") else down  # inside a wrapper, too
+        if isinstance(base := down._modules.get("base_layer"), NVFP4FrozenLinear):
+            down = base
+        elif hasattr(down, "get_base_layer"):  # inside a wrapper, too
+            down = down.get_base_layer()
         if not isinstance(down, NVFP4FrozenLinear) or args or kwargs or self.was_edited():
             return self.call_original(x, *args, **kwargs)
         if wanted() and x.numel() // x.shape[-1] > (most := tile_rows(down.in_features)) and self._is_plain():

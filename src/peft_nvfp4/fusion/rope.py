@@ -46,7 +46,7 @@ class RotaryEmbedding(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        outputs = fused.rotary_embedding(q, k, cos, sin, False)
+        outputs = fused.rotary_embedding.run(q, k, cos, sin, False)
         ctx.mark_non_differentiable(*(t for t, needed in zip(outputs, ctx.needs_input_grad) if not needed))
         return outputs
 
@@ -63,7 +63,7 @@ class RotaryEmbedding(torch.autograd.Function):
 def _gradients(dq: Tensor, dk: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
     """The kernel, or, where second derivatives were asked for (``create_graph``), PyTorch's own differentiable operations."""
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return (fused_reference if again else fused).rotary_embedding(dq, dk, cos, sin, True)
+    return (fused_reference.rotary_embedding if again else fused.rotary_embedding.run)(dq, dk, cos, sin, True)
 
 
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

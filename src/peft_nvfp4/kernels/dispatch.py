@@ -82,13 +82,12 @@ def _on_its_device(device: torch.device, function: Callable, args: tuple):
 @cache
 def triton_kernel(name: str) -> Callable:
     """The Triton implementation of an operator, whether or not this machine can run it."""
-    operator = OPERATORS[name]
+    operator, whole_row = OPERATORS[name], name in WHOLE_ROW
     function = getattr(importlib.import_module(f"{__package__}.triton.{KERNELS[name]}"), name)
 
     def run(*args):
         first = first_tensor(args)
-        width = first.shape[1] * (2 if first.dtype == torch.uint8 else 1)  # two codes a byte
-        if name in WHOLE_ROW and not 0 < width <= WIDEST_ROW:
+        if whole_row and not 0 < first.shape[1] * (2 if first.dtype == torch.uint8 else 1) <= WIDEST_ROW:  # two codes a byte
             return operator.reference(*args)
         return _on_its_device(first.device, function, args)
 

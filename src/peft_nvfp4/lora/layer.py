@@ -26,6 +26,7 @@ from peft.tuners.lora.layer import VARIANT_KWARG_KEYS
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .. import ops
 from ..autograd.activation_cache import QuantizedInput
@@ -126,30 +127,38 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
         """Plain branches of these adapters, or what stands against computing them and the base layer without calling a module.
         ``everywhere``: see :func:`~peft_nvfp4.nn.plain.obstacle`."""
         below = self._modules  # this is asked in every call, and attributes of a module are slow
-        lora_a, lora_b, lora_dropout = (below[part]._modules for part in ("lora_A", "lora_B", "lora_dropout"))
-        modules = [(below["base_layer"], BACKENDS.loaded)]
+        lora_a, lora_b, lora_dropout = below["lora_A"]._modules, below["lora_B"]._modules, below["lora_dropout"]._modules
+        modules, branches = [(below["base_layer"], BACKENDS.loaded)], []
         for name in adapters:
-            modules += (lora_a[name], MATRIX), (lora_b[name], MATRIX), (lora_dropout[name], DROPOUT)
-            if lora_a[name]._parameters.get("bias") is not None:
-                return Obstacle(lora_a[name], "it has a bias")
-        if found := obstacle(*modules, everywhere=everywhere):
-            return found
-        branches = []
-        for name in adapters:
-            dropout = lora_dropout[name]
+            a, b, dropout = lora_a[name], lora_b[name], lora_dropout[name]
+            modules += (a, MATRIX), (b, MATRIX), (dropout, DROPOUT)
+            if a._parameters.get("bias") is not None:
+                return Obstacle(a, "it has a bias")
             p = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
-            branches.append(Branch(lora_a[name].weight, lora_b[name].weight, self.scaling[name], p))
+            branches.append(Branch(a.weight, b.weight, self.scaling[name], p))
+        suspicious = everywhere and _has_any_global_hook()
+        for module, kinds in modules:  # a quick look; what it means is for obstacle() to find out
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+                suspicious = True
+            elif type(module) not in kinds or "forward" in module.__dict__ or module._compiled_call_impl is not None:
+                suspicious = True
+        if suspicious and (found := obstacle(*modules, everywhere=everywhere)):
+            return found
         return branches
 
     def _active(self) -> list[str]:
         """The adapters that a call adds now."""
-        return [] if self.disable_adapters or self.merged else [name for name in self.active_adapters if name in self.lora_A]
+        if self._disable_adapters or self.merged_adapters:
+            return []
+        there = self._modules["lora_A"]._modules
+        return [name for name in self.active_adapters if name in there]
 
     def plain_branches(self) -> list[Branch] | None:
         """The branches that a call adds now; None where forward is something else: a variant such as DoRA, merge-aware, or a call
         of a module that has to be called."""
         active = self._active()
-        if any(name in self.lora_variant or name in self.merge_aware_adapters for name in active):
+        variant, aware = self.lora_variant, self.merge_aware_adapters
+        if (variant or aware) and any(name in variant or name in aware for name in active):
             return None
         branches = self.branches(active)
         return None if isinstance(branches, Obstacle) else branches
@@ -164,32 +173,35 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
     def _with_lora_biases(self, y: Tensor, adapters: Sequence[str]) -> Tensor:
         b = self._modules["lora_B"]._modules
         for name in adapters:
-            if (bias := b[name].bias) is not None:
+            if (bias := b[name]._parameters.get("bias")) is not None:
                 y = y + (bias * self.scaling[name]).to(y.dtype)
         return y
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._check_forward_args(x, *args, **kwargs)
+        if kwargs:
+            self._check_forward_args(x, *args, **kwargs)
         adapter_names = kwargs.pop("adapter_names", None)
         variant_kwargs = {key: kwargs.pop(key, None) for key in VARIANT_KWARG_KEYS}
-        if self.disable_adapters:
-            if self.merged:
+        if self._disable_adapters:
+            if self.merged_adapters:
                 self.unmerge()
             return self.base_layer(x, *args, **kwargs)
         if adapter_names is not None:
             self._refuse_partly_merge_aware([name for name in adapter_names if name in self.merge_aware_adapters], [])
             return self._mixed_batch_forward(x, *args, adapter_names=adapter_names, **variant_kwargs, **kwargs)
-        if self.merged:
+        if self.merged_adapters:
             return self.base_layer(x, *args, **kwargs)
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        if aware := [name for name in active if name in self.merge_aware_adapters]:
+        below = self._modules  # attributes of a module are slow
+        there = below["lora_A"]._modules
+        active = [name for name in self.active_adapters if name in there]
+        if self.merge_aware_adapters and (aware := [name for name in active if name in self.merge_aware_adapters]):
             self._refuse_partly_merge_aware(aware, active)
             return merge_aware.forward(self, x, active)
         branches = self.branches(active)
         if isinstance(branches, Obstacle):
             self.step_aside(branches)
-        elif not any(name in self.lora_variant for name in active):
-            return self._with_lora_biases(self.base_layer.lora_forward(x, branches), active)
+        elif not self.lora_variant or not any(name in self.lora_variant for name in active):
+            return self._with_lora_biases(below["base_layer"].lora_forward(x, branches), active)
         return self._forward_in_parts(x, active, variant_kwargs)
 
     def _refuse_partly_merge_aware(self, aware: list[str], active: list[str]) -> None:

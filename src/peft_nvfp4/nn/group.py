@@ -33,8 +33,15 @@ class WaitingOutput(NamedTuple):
     """Output of a linear that was computed before the linear was called."""
 
     y: Tensor
-    depends_on: list[tuple]
+    depends_on: Dependencies
     grad: bool  # autograd was on
+
+
+class Dependencies(NamedTuple):
+    """What an output was computed with, but for x."""
+
+    key: tuple  # identities and stamps of tensors, constants of the layer and of the branches
+    tensors: list[Tensor]  # kept alive, so that their identities stay theirs
 
 
 class SharedInputGroup:
@@ -54,7 +61,7 @@ class SharedInputGroup:
         other members are left for their layers in ``quantized``."""
         grad = torch.is_grad_enabled()
         waiting: WaitingOutput | None = quantized.outputs.pop(id(layer), None)
-        if waiting is not None and waiting.grad == grad and _same(waiting.depends_on, _dependencies(layer, branches)):
+        if waiting is not None and waiting.grad == grad and waiting.depends_on.key == _dependencies(layer, branches).key:
             return waiting.y
         members = [(layer, branches)]
         # a leaf's gradient accumulator holds the leaf: outputs that wait would keep x, and with it their own entry, alive
@@ -86,15 +93,20 @@ class SharedInputGroup:
         """The other layers with their branches, but for those whose forward is more than that."""
         others, is_member = [], False
         for module in self.members:
-            base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+            base = module
+            while "base_layer" in base._modules:  # as get_base_layer(), which asks slowly whether there is one
+                base = base._modules["base_layer"]
             if base is layer:
                 is_member = True
                 continue
             branches = module.plain_branches() if hasattr(module, "plain_branches") else ()
-            if may_change(base.call_hooks) or base.weight.is_inference():
+            if branches is None or type(base) is not type(layer):
+                continue
+            held, mine = base._parameters, layer._parameters or vars(layer)
+            if may_change(base.call_hooks) or held["weight"].is_inference():
                 continue  # what it depends on might change unseen
-            same_input = base.options.terms == layer.options.terms and base.input_offset is layer.input_offset
-            if branches is not None and same_input and base.hosted is layer.hosted:
+            same_input = base.options.terms == layer.options.terms and held["input_offset"] is mine["input_offset"]
+            if same_input and base.hosted is layer.hosted:
                 others.append((base, branches))
         return others if is_member else []  # a replica of DataParallel refers to the original's group
 
@@ -115,15 +127,9 @@ def _forgets_outputs(entry: weakref.ref[QuantizedInput]) -> Callable[[tuple], No
     return forget
 
 
-def _dependencies(layer: NVFP4FrozenLinear, branches: Sequence[Branch]) -> list[tuple]:
-    """What a layer's output depends on, but for x: tensors with their stamps, constants of the layer and of the branches."""
-    tensors = [*layer._parameters.values(), *(t for branch in branches for t in (branch.a, branch.b))]
-    constants = [(layer.options, layer._scale_factor), *((branch.scaling, branch.dropout) for branch in branches)]
-    return [*((t, stamp(t)) for t in tensors), *constants]
-
-
-def _same(first: list[tuple], second: list[tuple]) -> bool:
-    """Tensors are compared by identity."""
-    return len(first) == len(second) and all(
-        (x[0] is y[0] or isinstance(x[0], float) and x[0] == y[0]) and x[1] == y[1] for x, y in zip(first, second)
-    )
+def _dependencies(layer: NVFP4FrozenLinear, branches: Sequence[Branch]) -> Dependencies:
+    tensors = [t for t in layer._parameters.values() if t is not None]
+    for branch in branches:
+        tensors += (branch.a, branch.b)
+    constants = (layer.options, layer._scale_factor, *[(branch.scaling, branch.dropout) for branch in branches])
+    return Dependencies((*map(id, tensors), *map(stamp, tensors), *constants), tensors)

@@ -45,6 +45,8 @@ PARAMETERS = (
 )
 
 
+unsafe_view = torch.ops.aten._unsafe_view.default
+"""``y.view(shape)`` that autograd takes for no view: what a linear returns may be edited in place."""
 PACK_ON_GPU = 1 << 18
 """Weights of at least so many elements that are on the CPU are packed on the GPU, if there is one: same bits, in a fraction of
 the time."""
@@ -167,16 +169,18 @@ class NVFP4FrozenLinear(FrozenLinear):
     @property
     def forward_layout(self) -> QuantizedMatrix:
         """W_f (N, K)."""
-        return QuantizedMatrix(self.weight, self.weight_scales, self.weight_gscale.view(torch.float32), self.in_features)
+        held = self._parameters or vars(self)  # the latter: of a replica of DataParallel; attributes of a module are slow
+        gscale = held["weight_gscale"].view(torch.float32)
+        return QuantizedMatrix(held["weight"], held["weight_scales"], gscale, self.in_features)
 
     @property
     def backward_layout(self) -> QuantizedMatrix | None:
         """W_b (K, N) if it is kept."""
-        if self.backward_weight is None:
+        held = self._parameters or vars(self)
+        if held["backward_weight"] is None:
             return None
-        return QuantizedMatrix(
-            self.backward_weight, self.backward_scales, self.backward_gscale.view(torch.float32), self.out_features
-        )
+        gscale = held["backward_gscale"].view(torch.float32)
+        return QuantizedMatrix(held["backward_weight"], held["backward_scales"], gscale, self.out_features)
 
     def set_offset(self, mu: Tensor | None) -> None:
         """Subtract the constant mu (in_features,) from every input before quantising it, and add D(W_f) mu to the output.
@@ -269,7 +273,7 @@ class NVFP4FrozenLinear(FrozenLinear):
                 y = self.group.output(self, branches, x, x2, quantized)
             else:
                 (y,) = frozen_linear(x2, quantized, [self.operands(branches)])
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.out_features))  # no view: it may be edited in place
+        return unsafe_view(y, (*x.shape[:-1], self.out_features))
 
     def _flat(self, x: Tensor) -> Tensor:
         """x (..., in_features) as a matrix."""

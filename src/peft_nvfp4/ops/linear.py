@@ -32,6 +32,13 @@ def empty_terms(like: Tensor, terms: int, rows: int, k: int) -> tuple[Tensor, Te
     )
 
 
+def empty_matrix(like: Tensor, rows: int, k: int) -> QuantizedMatrix:
+    """One matrix (rows, K) with a global scale per row, uninitialised."""
+    kp, byte = padded_k(k), torch.uint8
+    scales, gscale = like.new_empty(rows, kp // BLOCK, dtype=byte), like.new_empty(rows, dtype=torch.float32)
+    return QuantizedMatrix(like.new_empty(rows, kp // 2, dtype=byte), scales, gscale, k)
+
+
 def stacked(matrices: Sequence[QuantizedMatrix]) -> tuple[Tensor, Tensor, Tensor]:
     """One or two matrices as tensors with a leading axis of terms: an operator returns a fixed number of tensors."""
     if len(matrices) == 1:
@@ -41,7 +48,9 @@ def stacked(matrices: Sequence[QuantizedMatrix]) -> tuple[Tensor, Tensor, Tensor
 
 def matrices(codes: Sequence[Tensor], scales: Sequence[Tensor], gscale: Sequence[Tensor], k: int) -> tuple[QuantizedMatrix, ...]:
     """Inverse of :func:`stacked` and :func:`tensor_lists`."""
-    return tuple(QuantizedMatrix(c, s, g, k) for c, s, g in zip(codes, scales, gscale))
+    if isinstance(codes, Tensor):  # iterating over one is a function in Python
+        codes, scales, gscale = codes.unbind(), scales.unbind(), gscale.unbind()
+    return tuple([QuantizedMatrix(c, s, g, k) for c, s, g in zip(codes, scales, gscale)])
 
 
 def tensor_lists(several: Sequence[QuantizedMatrix]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

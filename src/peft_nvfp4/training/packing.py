@@ -42,6 +42,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from ..fusion.probe import hooked, innermost, modes_kept, special_tokens, watched
+from ..nn.traversal import modules_of
 from .packed_attention import TRIED, NotPackable, attention
 
 HIDDEN_ERROR = 0.3
@@ -263,7 +264,8 @@ class PackedForward:
         since the last one, or that one found some."""
         made, names = RemovableHandle.next_id, ""
         if self.hooks != (made, ""):
-            inside = (m for m in self.decoder.modules() if m is not self.decoder and hooked(m))
+            decoder = self.decoder
+            inside = (m for m in modules_of(decoder) if hooked(m) and m is not decoder)
             names = ", ".join(dict.fromkeys(name for m in inside for name in watched(m)))
             self.hooks = made, names
         if names:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...numerics import fused_reference
 from ...numerics.formats import QuantizedMatrix
 from ...numerics.fused_reference import GatedGrads, GatedOutput
-from ...ops.linear import empty_terms, matrices
+from ...ops.linear import empty_matrix, empty_terms, matrices
 from .blocks import amax_values, finite_part, load_quantized, quantize_store, store_terms
 from .codes import PAIR
 from .launch import launch_rows, mode_for, rows_contiguous
@@ -159,7 +159,7 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str,
     gate, up = rows_contiguous(gate), rows_contiguous(up)
     parts = empty_terms(gate, terms, m, k)
     h = gate.new_empty((m, k) if keep_h else (0,))
-    kept_gate, kept_up = (QuantizedMatrix(*(t[0] for t in empty_terms(gate, 1, m, k)), k) for _ in range(2))
+    kept_gate, kept_up = empty_matrix(gate, m, k), empty_matrix(gate, m, k)
     tensors = (gate, up, gate if offset is None else offset, *parts, h, *kept_gate[:3], *kept_up[:3])
     constants = {"TERMS": terms, "HAS_OFFSET": offset is not None, "GELU": act == "gelu_tanh", "KEEP_H": keep_h}
     mode = mode_for(gate.dtype, k, gate, up)
