@@ -2,7 +2,8 @@
 
 The base begins with one layout of each weight, which is what evaluation and generation need. The first training step knows the
 number of its tokens, whether layers are checkpointed and how the loss is computed. It keeps both layouts (``"fast"``) if the
-estimator says that a step with a quarter more tokens fits into the memory that is free then; else the base stays at ``"small"``.
+estimator says that a step with a quarter more tokens fits into the memory that is free then; else, and where layers are
+checkpointed, which costs more time than the second layout saves, the base stays at ``"small"``.
 
 A step that runs out of memory is repeated with less, in this order:
 
@@ -161,6 +162,8 @@ class MemoryLevel:
         decoder = self.decoder
         if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in decoder.parameters()):  # FSDP2, ZeRO-3
             return False, "the weights are sharded"
+        if _checkpointed(decoder):
+            return False, "its layers are checkpointed, so memory comes before time"
         rooms = [free_bytes(device) for device in {p.device for p in decoder.parameters()}]
         if None in rooms:
             return True, "it does not train on a GPU"
