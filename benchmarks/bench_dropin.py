@@ -9,7 +9,7 @@ and no field but LoRA's own). ``ckpt``: gradient_checkpointing. ``eager``: witho
 r=16 on all linears, batch 4, AdamW, bf16=True, random weights.
 
 Writes ``dropin_<gpu>.json``: seconds until half of the steps were done, median and mean milliseconds of the second half (each
-step ends with a synchronisation), peak memory of tensors, loss. Products in FP4 are emulated by BF16 ones where a GPU has none.
+step ends with a synchronisation), real tokens a second, peak memory of tensors, after 50 steps and at the end, loss. Products in FP4 are emulated by BF16 ones where a GPU has none.
 """
 
 from __future__ import annotations
@@ -71,12 +71,23 @@ def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Clock(TrainerCallback):
+    SETTLED = 50
+
     def __init__(self, device: torch.device):
-        self.device, self.times = device, []
+        self.device, self.times, self.settled_gb = device, [], None
 
     def on_step_end(self, *args, **kwargs) -> None:
         common.synchronize(self.device)
         self.times.append(time.perf_counter())
+        if len(self.times) == self.SETTLED:
+            self.settled_gb = peaks(self.device)
+
+
+def peaks(device: torch.device) -> list[float] | None:
+    """Largest bytes in tensors so far, and reserved by PyTorch, in GB."""
+    if device.type != "cuda":
+        return None
+    return [round(f(device) / common.GB, 2) for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)]
 
 
 def measure(row: dict, shape: str, method: str, words: list[str], lengths: str, steps: int, device: torch.device) -> None:
@@ -101,8 +112,9 @@ def measure(row: dict, shape: str, method: str, words: list[str], lengths: str, 
     row |= {"first_half_s": round(clock.times[half - 1] - start, 1), "median_ms": round(statistics.median(late), 1)}
     row |= {"mean_ms": round(statistics.mean(late), 1), "least_ms": round(min(late), 1), "each_ms": [round(t) for t in late]}
     row["loss"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
-    row["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / common.GB, 2) if cuda else None
-    row["reserved_gb"] = round(torch.cuda.max_memory_reserved(device) / common.GB, 2) if cuda else None
+    row["useful_tokens_per_s"] = round(1e3 * sum(len(r["ids"]) for r in data) / steps / row["mean_ms"])
+    row["peak_gb"], row["reserved_gb"] = peaks(device) or (None, None)
+    row["peak_and_reserved_gb_after_50_steps"] = clock.settled_gb
     if method in BACKENDS:
         row["steps"] = str(model.base_model.nvfp4_steps).splitlines()
 
