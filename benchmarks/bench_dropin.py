@@ -9,7 +9,8 @@ and no field but LoRA's own). ``ckpt``: gradient_checkpointing. ``eager``: witho
 r=16 on all linears, batch 4, AdamW, bf16=True, random weights.
 
 Writes ``dropin_<gpu>.json``: seconds until half of the steps were done, median and mean milliseconds of the second half (each
-step ends with a synchronisation), real tokens a second, peak memory of tensors, after 50 steps and at the end, loss. Products in FP4 are emulated by BF16 ones where a GPU has none.
+step ends with a synchronisation), real tokens a second, peak memory of tensors, after 50 steps and at the end,
+loss. Products in FP4 are emulated by BF16 ones where a GPU has none.
 """
 
 from __future__ import annotations
