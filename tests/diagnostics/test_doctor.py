@@ -256,6 +256,10 @@ def gpu(monkeypatch, **changes):
     monkeypatch.setattr(environment, "_query_driver", lambda: ["NVIDIA GeForce RTX 5080, 580.1"])
     installed, found = environment.installed, environment.importlib.util.find_spec
     monkeypatch.setattr(environment, "installed", lambda package: settings.get(package, installed(package)))
+    disk = SimpleNamespace(free=settings.get("disk", 10**12))
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: disk)
+    if "library" in settings:
+        monkeypatch.setenv("PEFT_NVFP4_EXTENSION", "/nowhere/_sm120.so")
     spec = None if settings.get("no_triton") else object()
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: spec if name == "triton" else found(name))
 
@@ -264,12 +268,18 @@ SETUPS = {
     "old torch version": (dict(torch="2.9.1"), True, "torch 2.9.1 is not supported"),
     "new peft": (dict(peft="0.24.0"), True, "peft 0.24.0 is not supported"),
     "no bitsandbytes": (dict(bitsandbytes=""), False, "bitsandbytes is absent"),
-    "CPU build": (dict(available=False, cuda=None), True, "this torch is a build for CPUs"),
+    "CPU build": (
+        dict(available=False, cuda=None),
+        True,
+        "build for CPUs. Install one for CUDA, such as: pip install --force-reinstall",
+    ),
     "old driver": (dict(available=False), True, "built for CUDA 13.0, cannot use it"),
     "old torch": (dict(targets=["sm_80", "sm_90"]), True, r"no code for compute capability 12.0 (it has sm_80 sm_90)"),
     "old CUDA": (dict(cuda="12.6"), True, "FP4 tensor cores need CUDA 12.8"),
     "no Triton": (dict(no_triton=True), True, "pip install triton"),
     "full": (dict(free=1 << 30), False, "only 1.0 of 16.0 GiB"),
+    "full disk": (dict(disk=10**9), False, "1.0 GB are left on the disk of"),
+    "no library": (dict(library=""), False, "pip install --no-deps nvidia-cutlass"),
 }
 
 

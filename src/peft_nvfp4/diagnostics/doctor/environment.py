@@ -6,13 +6,16 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -31,6 +34,9 @@ VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
+OTHER_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
+LEAST_DISK = 5 * 10**9
+"""Bytes: of the weights of a small model, or of a few hundred compiled kernels."""
 FP4_CAPABILITY = 10
 """GPUs from this compute capability on have FP4 tensor cores. Only for advice: what runs is found out by trying."""
 
@@ -89,7 +95,7 @@ def describe() -> dict[str, str]:
 
 def advice() -> list[Result]:
     """What is wrong (training does not work, or not as well as it could) or worth noticing about this set-up."""
-    return [*_versions(), *_cuda(), *_gpus(), *_driver(), *_settings()]
+    return [*_versions(), *_cuda(), *_gpus(), *_driver(), *_library(), *_settings(), *_disks()]
 
 
 wrong = partial(Result, "set-up", "wrong", FAILED)
@@ -118,7 +124,7 @@ def _cuda() -> Iterator[Result]:
         yield note("no NVIDIA driver was found: everything runs on the CPU, exactly but slowly")
     elif torch.version.cuda is None:
         yield wrong(
-            "there is an NVIDIA GPU, but this torch is a build for CPUs: install one for CUDA (see https://pytorch.org/get-started)"
+            f"there is an NVIDIA GPU, but this torch is a build for CPUs. Install one for CUDA, such as: {OTHER_TORCH}",
         )
     else:
         with warnings.catch_warnings(record=True) as caught:
@@ -142,10 +148,10 @@ def _gpus() -> Iterator[Result]:
     if targets and not any(_runs_on(target, major, minor) for target in targets):
         yield wrong(
             f"this torch has no code for compute capability {major}.{minor} (it has {' '.join(targets)}), which shows as 'no "
-            "kernel image is available': install a build for a newer CUDA (RTX 50xx: CUDA 12.8 or later)",
+            f"kernel image is available': install a build for a newer CUDA (RTX 50xx: 12.8 or later), such as: {OTHER_TORCH}",
         )
     if major >= FP4_CAPABILITY and torch.version.cuda and Version(torch.version.cuda).release < (12, 8):
-        yield wrong(f"FP4 tensor cores need CUDA 12.8 or later; this torch is built for CUDA {torch.version.cuda}")
+        yield wrong(f"FP4 tensor cores need CUDA 12.8 or later; this torch is built for CUDA {torch.version.cuda}. {OTHER_TORCH}")
     if importlib.util.find_spec("triton") is None:
         package = "triton-windows" if os.name == "nt" else "triton"
         yield wrong(f"without Triton the quantising kernels are plain PyTorch, which is slow: pip install {package}")
@@ -186,6 +192,33 @@ def _runs_on(target: str, major: int, minor: int) -> bool:
     if only == "a":
         return built == (major, minor)
     return built <= (major, minor) and (built[0] == major or kind == "compute" and not only)
+
+
+def _library() -> Iterator[Result]:
+    """An RTX 50xx without the FP4 library: what is missing for it."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 12:
+        return
+    try:
+        cutlass.load()
+    except Unavailable as reason:
+        yield note(
+            f"the FP4 extension for this GPU is not there ({reason}). With nvcc 12.8 or later (CUDA's toolkit, or pip install "
+            "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl): pip install --no-deps nvidia-cutlass==4.2.0.0, then in a "
+            "checkout PEFT_NVFP4_BUILD=1 pip install . Until then torch's FP4 products or the emulation run"
+        )
+
+
+def _disks() -> Iterator[Result]:
+    """Where models and compiled kernels are kept."""
+    triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    for variable, folder in (("HF_HOME", Path(HF_HUB_CACHE)), ("TRITON_CACHE_DIR", Path(triton))):
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(place).free
+        if free < LEAST_DISK:
+            yield note(
+                f"{free / 1e9:.1f} GB are left on the disk of {folder}, where a model or a compiled kernel may not fit: make "
+                f"room, or name a folder of another disk in {variable}"
+            )
 
 
 def _settings() -> Iterator[Result]:
