@@ -5,6 +5,7 @@
 Per instance and architecture, from ``ptxas -v`` and, where ``cuobjdump`` is found (CUDA toolkit, Triton), from the SASS:
 
 * ``fp4_mma``: block-scaled FP4 instructions (``OMMA.SF...E2M1.E2M1.UE4M3.4X``); none would mean that the fast path is not there;
+* ``bf16_mma``: those of the low-rank tail (``HMMA.16816.F32.BF16``);
 * ``loop_mma``, ``loop_local``: those in the main loop, and loads and stores of local memory (spills) there. The main loop is the
   innermost loop around FP4 instructions: from the target of a backward branch to the branch.
 """
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import build as extension  # noqa: E402
 
 MMA = re.compile(r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X")
+TAIL = re.compile(r"HMMA\.16816\.F32\.BF16")
 LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
@@ -79,6 +81,7 @@ def instructions(obj: Path, cuobjdump: str) -> dict[str, dict]:
         loop = main_loop(lines)
         found[arch] = {
             "fp4_mma": sum(bool(MMA.search(i)) for _, i in lines),
+            "bf16_mma": sum(bool(TAIL.search(i)) for _, i in lines),
             "loop_mma": sum(bool(MMA.search(i)) for i in loop),
             "loop_instructions": len(loop),
             "loop_local": sum(bool(LOCAL.search(i)) for i in loop),
