@@ -26,7 +26,7 @@ SCHEDULES = {
 }
 TYPES = {"none": "void", "bf16": "cutlass::bfloat16_t", "f32": "float"}
 
-BF16 = (("none", "bf16"), ("bf16", "bf16"))  # (c, d); with c: LoRA-up, or the product before
+BF16 = (("none", "bf16"), ("bf16", "bf16"))  # (c, d); with c: added to the product before
 F32 = (("none", "f32"), ("f32", "f32"))  # sums of several products (dgrad of q, k, v) before one rounding
 TABLE = (
     # tile, schedule, epilogues

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from peft_nvfp4 import ops
-from peft_nvfp4.kernels.fp4 import cutlass, tiles
+from peft_nvfp4.kernels.fp4 import check, cutlass, tiles
 from peft_nvfp4.kernels.fp4.native import Unavailable
 from peft_nvfp4.kernels.fp4.tiles import Problem, Tile
-from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import ACTIVATION, WEIGHT
 from peft_nvfp4.numerics.products import LowRank
 
@@ -232,6 +232,34 @@ def test_tune_launches_what_the_extension_takes(problem):
     assert [p and (p.hidden.shape, p.up.shape) for p in low_ranks] == [
         ((9, 16), (n, 16)) if problem.rank else None for n in problem.ns
     ]
+
+
+def test_a_part_as_the_library_takes_it():
+    """Addresses and pitches; what TMA cannot address is copied, what it can is not."""
+    wide, up = torch.randn(9, 40).bfloat16(), torch.randn(16, 12).bfloat16()
+    w, y = check.matrix(check.codes(16, 64, 1)), torch.empty(9, 16).bfloat16()
+    part = cutlass._Part()
+    copies = cutlass._describe(part, cutlass._Product(w, torch.ones(16), None, LowRank(wide[:, 8:20], up), y))
+    assert (part.n, part.rank, part.ldh, part.ldd, part.scales_swizzled, part.bias_is_bf16) == (16, 12, 40, 16, 0, 0)
+    assert part.h == wide.data_ptr() + 16 and part.c is None and part.codes == w.codes.data_ptr()
+    (copy,) = copies
+    assert (part.up, part.ldup) == (copy.data_ptr(), 16) and torch.equal(copy, up)  # 12 columns in rows of 32 bytes
+
+    swizzled, add = w._replace(scales=layout.swizzle_scales(w.scales)), torch.randn(9, 20).bfloat16()
+    columns = torch.randn(8, 9).bfloat16().T
+    product = cutlass._Product(swizzled, None, add[:, 3:19], LowRank(columns, torch.randn(16, 8).bfloat16()), y)
+    copies = cutlass._describe(part, product)
+    assert part.scales_swizzled == 1 and part.ldc == 16 and part.ldh == 8 and len(copies) == 2
+    assert torch.equal(copies[0], add[:, 3:19]) and torch.equal(copies[1], columns)
+
+
+def test_low_rank_products_that_are_made_before():
+    """Beside an addend, and of more than 256 ranks."""
+    pair = lambda rank: LowRank(torch.ones(3, rank).bfloat16(), torch.ones(5, rank).bfloat16())
+    small, beside, large, add = pair(256), pair(2), pair(257), torch.ones(3, 5).bfloat16()
+    inside, adds = cutlass._split([small, beside, large, None], [None, add, None, add], torch.bfloat16)
+    assert inside == [small, None, None, None] and adds[0] is None and adds[3] is add
+    assert torch.equal(adds[1], add * 3) and torch.equal(adds[2], torch.full((3, 5), 257.0).bfloat16())
 
 
 def test_generated_sources(build, tmp_path):

@@ -80,8 +80,8 @@ def test_sums_have_the_bits_of_the_model(host, low, high, size, steps):
         part = lambda q: (q[0][:, at * 32 : at * 32 + 32], q[1][:, at * 4 : at * 4 + 4])  # noqa: B023
         got = sums_on_host(host, part(x), part(w), start)
         (xs, xf), (ws, wf) = part(x), part(w)
-        dots = [instruction._values(xs)[:, b : b + 16] @ instruction._values(ws)[:, b : b + 16].T for b in range(0, 64, 16)]
-        start = instruction.add_products(start, dots, [(xf[:, i], wf[:, i]) for i in range(4)])
+        blocks = [instruction._values(q).view(size, 4, 16).transpose(0, 1) for q in (xs, ws)]
+        start = instruction.add_products(start, blocks[0] @ blocks[1].mT, xf, wf)
         right = start.view(torch.int32)
         assert torch.equal(got.view(torch.float32).isnan(), start.isnan())
         assert torch.equal(got[~start.isnan()], right[~start.isnan()])

@@ -52,40 +52,46 @@ def truncated_to_f32(value: Tensor) -> Tensor:
     return torch.where(beyond, (nearest.view(torch.int32) - 1).view(torch.float32), nearest)
 
 
-def add_products(c: Tensor, dots: Sequence[Tensor], scales: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def add_products(c: Tensor, dots: Tensor, x_scales: Tensor, w_scales: Tensor) -> Tensor:
     """d of one instruction for many outputs.
 
     Args:
         c: (M, N) float32.
-        dots: of each block, the sum of the products of codes, (M, N) float64.
-        scales: of each block, the E4M3 bytes of the rows (M,) and of the columns (N,).
+        dots: (4, M, N) float64: of each block, the sums of the products of codes.
+        x_scales, w_scales: the blocks' E4M3 bytes, (M, 4) and (N, 4).
     """
-    pairs = [(_scales(a), _scales(b)) for a, b in scales]
-    exponents = [a[1][:, None] + b[1] for a, b in pairs]
+    (x, x_exponent), (w, w_exponent) = _scales(x_scales.T), _scales(w_scales.T)
+    return _add(c, dots, x[:, :, None] * w[:, None], x_exponent[:, :, None] + w_exponent[:, None])
+
+
+def _add(c: Tensor, dots: Tensor, significand: Tensor, exponent: Tensor) -> Tensor:
+    """With the product of each block's two scales taken apart, (4, M, N)."""
     c_exponent = torch.where(c == 0, ZERO_EXPONENT, (torch.frexp(c.double()).exponent - 1).clamp(min=-126)).double()
-    largest = c_exponent
-    for exponent in exponents:
-        largest = torch.maximum(largest, exponent)
+    largest = torch.maximum(c_exponent, exponent.amax(0))
+    blocks = torch.trunc(dots * significand * torch.exp2(exponent - largest + KEPT_BITS))
     unit = torch.exp2(KEPT_BITS - largest)
-    total = torch.trunc(c.double() * unit)
-    for dot, (a, b), exponent in zip(dots, pairs, exponents):
-        total += torch.trunc(dot * (a[0][:, None] * b[0]) * torch.exp2(exponent - largest + KEPT_BITS))
-    return truncated_to_f32(total / unit)
+    return truncated_to_f32((torch.trunc(c.double() * unit) + blocks.sum(0)) / unit)  # integers below 2**53: any order
 
 
 def accumulated(terms: Sequence[QuantizedMatrix], weight: QuantizedMatrix, tile_k: int) -> Tensor:
     """The accumulators (M, N) float32 after the k loop, before global scales: tiles of ``tile_k`` in ascending order, the terms
     of a tile one after the other."""
-    pad = -weight.codes.shape[1] % (STEP // 2)
-    w, w_scales = F.pad(weight.codes, (0, pad)), F.pad(weight.scales, (0, pad // 8))
-    w, xs = _values(w), [(_values(F.pad(t.codes, (0, pad))), F.pad(t.scales, (0, pad // 8))) for t in terms]
-    sums = torch.zeros(len(xs[0][0]), len(w), dtype=torch.float32, device=w.device)
-    for tile in range(0, w.shape[1], tile_k):
-        for x, x_scales in xs:
-            for k in range(tile, min(tile + tile_k, w.shape[1]), STEP):
-                blocks = range(k, k + STEP, BLOCK)
-                dots = [x[:, b : b + BLOCK] @ w[:, b : b + BLOCK].T for b in blocks]
-                sums = add_products(sums, dots, [(x_scales[:, b // BLOCK], w_scales[:, b // BLOCK]) for b in blocks])
+
+    def by_instructions(q: QuantizedMatrix) -> tuple[Tensor, Tensor, Tensor]:
+        """(steps, 4, R, 16) values, (steps, 4, R) significands and exponents of scales."""
+        rows, pad = len(q.codes), -q.codes.shape[1] % (STEP // 2)
+        values = _values(F.pad(q.codes, (0, pad))).view(rows, -1, STEP // BLOCK, BLOCK).permute(1, 2, 0, 3)
+        scales = F.pad(q.scales, (0, pad // 8)).view(rows, -1, STEP // BLOCK).permute(1, 2, 0)
+        return values, *_scales(scales)
+
+    w, w_significand, w_exponent = by_instructions(weight)
+    xs = [by_instructions(t) for t in terms]
+    sums = torch.zeros(len(terms[0].codes), len(weight.codes), dtype=torch.float32, device=w.device)
+    for tile in range(0, len(w), tile_k // STEP):
+        for x, x_significand, x_exponent in xs:
+            for i in range(tile, min(tile + tile_k // STEP, len(w))):
+                significand = x_significand[i, :, :, None] * w_significand[i, :, None]
+                sums = _add(sums, x[i] @ w[i].mT, significand, x_exponent[i, :, :, None] + w_exponent[i, :, None])
     return sums
 
 
