@@ -330,7 +330,7 @@ RUN_AS_BEFORE = {
     "static": (MODELS["llama"], dict(cache_implementation="static"), "StaticCache"),
     "hidden states": (MODELS["llama"], dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states"),
     "attentions": (MODELS["capped"], dict(output_attentions=True, return_dict_in_generate=True), "output_attentions"),
-    "lookup": (MODELS["llama"], dict(prompt_lookup_num_tokens=2), "several tokens at once"),
+    "lookup": (MODELS["llama"], dict(prompt_lookup_num_tokens=2, eos_token_id=2), "several tokens at once"),
     "no cache": (MODELS["llama"], dict(use_cache=False), None),
 }
 

@@ -147,14 +147,14 @@ class Decoding(ForwardRecordings):
 
     def _record_and_try(self, key: tuple, step: Step, ordinary: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record a step and compare it with an ordinary one, whose output is returned."""
-        self._make_room(step)
-        recordings = self._recordings()
         try:
+            self._make_room(step)
             recorded = self._record_step(step, ordinary)
             hidden = self._tried(recorded, step.inputs)
         except Unsupported as reason:
-            recordings[key] = str(reason)
+            self._recordings()[key] = str(reason)
             raise
+        recordings = self._recordings()
         if not self.buffers.agrees_with(step.cache):
             recordings[key] = "a recorded step changes earlier keys or values"
             raise Unsupported(recordings[key])

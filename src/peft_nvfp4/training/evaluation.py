@@ -22,6 +22,9 @@ from .graph_recording import ForwardRecording, Unsupported
 
 NEAR = 1.25
 """A number of tokens is filled up to that of a recording, or one that was met before, up to this factor."""
+LARGEST = 8192
+"""Tokens of a row that is recorded, at most: with more, the GPU computes for longer than Python takes to launch it, and a
+recording would keep what a layer takes for a while."""
 FORWARD_ERROR = 1e-2
 """Largest |recorded - ordinary| / |ordinary| of hidden states: the same kernels in the same order."""
 
@@ -49,6 +52,8 @@ class Evaluation(ForwardRecordings):
     def filled_size(self, tokens: int, rounded: int) -> int:
         """To how many a row of so many tokens is filled up: that of a recording, if one is near, or of an earlier row; else to
         ``rounded``."""
+        if rounded > LARGEST:
+            return tokens
         recorded = self.states[0].recordings if self.states else {}
         sizes = {key[0] for key, found in recorded.items() if isinstance(found, Recorded)}
         near = [n for n in sizes or self.sizes if tokens <= n <= NEAR * tokens]
@@ -65,6 +70,8 @@ class Evaluation(ForwardRecordings):
 
     def _run(self, inputs: dict[str, Tensor], ordinary: Callable, args: tuple, kwargs: dict[str, Any]) -> ModelOutput:
         tokens = inputs["position_ids"].shape[1]
+        if tokens > LARGEST:
+            raise Unsupported(f"more than {LARGEST} tokens")
         self.sizes[tokens] += 1
         key = tokens, *self._settings(inputs)
         if (recorded := self._last(key)) is not None and (hidden := self._played(recorded, inputs)) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..fusion.probe import hooked, watched
+from ..fusion.probe import watched
 from ..nn.plain import StandIn
 from .graph_recording import Unsupported
 
@@ -40,7 +40,7 @@ def _children_read(layer: nn.Module) -> Iterator[nn.Module]:
 
 def baked_in(decoder: nn.Module) -> tuple:
     """What a recording has baked in. Asked in every step, of thousands of modules: ``modules()``, ``parameters()`` and
-    ``buffers()`` took longer than the rest of a step's Python."""
+    ``buffers()`` took longer than the rest of a step's Python, and attributes are read where modules keep them."""
     state: list = [getattr(decoder.config, "_attn_implementation", None)]
     seen: set[int] = set()
     left = [decoder]
@@ -49,29 +49,29 @@ def baked_in(decoder: nn.Module) -> tuple:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        children = module._modules
-        if "lora_A" in children:
+        own = module.__dict__
+        children = own["_modules"]
+        adapted = "lora_A" in children
+        if adapted:
             left += _children_read(module)
         elif children:
             left += [child for child in children.values() if child is not None]
-        own = module.__dict__
-        state.append((type(module), module.training, own.get("attention_dropout"), own.get("gradient_checkpointing")))
-        state.append(own.get("forward"))
+        settings = own.get("attention_dropout"), own.get("gradient_checkpointing"), own.get("p")  # p: of dropout
+        state.append((type(module), own["training"], own.get("forward"), settings))
         if isinstance(module, StandIn):
             state.append(module.edit())
-        if module._parameters:
-            state += [_of_parameter(p) for p in module._parameters.values() if p is not None]
-        if module._buffers:
-            state += [(b.data_ptr(), b.dtype) for b in module._buffers.values() if b is not None]
-        if hooked(module) and (hooks := watched(module)):
+        if parameters := own["_parameters"]:
+            state += [_of_parameter(p) for p in parameters.values() if p is not None]
+        if buffers := own["_buffers"]:
+            state += [(b.data_ptr(), b.dtype) for b in buffers.values() if b is not None]
+        has_hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        if has_hooks and (hooks := watched(module)):
             kind = type(module).__name__
             for p in decoder.parameters():  # sharded ones are the reason, not the hooks that gather them
                 _of_parameter(p)
             raise Unsupported(f"{', '.join(hooks)} would run only while a step is recorded ({kind} has hooks)")
-        if "lora_A" in children:
+        if adapted:
             if getattr(module, "merge_aware_adapters", None):
                 raise Unsupported("merge_aware=True makes the merged weights anew in every pass")
             state.append(_adapter_state(module))
-        elif isinstance(module, nn.Dropout):
-            state.append(module.p)
     return tuple(state)
