@@ -9,13 +9,18 @@ from page_parts import table
 
 from peft_nvfp4.memory import BUILTIN, ModelShape, Settings, card, estimate, largest_batch, longest_context, model_shape, room
 
-NONE_FITS = "–"
+NONE_FITS, NOT_ESTIMATED = "–", "?"
 
 
 def _qwen(hidden: int, intermediate: int, layers: int, heads: int, **more) -> ModelShape:
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
     return model_shape({"model_type": "qwen3", "tie_word_embeddings": False, **sizes, **more})
+
+
+MIXTURE = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+MIXTURE |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+MIXTURE |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False}
 
 
 def _models() -> dict[str, ModelShape]:
@@ -30,6 +35,7 @@ def _models() -> dict[str, ModelShape]:
         "Qwen3-8B": _qwen(4096, 12288, 36, 32),
         "Qwen3-14B": _qwen(5120, 17408, 40, 40),
         "Qwen3-32B": _qwen(5120, 25600, 64, 64),
+        "Qwen3-30B-A3B": model_shape(MIXTURE),
         "Llama-3.1-70B": model_shape(llama_70b),
     }
 
@@ -52,14 +58,20 @@ PLANS = {
 """What ``get_peft_model`` gives with a word of ``memory``, and PEFT on bitsandbytes with Liger's kernels."""
 
 
-def _on(name: str, plan: Settings, sequence: int = 2048) -> tuple[Settings, int]:
-    """A plan on a card, and the card's memory."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def _on(name: str, plan: Settings, shape: ModelShape) -> tuple[Settings, int]:
+    """A plan on a card, and the card's memory. Of a mixture, attention alone gets adapters."""
     gpu = card(name)
-    return replace(plan, sequence=sequence, native_fp4=gpu.fp4, workspace=gpu.workspace), gpu.memory
+    targets = ATTENTION if shape.mixture else plan.targets
+    return replace(plan, sequence=2048, targets=targets, native_fp4=gpu.fp4, workspace=gpu.workspace), gpu.memory
 
 
 def _rows_that_fit(shape: ModelShape, name: str, plan: Settings) -> str:
-    return str(largest_batch(shape, *_on(name, plan)) or NONE_FITS)
+    if shape.mixture and plan.liger:
+        return NOT_ESTIMATED
+    return str(largest_batch(shape, *_on(name, plan, shape)) or NONE_FITS)
 
 
 def _with_memory(name: str) -> str:
@@ -95,9 +107,11 @@ def longest_rows() -> str:
 def _longest(shape: ModelShape, name: str) -> list[str]:
     cells = []
     for plan in (HOSTED, OFFLOADED):
-        step = longest_context(shape, *_on(name, plan))
+        step = longest_context(shape, *_on(name, plan, shape))
         cells.append(NONE_FITS if step is None else f"{step.settings.sequence >> 10}k")
-    settings, memory = _on(name, QLORA)
+    if shape.mixture:
+        return [*cells, NOT_ESTIMATED]
+    settings, memory = _on(name, QLORA, shape)
     peak = lambda thousands: estimate(shape, replace(settings, sequence=thousands << 10)).peak
     longest = bisect_right(range(1, 1 << 10), room(settings, memory), key=peak)
     return [*cells, f"{longest}k" if longest else NONE_FITS]
