@@ -356,7 +356,7 @@ def test_on_a_gpu_gradients_are_the_same_and_memory_does_not_grow_with_layers():
         del model
         gc.collect()
     (loss, exact), (got_loss, got) = found[2, False], found[2, True]
-    assert got_loss == loss
+    assert got_loss == pytest.approx(loss, rel=2**-16)  # BF16; tiles of fewer rows may be summed in another order
     for name, g in exact.items():
         assert (got[name] - g).norm() <= 2e-2 * g.norm(), name
     stream = 16384 * 64 * 2

@@ -32,6 +32,7 @@ def free_bytes(device: torch.device) -> int | None:
     (``torch.cuda.set_per_process_memory_fraction``), and what PyTorch's allocator holds without using. None of another device."""
     if device.type != "cuda":
         return None
+    device = torch.cuda.current_device() if device.index is None else device.index
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))

@@ -40,7 +40,7 @@ def _place(ends_ptr, COUNT: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexp
     before = (tl.cumsum(tiles, axis=0) <= tile) & (e < COUNT)
     expert = tl.sum(before.to(tl.int32), axis=0)
     first = tl.sum(tl.where(e == expert, begin, 0), axis=0) + (tile - tl.sum(tl.where(before, tiles, 0), axis=0)) * BM
-    return expert, first, tl.sum(tl.where(e == expert, end, 0), axis=0)
+    return expert.to(tl.int64), first, tl.sum(tl.where(e == expert, end, 0), axis=0)
 
 
 @triton.jit
@@ -70,7 +70,6 @@ def grouped_kernel(
 ):  # fmt: skip
     expert, first, end = _place(ends_ptr, COUNT, EXPERTS, BM)
     if expert < COUNT:
-        expert = expert.to(tl.int64)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         m = first + tl.arange(0, BM)
         mine = tl.minimum(m, end - 1).to(tl.int64)
