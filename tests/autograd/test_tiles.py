@@ -1,5 +1,8 @@
 """Computations in tiles of rows: the same rows as without, gradients of parameters within the bound of another order of a sum."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -136,6 +139,20 @@ def test_a_graph_that_is_retained_can_be_differentiated_twice():
     y = in_tiles(lambda part: part @ a.T, x, MOST, [a])
     first = torch.autograd.grad(y.sum(), a, retain_graph=True)
     assert torch.equal(first[0], torch.autograd.grad(y.sum(), a)[0])
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        torch.autograd.grad(y.sum(), a)
+
+
+def test_what_is_kept_goes_with_backward():
+    x, a, _ = inputs()
+    half = (x.detach() / 2).clone()
+    kept = weakref.ref(half)
+    y = in_tiles(lambda part, halves: part @ a.T, x, MOST, [a], [half], lambda halves: 2 * halves)
+    del half
+    assert kept() is not None
+    y.sum().backward()
+    gc.collect()
+    assert kept() is None and y is not None
 
 
 def test_tiling_is_wanted_within_its_context_only():

@@ -42,6 +42,17 @@ def test_longest_context_is_the_longest(memory, cap):
     assert estimate("llama-8b", longer).peak > room(settings, cap * GIB)
 
 
+def test_forward_and_backward_as_derived():
+    """Bytes a token of Llama-8B, two terms: hidden state and queries 8192, keys 2048, codes 2 * (2304 + 4)."""
+    of = lambda n: estimate("llama-8b", replace(LONG, sequence=n)).moments
+    slope = {name: (sum(of(122880)[name].values()) - sum(of(81920)[name].values())) / 40960 for name in of(81920)}
+    hidden = 2 * 32 * 7 + 4 * 32  # adapters' hidden values, log-sum-exp
+    assert slope["forward"] == 4 * 8192 + 2 * 8192 + 2 * 2048 + 2 * 4616 + 4 + hidden
+    assert slope["recomputation"] == slope["forward"] + 8192
+    group = (5 * 8192 + 4 * 4096) // 4
+    assert slope["attention"] == 2 * 8192 + 2 * (2 * 8192 + 2 * 2048) + 4616 + 4 + hidden + group
+
+
 def test_what_fits_nowhere():
     assert longest_context("llama-8b", LONG, 6 * GIB) is None
 

@@ -46,6 +46,19 @@ def test_they_are_away_during_backward_and_come_back(no_room):
     assert [home.buffer for home in homes.values()] == buffers, "copied once"
 
 
+def test_they_are_away_in_forward_between_embedding_and_head(no_room):
+    model, places = checkpointed(), []
+    decoder = model.get_base_model().model
+    place = lambda *args: places.append([end.data_ptr() for end in ends(model)])
+    for layer in decoder.layers[1:]:
+        layer.register_forward_pre_hook(place)
+    decoder.register_forward_hook(place)
+    loss = model(input_ids=batch(), labels=batch()).loss
+    homes = [home.values.data_ptr() for home in _watching(model).resting.homes.values()]
+    assert places[:-1] == [homes] * 2 and not set(places[-1]) & set(homes)
+    assert loss.item() == checkpointed(host=False)(input_ids=batch(), labels=batch()).loss.item()
+
+
 def test_with_room_they_stay():
     model = checkpointed()
     before = [end.data_ptr() for end in ends(model)]

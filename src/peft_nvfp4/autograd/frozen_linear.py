@@ -51,6 +51,7 @@ from ..ops import fused
 from ..ops import linear as linear_ops
 from .activation_cache import GatedSource, QuantizedInput, dequantized, kept_by_attention, saturated
 from .seeds import draw_seed
+from .tiles import wanted
 
 # ---------------------------------------------------------------------------------------------- what a call depends on
 
@@ -104,7 +105,7 @@ def frozen_linear(x: Tensor, quantized: QuantizedInput, linears: Sequence[Linear
     # attention keeps its output in any case: backward quantises that again, to the same codes, instead of keeping them too
     keeps_x = quantized.source is None and not quantized.from_producer and kept_by_attention(x)
     call = Call(x, quantized.terms, quantized.offset_values, None, quantized.source, keeps_x, tuple(drawn))
-    if dequantized_input_is_needed(call):
+    if dequantized_input_is_needed(call) and not (wanted() and fprop_can_dequantize(call, quantized)):
         call = call._replace(dequantized=quantized.dequantized(x))
     return FrozenLinearFunction.apply(call, *differentiable(call))
 
@@ -127,6 +128,14 @@ def dequantized_input_is_needed(call: Call) -> bool:
     if is_operand_of_fprop:
         return any(branch.dropout for branch in branches)
     return len(branches) > 0  # bool() of a list is not traced by torch.compile of PyTorch 2.11
+
+
+def fprop_can_dequantize(call: Call, quantized: QuantizedInput) -> bool:
+    """Whether D(x~), which nobody has made yet, need not outlast the computation of h: of many tokens (:mod:`.tiles`) fprop makes
+    it, the same, and lets go of it before it makes y."""
+    there = quantized.values is not None or quantized.from_producer and not quantized.placeholder
+    plain = call.offset is None and call.x.dtype == torch.bfloat16
+    return plain and not there and not any(branch.dropout for linear in call.linears for branch in linear.branches)
 
 
 # ---------------------------------------------------------------------------------------------- the Function

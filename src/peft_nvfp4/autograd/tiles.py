@@ -36,7 +36,7 @@ _LOCAL = _Local()
 
 def wanted() -> bool:
     """Whether layers that run in this thread now are to compute in tiles."""
-    return _LOCAL.wanted
+    return not torch.compiler.is_compiling() and _LOCAL.wanted
 
 
 @contextmanager
@@ -135,7 +135,11 @@ class _InTiles(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
         computation: _Computation = ctx.computation
+        if computation.saved is None:
+            raise RuntimeError("a second backward pass: say retain_graph=True in the first one")
         saved, needs_x, dx = computation.saved.grad_fn.saved_tensors, ctx.needs_input_grad[0], None
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            computation.saved = None  # autograd lets go of what a node has saved when it runs the node; this one never runs
         trained = [p for p, needed in zip(computation.parameters, ctx.needs_input_grad[3:]) if needed]
         sums: list[Tensor | None] = [None] * len(trained)
         with torch.random.fork_rng(devices=[]):

@@ -2,19 +2,22 @@
 (:mod:`peft_nvfp4.training.host_checkpoints`).
 
 Of the residual stream, what a moment needs of it is there: all sizes are those of one layer. With d, q and kv the bytes of a
-token's hidden state, queries and keys, c the codes of a norm's output:
+token's hidden state, queries and keys, c the codes of an input:
 
-    forward      the embeddings, the layer's input, the sum after attention, the norm's output, the MLP's: 5 d + c, and a tile
-    loss         the final norm's input and output, the gradient of that: 3 d, and a chunk of logits
-    final norm   the gradient as it was kept, scaled, and put in its place, and the norm's input: 4 d, and a tile
-    MLP          what the layer has kept (2 q + 2 kv + 2 c, adapters' hidden values, a log-sum-exp a head), the next layer's input
-                 on its way, the gradients of the layer's output and of the norm's: 3 d, and a tile
-    attention    what is kept of it without the second norm, the input on its way, the gradient of the sum after attention: 2 d;
-                 gradients of output, queries, keys and values: 2 q + 2 kv; and of a quarter of the heads FlashAttention's copies
-                 of output and gradient, dq, its sum in FP32, dk and dv for every query head: (5 q + 4 bytes a query value) / 4
+    forward        attention's last linear: the embeddings, the layer's input, the norm's output and the result, 4 d; queries,
+                   keys, values and attention's output, 2 q + 2 kv; 2 c, of the norm's output and of attention's
+    loss           the final norm's input and output, the gradient of that: 3 d, and a chunk of logits
+    final norm     the gradient as it was kept, scaled, and put in its place, and the norm's input: 4 d, and a tile
+    recomputation  as forward, with the gradient of the layer's output and the next layer's input on its way, without embeddings
+    MLP            what the layer has kept (2 q + 2 kv + 2 c, adapters' hidden values, a log-sum-exp a head), the next layer's
+                   input on its way, the gradients of the layer's output and of the norm's: 3 d, and a tile
+    attention      what is kept of it without the second norm, the input on its way, the gradient of the sum after attention:
+                   2 d; gradients of output, queries, keys and values: 2 q + 2 kv; and of a quarter of the heads FlashAttention's
+                   copies of output and gradient, dq, its sum in FP32, dk and dv for every query head: (5 q + 4 bytes a query
+                   value) / 4
 
-With Llama-8B's sizes the last is 77 kB a token, which is the peak. Embedding and head are on the host in the last two, where
-memory is short (:mod:`peft_nvfp4.training.resting_weights`).
+With Llama-8B's sizes the last is 77 kB a token, which is the peak; forward takes 62. Embedding and head are on the host in all
+but loss and final norm, where memory is short (:mod:`peft_nvfp4.training.resting_weights`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import math
 from dataclasses import replace
 
 from . import kept, moments
-from .kept import EMBEDDING, FP32, NORMS, STREAM
+from .kept import EMBEDDING, FP32, NORMS, STREAM, codes
 from .moments import ACTIVATION_GRADIENTS, COPIES, FINAL_NORM, GRADIENTS, LOGITS, Moment
 from .settings import Settings
 from .shapes import ModelShape
@@ -31,6 +34,7 @@ from .shapes import ModelShape
 TILE_VALUES, NORM_VALUES, GROUPS = 32 << 20, 8 << 20, 4
 """Of :mod:`peft_nvfp4.fusion.mlp`, :mod:`peft_nvfp4.training.host_checkpoints` and :mod:`peft_nvfp4.autograd.long_attention`."""
 TILE = "a tile of an MLP"
+CODES = "codes of attention's output"
 ATTENTION_BACKWARD = "gradients within attention"
 
 
@@ -50,6 +54,7 @@ def long_moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     d, q, kv = b * shape.hidden * tokens, b * shape.q * tokens, b * shape.kv * tokens
     layer = {kind: n * tokens for kind, n in kept.layer(shape, settings).items() if kind not in (kept.GATE_UP, kept.INNER)}
     norms = layer[NORMS] // 2
+    first = layer | {NORMS: norms, CODES: codes(shape.q, settings.terms("interior")) * tokens}
     forward, backward = _tile(shape, settings)
     expanded = 2 * q if shape.kv_heads < shape.heads else 0
     group = (3 * q + FP32 * shape.q * tokens + expanded) // math.gcd(GROUPS, shape.kv_heads)
@@ -57,9 +62,10 @@ def long_moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     gradients = {GRADIENTS: kept.gradients(shape, settings)}
     resting = {EMBEDDING: 0} if settings.cards == 1 else {}  # in the place of the static entry
     named = {
-        "forward": {STREAM: 5 * d, NORMS: norms, TILE: forward},
+        "forward": first | resting | {STREAM: 4 * d, TILE: forward},
         "loss": {STREAM: 2 * d, LOGITS: moments.loss_moment(shape, settings)[LOGITS]},  # with the gradient
         "final norm": {STREAM: d, ACTIVATION_GRADIENTS: 3 * d, FINAL_NORM: 5 * FP32 * NORM_VALUES},
+        "recomputation": first | resting | {STREAM: 5 * d},
         "MLP": layer | resting | {STREAM: d, ACTIVATION_GRADIENTS: 2 * d, TILE: backward},
         "attention": layer | resting | {NORMS: norms, STREAM: d, ACTIVATION_GRADIENTS: d, ATTENTION_BACKWARD: within} | gradients,
         "optimizer": {COPIES: 0} | gradients,

@@ -23,12 +23,12 @@ Rejected: ``torch.autograd.graph.save_on_cpu`` (pins new memory for every tensor
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,11 +87,11 @@ class Pass:
         bytes_: of one checkpoint.
         norms: what computes in tiles.
         own_embeddings: the first layer's input is the decoder's own, and nobody watches it.
-        rest: called with a checkpoint before it is fetched.
+        rest: called before the first layer, and before each one that backward computes again.
     """
 
     def __init__(
-        self, buffers: Buffers, bytes_: int, norms: list[nn.Module], own_embeddings: bool, rest: Callable[[Checkpoint], None]
+        self, buffers: Buffers, bytes_: int, norms: list[nn.Module], own_embeddings: bool, rest: Callable[[], None]
     ):
         self.buffers, self.bytes, self.norms, self.own_embeddings, self.rest = buffers, bytes_, norms, own_embeddings, rest
         self.last: Checkpoint | None = None
@@ -100,6 +100,8 @@ class Pass:
     def keep(self, hidden: Tensor) -> tuple[Checkpoint, Tensor]:
         """(what is fetched in backward, what the layer is called with now)."""
         self.settle()
+        if self.last is None:
+            self.rest()
         if self.last is None and self.own_embeddings and hidden.is_leaf:
             # marked for the reentrant kind, which notices nothing else: autograd would hold them, and compute their gradient
             hidden = hidden.detach()
@@ -140,7 +142,7 @@ class CheckpointFunction:
         plain: what transformers has put there: PyTorch's ``checkpoint`` with the user's settings.
     """
 
-    def __init__(self, plain: functools.partial):
+    def __init__(self, plain: partial):
         self.plain = plain
 
     @property
@@ -161,7 +163,7 @@ class CheckpointFunction:
             with tiling():
                 if first:
                     return function(first.pop(), *others)  # no name here: it would be held
-                rest(kept)
+                rest()
                 return function(kept.fetch(), *others)
 
         # of nothing, but on the layer's device: there are the random numbers that are to be drawn again
@@ -170,7 +172,7 @@ class CheckpointFunction:
 
 
 def replaceable(function: Any) -> bool:
-    return isinstance(function, functools.partial) and function.func is checkpoint and not function.args
+    return isinstance(function, partial) and function.func is checkpoint and not function.args
 
 
 class HostCheckpoints:
@@ -212,9 +214,9 @@ class HostCheckpoints:
             return
         self.status.passes, self.status.last_bytes = self.status.passes + 1, len(layers) * bytes_
         norms = [norm for norm in norms if "forward" not in vars(norm)]
-        running = Pass(self.buffers, bytes_, norms, inputs is not None and _embeds_unwatched(decoder), self.rest)
+        running = Pass(self.buffers, bytes_, norms, inputs is not None and _embeds_unwatched(decoder), partial(self.rest, bytes_))
         for norm in running.norms:
-            norm.forward = functools.partial(_norm_in_tiles, weakref.ref(norm))
+            norm.forward = partial(_norm_in_tiles, weakref.ref(norm))
         _PASS.set(running)
 
     def host_checkpoints_end(self, decoder: nn.Module, args: tuple, output: Any) -> None:
@@ -223,14 +225,15 @@ class HostCheckpoints:
         if running is not None:
             _PASS.set(None)
             running.settle()
+            self.resting.come_back()  # the head is next
             for norm in running.norms:
                 del norm.forward
 
-    def rest(self, kept: Checkpoint) -> None:
-        """Embedding and head, if backward needs their room."""
+    def rest(self, bytes_: int) -> None:
+        """Embedding and head, if layers with inputs of so many bytes need their room."""
         model = self.model()
         if model is not None:
-            self.resting.leave_if_needed(_ends(model), kept.bytes, kept.device)
+            self.resting.leave_if_needed(_ends(model), bytes_, self.buffers.device)
 
     def parts(self, decoder: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         """The checkpointed layers, and the norms beside them (the one before the head)."""

@@ -1,10 +1,11 @@
-"""Embedding and output head in the host's memory while backward runs, where the GPU's memory would not be enough otherwise.
+"""Embedding and output head in the host's memory while decoder layers compute, where the GPU's memory would not be enough
+otherwise.
 
-Backward of a frozen embedding computes nothing, and the loss at labels has computed the gradient of the head's input by then
-(:mod:`peft_nvfp4.fusion.loss`). Of Llama-8B the two take 2.1 GB, which is 27,000 tokens of one layer's backward. So the first
-layer that backward computes again sends them away, and the end of backward, or the next forward if it fails, brings them back.
-A parameter points to its host's copy meanwhile: whoever reads it finds its bytes. The copy is made once; weights that changed
-are copied again.
+Between the embedding and the head nothing reads them; nor does backward, where they are frozen: the loss at labels has computed
+the gradient of the head's input by then (:mod:`peft_nvfp4.fusion.loss`). Of Llama-8B the two take 2.1 GB, which is 27,000
+tokens of one layer's backward. So the first layer sends them away, in forward and in backward, and the end of either brings
+them back; or the next forward, if one fails. A parameter points to its host's copy meanwhile: whoever reads it finds its bytes.
+The copy is made once; weights that changed are copied again.
 
 What comes back is elsewhere on the GPU, which discards recordings of shorter steps: so weights leave only if they have to.
 """
@@ -60,9 +61,9 @@ class RestingWeights:
         return sum(home.values.nbytes for home in self.homes.values())
 
     def leave_if_needed(self, parameters: Iterable[nn.Parameter], needed: int, device: torch.device) -> None:
-        """At every layer that backward computes again; what is decided at the first one counts until its end."""
+        """In forward once, in backward at every layer: what is decided at the first one counts until its end."""
         task = torch._C._current_graph_task_id()
-        if task in (-1, self.task):
+        if task != -1 and task == self.task:
             return
         self.task = task
         if is_short(needed, device):
@@ -74,7 +75,7 @@ class RestingWeights:
             if plain and (home := self._home(p)) is not None:
                 self.away.append((p, p.device))
                 p.data = home.values
-        if self.away:
+        if self.away and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.come_back)
 
     def _home(self, p: nn.Parameter) -> Home | None:
