@@ -51,7 +51,7 @@ from ..ops import fused
 from ..ops import linear as linear_ops
 from .activation_cache import GatedSource, QuantizedInput, dequantized, kept_by_attention, saturated
 from .seeds import draw_seed
-from .tiles import wanted
+from .tiles import THREAD
 
 # ---------------------------------------------------------------------------------------------- what a call depends on
 
@@ -105,7 +105,8 @@ def frozen_linear(x: Tensor, quantized: QuantizedInput, linears: Sequence[Linear
     # attention keeps its output in any case: backward quantises that again, to the same codes, instead of keeping them too
     keeps_x = quantized.source is None and not quantized.from_producer and kept_by_attention(x)
     call = Call(x, quantized.terms, quantized.offset_values, None, quantized.source, keeps_x, tuple(drawn))
-    if dequantized_input_is_needed(call) and not (wanted() and fprop_can_dequantize(call, quantized)):
+    in_tiles = not torch.compiler.is_compiling() and THREAD.wants_tiles
+    if dequantized_input_is_needed(call) and not (in_tiles and fprop_can_dequantize(call, quantized)):
         call = call._replace(dequantized=quantized.dequantized(x))
     return FrozenLinearFunction.apply(call, *differentiable(call))
 

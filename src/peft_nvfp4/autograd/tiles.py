@@ -27,26 +27,26 @@ import torch
 from torch import Tensor
 
 
-class _Local(threading.local):
-    wanted = False
+class _Thread(threading.local):
+    wants_tiles = False
 
 
-_LOCAL = _Local()
+THREAD = _Thread()
 
 
 def wanted() -> bool:
     """Whether layers that run in this thread now are to compute in tiles."""
-    return not torch.compiler.is_compiling() and _LOCAL.wanted
+    return not torch.compiler.is_compiling() and THREAD.wants_tiles
 
 
 @contextmanager
 def tiling() -> Iterator[None]:
     """Within the context, modules that can compute in tiles do."""
-    before, _LOCAL.wanted = _LOCAL.wanted, True
+    before, THREAD.wants_tiles = THREAD.wants_tiles, True
     try:
         yield
     finally:
-        _LOCAL.wanted = before
+        THREAD.wants_tiles = before
 
 
 def tiles(rows: int, most: int) -> list[slice]:

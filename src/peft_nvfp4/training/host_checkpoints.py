@@ -188,9 +188,11 @@ class HostCheckpoints:
 
     def host_checkpoints_begin(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the decoder's forward."""
+        if torch.compiler.is_compiling():
+            return
         _PASS.set(None)
         self.resting.come_back()  # after a backward that failed
-        if torch.compiler.is_compiling() or not (decoder.training and torch.is_grad_enabled()):
+        if not (decoder.training and torch.is_grad_enabled()):
             return
         layers, norms = self.parts(decoder)
         if not layers or not all(layer.gradient_checkpointing for layer in layers):
@@ -221,6 +223,8 @@ class HostCheckpoints:
 
     def host_checkpoints_end(self, decoder: nn.Module, args: tuple, output: Any) -> None:
         """After it, or where it has raised."""
+        if torch.compiler.is_compiling():
+            return
         running = _PASS.get()
         if running is not None:
             _PASS.set(None)
