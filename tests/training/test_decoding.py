@@ -4,6 +4,7 @@ On a CPU a recording is played by :class:`ForwardRehearsal`, which runs the reco
 """
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, decoding_status, release_forward_recordings
 from peft_nvfp4.training import decoding
+from peft_nvfp4.training.decode_step import mask_of
+from peft_nvfp4.training.grouped_attention import grouped_attention
 
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 on_devices = pytest.mark.parametrize("device", ["cpu", cuda])
@@ -414,3 +417,52 @@ def test_without_cuda_steps_run_and_the_status_says_why():
     decoder(model).forward.inner.decoding.recorder = decoding.ForwardRecording
     model.generate(**prompts(), max_new_tokens=4, do_sample=False)
     assert decoding_status(model).reasons == {"input_ids is on the cpu": 3}
+
+
+def test_where_there_is_no_memory_for_buffers_steps_run_as_before(monkeypatch):
+    tries = []
+
+    class Large(decoding.KeyValues):
+        def __init__(self, *args):
+            tries.append(1)
+            raise torch.OutOfMemoryError("not today")
+
+    models = pair()
+    monkeypatch.setattr(decoding, "KeyValues", Large)
+    same_tokens(models, prompts(), max_new_tokens=6, do_sample=False)
+    status = decoding_status(models[0])
+    assert len(tries) == 1 and sum(n for reason, n in status.reasons.items() if "no memory" in reason) == 4
+    assert status.key_value_bytes == 0
+
+
+def test_two_threads():
+    """One of them replays, the other's steps run as before while it does."""
+    model, found = tuned(), {}
+    expected = [model.generate(**prompts(seed=seed), max_new_tokens=12, do_sample=False) for seed in range(2)]
+
+    def generate(seed):
+        found[seed] = model.generate(**prompts(seed=seed), max_new_tokens=12, do_sample=False)
+
+    threads = [threading.Thread(target=generate, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[seed], expected[seed]) for seed in range(2))
+
+
+def test_grouped_attention_is_attention():
+    q, k, v = torch.randn(3, 6, 1, 8), torch.randn(3, 2, 20, 8), torch.randn(3, 2, 20, 8)
+    visible = torch.rand(3, 20) > 0.3
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3
+    got, _ = grouped_attention(module, q, k, v, mask_of(visible, "sdpa", q.dtype), scaling=0.3, dropout=0.0)
+    scores = torch.einsum("bhd,bhsd->bhs", q[:, :, 0], k.repeat_interleave(3, 1)) * 0.3
+    shares = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
+    torch.testing.assert_close(got, torch.einsum("bhs,bhsd->bhd", shares, v.repeat_interleave(3, 1))[:, None])
+    added = mask_of(visible, "eager", q.dtype)
+    torch.testing.assert_close((scores + added[:, 0]).softmax(-1), shares)
+
+
+def test_the_bucket_has_room_to_spare():
+    assert [decoding.bucket_of(n) for n in (1, 179, 180, 384, 385, 3000)] == [256, 256, 512, 512, 1024, 4096]

@@ -9,6 +9,7 @@ from conftest import tiny_llama
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, evaluation_status, graph_status, packing_status, release_forward_recordings
+from peft_nvfp4.training import evaluation
 from peft_nvfp4.training.steps import slow_down_steps
 
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -189,3 +190,22 @@ def test_recordings_can_be_freed():
         release_forward_recordings(model)
         model(**batch())
     assert evaluation_status(model).recorded == 2 and evaluation_status(model).discarded == 1
+
+
+def test_logits_that_were_not_read_yet_can_be_saved(tmp_path):
+    with torch.no_grad():
+        logits = tuned()(**batch()).logits
+        assert isinstance(logits, torch.Tensor) and torch.is_tensor(logits)
+        torch.save(logits, tmp_path / "logits.pt")
+        loaded = torch.load(tmp_path / "logits.pt")
+        assert type(loaded) is torch.Tensor and torch.equal(loaded, tuned()(**batch()).logits)
+        assert np.asarray(tuned()(**batch()).logits).shape == loaded.shape
+
+
+def test_rows_of_too_many_tokens_are_not_filled_and_not_recorded(monkeypatch):
+    monkeypatch.setattr(evaluation, "LARGEST", 64)
+    model, plain = tuned(), tuned(fast=False)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss, **close("cpu"))
+    assert evaluation_status(model).reasons == {"more than 64 tokens": 3}

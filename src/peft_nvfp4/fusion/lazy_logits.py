@@ -70,6 +70,10 @@ class LazyLogits:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._to_be_edited(), name, value)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Copies and pickles are tensors."""
+        return self.tensor().__reduce_ex__(protocol)
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         edits = getattr(function, "__name__", "").endswith("_") or "out" in (kwargs or {})

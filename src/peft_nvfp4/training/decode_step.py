@@ -1,4 +1,4 @@
-"""What a decode step is: a call of the decoder with one new token for each row and a cache; its attention when it is recorded.
+"""What a decode step is: a call of the decoder with one new token for each row and a cache, and its mask.
 
 :mod:`peft_nvfp4.training.decoding` records and replays such steps.
 """
@@ -8,19 +8,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .graph_recording import Unsupported
 from .key_values import layers_of
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 """Tensors that a recording is given anew for each step, of one column."""
-GROUPED = "peft_nvfp4_grouped"
-"""Attention of one query without copies of the keys for every head of a group. (An attention function without an entry in
-transformers' table of mask functions; it is given the mask.)"""
 
 
 class Step(NamedTuple):
@@ -79,21 +74,6 @@ def _check_arguments(mask: Any, inputs: dict[str, Tensor], constants: dict[str, 
             raise Unsupported(f"the decoder is called with {name} ({type(value).__name__})")
         if value and name.startswith("output_"):
             raise Unsupported(f"it is asked for {name}")
-
-
-def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attention of one query a row: q (B, Hq, 1, D), k and v (B, Hk, S, D), mask (B, 1, 1, S), result (B, 1, Hq, D). The query
-    heads of a group are computed as queries of one head, so that its keys are read once. (transformers does so from 5.24 on.)"""
-    special = any(kwargs.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
-    if special or query.shape[1] == key.shape[1] or query.shape[2] != 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    rows, heads, _, width = query.shape
-    queries = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
-    options = dict(dropout_p=kwargs.get("dropout") or 0.0, scale=kwargs.get("scaling"))
-    y = F.scaled_dot_product_attention(queries, key, value, attn_mask=attention_mask, **options)
-    return y.reshape(rows, 1, heads, -1), None
 
 
 def mask_of(visible: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:

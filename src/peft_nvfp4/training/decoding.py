@@ -19,19 +19,18 @@ without, and the status says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from .decode_step import GROUPED, Step, grouped_attention, mask_of, step_of
+from .decode_step import Step, mask_of, step_of
 from .forward_recordings import ForwardRecordings, ForwardStatus, Recorded, error_of
 from .graph_recording import ForwardRecording, Unsupported
+from .grouped_attention import grouped_queries
 from .key_values import KeyValues
 
 SHORTEST = 256
@@ -206,25 +205,10 @@ class Decoding(ForwardRecordings):
         def run(**inputs: Tensor) -> Tensor:
             cache = buffers.recorded_cache(rows, bucket)  # not kept: whoever shares the buffers' memory is counted
             mask = mask_of(buffers.visible(rows, bucket), config._attn_implementation, cache.layers[0].keys.dtype)
-            with self._attention():
+            with grouped_queries():
                 output = ordinary(**inputs, **step.constants, **{step.cache_name: cache}, attention_mask=mask)
             if not isinstance(output, ModelOutput):
                 raise Unsupported("the decoder returns a tuple")
             return output.last_hidden_state
 
         return self._record(run, step.inputs, buffers.tensors)
-
-    @contextmanager
-    def _attention(self) -> Iterator[None]:
-        """SDPA with grouped heads as queries. A config with sub-configs keeps the name of its attention elsewhere, too."""
-        config = self.decoder.config
-        if config._attn_implementation != "sdpa" or getattr(config, "sub_configs", None):
-            yield
-            return
-        ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_attention)
-        config._attn_implementation = GROUPED
-        try:
-            yield
-        finally:
-            config._attn_implementation = "sdpa"
-

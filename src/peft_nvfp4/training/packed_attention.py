@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..autograd.long_attention import FlashAttnByHeadsFunc, can_be_grouped
 from ..autograd.tiles import wanted
+from .grouped_attention import attention_forward
 
 
 class NotPackable(Exception):
@@ -104,7 +104,7 @@ def attention(
         if output is not None:
             return output, None
     if attention_mask is None or attention_mask.dtype != torch.int32:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+        return attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     options = dict(zip(("dropout", "scaling", "is_causal", "position_bias"), args)) | kwargs
     if (windows := TRIED.get()) is not None:
         windows.append(options.get("sliding_window"))
