@@ -41,7 +41,9 @@ def products(name, terms, rank, gathers, device, repeat=1):
     a = random(EXPERTS, rank, k, seed=20).to(device, BF16) if rank else None
     up = random(EXPERTS, n, rank, seed=21, scale=0.1).to(device, BF16) if rank else None
     sources = order // 2 if gathers else None
-    forward = GroupedFprop(reference.quantize_terms(x, None, terms), sources, ends, stacked(weights), BF16, None, a, up)
+    constant = {3: BF16, 8: torch.float32}.get(rank)
+    constant = None if constant is None else random(EXPERTS, n, seed=22).to(device, constant)
+    forward = GroupedFprop(reference.quantize_terms(x, None, terms), sources, ends, stacked(weights), BF16, None, a, up, constant)
     dy = random(rows, n, seed=30).to(device, BF16)
     g = random(rows, rank, seed=31).to(device, BF16) if rank else None
     return forward, GroupedDgrad(dy, ends, backward, True, None, None, g, a)
@@ -55,8 +57,9 @@ def exact(p: GroupedFprop, h, rounded: bool):
     for e, here in definition.segments(p.ends):
         pairs = [(x[here], reference.dequantize(definition.one(p.weight, e)).double())]
         pairs += [] if p.up is None else [(h[here].double(), p.up[e].double())]
-        y[here] = sum(a @ b.T for a, b in pairs)
-        magnitude[here] = sum(a.abs() @ b.abs().T for a, b in pairs)
+        c = torch.zeros(1) if p.constant is None else p.constant[e].double()
+        y[here] = sum(a @ b.T for a, b in pairs) + c.to(y.device)
+        magnitude[here] = sum(a.abs() @ b.abs().T for a, b in pairs) + c.abs().to(y.device)
     return y, magnitude
 
 

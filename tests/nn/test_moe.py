@@ -2,7 +2,7 @@
 their share, and the rest works around them. (Packed experts: test_experts*.py.)"""
 
 import pytest
-from _mixtures import IDS, by_family, gpt_oss
+from _mixtures import IDS, by_family, llama4
 from peft import get_peft_model
 
 from peft_nvfp4 import FrozenLinear, NVFP4LoraConfig, dense_share, freeze_model, merge
@@ -11,20 +11,20 @@ from peft_nvfp4.nn.experts.frozen_experts import frozen_experts
 
 def test_dense_experts_are_named_with_their_share():
     """Counted by hand: all matrices but embedding and head; of those, what is a linear of the attention is packed."""
-    model = gpt_oss()
+    model = llama4()
     total = {n: p.numel() for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n and "lm_head" not in n}
     experts = {n: size for n, size in total.items() if ".experts." in n}
     experts = {n: size for n, size in experts.items() if model.get_parameter(n).ndim == 3}  # the others are biases
     share = sum(experts.values()) / sum(total.values())
     assert share > 0.5
-    said = r"of the matrix weights stay dense.*Experts\.gate_up_proj \(3-D\).*without biases.*target_parameters"
+    said = r"of the matrix weights stay dense.*Experts\.gate_up_proj \(3-D\).*experts interface.*target_parameters"
     with pytest.warns(UserWarning, match=said):
         freeze_model(model, progress=False)
     found = dense_share(model)
     assert sum(v for kind, v in found.items() if "(3-D)" in kind) == pytest.approx(share)
     assert list(found) == sorted(found, key=found.get, reverse=True)
     assert isinstance(model.model.layers[0].self_attn.q_proj, FrozenLinear) and not frozen_experts(model)
-    left_out = dense_share(model, skip_modules=["mlp"])
+    left_out = dense_share(model, skip_modules=["feed_forward"])
     assert not [kind for kind in left_out if "(3-D)" in kind]
 
 

@@ -11,7 +11,7 @@ import transformers as hf
 from _families import IDS, causal, gpt2, opt, t5, text
 from _frozen_models import ALL, by_backend, names
 from _loss_models import distance
-from _mixtures import gpt_oss
+from _mixtures import llama4
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -24,10 +24,10 @@ from peft_nvfp4.quantization.groups import fused_siblings, input_terms
 
 
 @by_backend
-@pytest.mark.parametrize("make, kind", [(gpt_oss, "GptOssExperts"), (gpt2, "Conv1D")])
+@pytest.mark.parametrize("make, kind", [(llama4, "Llama4TextExperts"), (gpt2, "Conv1D")])
 def test_the_share_that_stays_dense_is_said(backend, make, kind):
-    """Experts with biases and Conv1D are not packed. The warning gives their share of all matrix weights without
-    embeddings and heads, as test_moe.py counts it."""
+    """Experts that are called in a way of their own and Conv1D are not packed. The warning gives their share of all matrix
+    weights without embeddings and heads, as test_moe.py counts it."""
     with pytest.warns(UserWarning, match=kind) as caught:
         model = freeze_model(make(), backend)
     (message,) = [str(w.message) for w in caught if kind in str(w.message)]

@@ -3,7 +3,7 @@
 The notation is that of :mod:`.frozen_linear`; a subscript e is an expert's, r a row's (a token and one of its k experts). Rows
 are sorted by expert (:class:`~peft_nvfp4.numerics.grouped.Routing`).
 
-    y_r  = D(x~_r) @ D(W_e).T + h_r @ (s B_e).T            h_r = D(x~_r) @ A_e.T
+    y_r  = D(x~_r) @ D(W_e).T + bias_e + h_r @ (s B_e).T   h_r = D(x~_r) @ A_e.T
     dB_e = s * sum_r dy_r.T h_r,   dA_e = sum_r g_r.T D(x~_r)   g_r = dy_r @ (s B_e)
     dx_r = D(Q(dy_r)) @ D(W_b,e).T + g_r @ A_e
 
@@ -47,6 +47,7 @@ class ExpertsLinear(NamedTuple):
     factors: tuple[float, ...] | None  # of the global scales of W_f; None: all are 1
     gradients: str  # a word of :data:`.frozen_linear.GRADIENTS`
     branches: tuple[ExpertsBranch, ...]
+    bias: Tensor | None = None  # (E, N), frozen
     rounding_seed: Tensor | None = None
     there: AbstractContextManager | None = None  # as of :class:`.frozen_linear.Linear`
 
@@ -100,10 +101,10 @@ class ExpertsFunction(torch.autograd.Function):
         linear, routing, dtype = call.linear, call.routing, call.x.dtype
         a, up = _joined(linear.branches, dtype)
         sources = _sources(routing) if call.gathers else None
-        product = GroupedFprop(call.terms, sources, routing.ends, linear.weight, dtype, linear.factors, a, up)
+        product = GroupedFprop(call.terms, sources, routing.ends, linear.weight, dtype, linear.factors, a, up, linear.bias)
         y, hidden = grouped.grouped_fprop.run(product)
         saved = _Saved(
-            *(call.terms if linear.branches else (), routing, call.gathers, linear._replace(branches=())),
+            *(call.terms if linear.branches else (), routing, call.gathers, linear._replace(branches=(), bias=None)),
             *(a, up, hidden if linear.branches else None),
         )
         leaves, ctx.saved_structure = flatten(saved)

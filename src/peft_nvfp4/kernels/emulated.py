@@ -47,7 +47,7 @@ def _aligned(columns: int) -> int:
     return -(-columns // 8) * 8
 
 
-def _in_three(x: Tensor) -> Tensor:
+def in_three(x: Tensor) -> Tensor:
     """x (N, c) as BF16 (N, 3 c) whose thirds sum to it: 24 significant bits."""
     first = x.to(torch.bfloat16)
     rest = x.float() - first.float()
@@ -81,12 +81,12 @@ def fprop(p: Fprop, exact: bool = True) -> list[Tensor]:
     extras, columns = [], []
     for item in p.linears:
         constant = None if item.constant is None else item.constant[:, None]
-        added = [] if constant is None else [constant if constant.dtype == torch.bfloat16 else _in_three(constant)]
+        added = [] if constant is None else [constant if constant.dtype == torch.bfloat16 else in_three(constant)]
         extra = join([adapter.up for adapter in item.adapters] + added)
         ones = [c.new_ones(1, c.shape[1]).expand(m, -1) for c in added]
         multipliers = [adapter.hidden for adapter in item.adapters] + ones
         if extra is not None and item.scale_factor != 1.0:
-            extra, multipliers = _in_three(extra.float() / item.scale_factor), 3 * multipliers
+            extra, multipliers = in_three(extra.float() / item.scale_factor), 3 * multipliers
         extras.append(extra)
         columns += multipliers
     with full_precision_sums():

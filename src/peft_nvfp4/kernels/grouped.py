@@ -1,9 +1,10 @@
 """The products of a mixture's experts on a GPU, in BF16, in one of two ways.
 
 *Dequantise, then PyTorch's grouped GEMM*, which multiplies the rows of every expert with its matrix in one kernel, and reads on
-the device where an expert's rows end. As in :mod:`.emulated`, what is summed is laid side by side along K: D(x~) and h against
-D(W) and s B. Weights are dequantised for one product, all experts at once: a chunk of experts would begin at a row that only the
-device knows. Where that would take more than :data:`OPERAND_BYTES`, the rows of every expert's matrix are taken in chunks.
+the device where an expert's rows end. As in :mod:`.emulated`, what is summed is laid side by side along K: D(x~), h and ones
+against D(W), s B and a constant. Weights are dequantised for one product, all experts at once: a chunk of experts would begin at
+a row that only the device knows. Where that would take more than :data:`OPERAND_BYTES`, the rows of every expert's matrix are
+taken in chunks.
 PyTorch has the kernel for compute capability 9 and 10; elsewhere it loops over the experts and waits for the device.
 
 *Decode in the loop* (:mod:`.triton.grouped_matmul`): on other GPUs, for few rows, for sizes that the GEMM does not take, and for
@@ -29,6 +30,7 @@ from ..numerics.formats import BLOCK, GRADIENT_STOCHASTIC, QuantizedMatrix
 from ..numerics.grouped import GroupedDgrad, GroupedFprop
 from ..ops.linear import dequantize_input
 from .dispatch import choice
+from .emulated import in_three
 from .triton.dequantize import write_operand, write_rounded
 from .triton.grouped_matmul import grouped_matmul
 from .triton.launch import MAX_BLOCKS
@@ -71,21 +73,31 @@ def grouped_fprop(p: GroupedFprop) -> tuple[Tensor, Tensor]:
     if p.factors is not None or not _by_gemm(rows, experts, p.ends.device, k, n):
         return _decoded_fprop(p, exact)
     copies, rank = len(p.terms) if exact else 1, 0 if p.a is None else p.a.shape[1]
-    width = _aligned(copies * k + rank) - copies * k
+    extra = _extra_columns(p)
+    width = _aligned(copies * k + (0 if extra is None else extra.shape[2])) - copies * k
     x = _input_operand(p, copies, width)
     h = x.new_empty(rows, rank)
     if rank:
         xd = x[:, :k] if copies == 1 else _gathered(dequantize_input.run(p.terms, None, p.dtype), p.sources)
         h = grouped_gemm(xd, p.a.transpose(1, 2), offs=p.ends)
-        _fill(x[:, copies * k :], h)
-    return _by_weight(x, p.weight, copies, p.up, width, p.ends), h
+    _fill(x[:, copies * k :], h, 0 if extra is None else extra.shape[2] - rank)
+    return _by_weight(x, p.weight, copies, extra, width, p.ends), h
+
+
+def _extra_columns(p: GroupedFprop) -> Tensor | None:
+    """(E, N, c) what h and ones are multiplied with: s B and the constant, in three BF16 parts if it is wider."""
+    if p.constant is None:
+        return p.up
+    constant = p.constant.unsqueeze(2)
+    parts = constant if constant.dtype == p.dtype else in_three(constant.flatten(0, 1)).view(*constant.shape[:2], 3)
+    return parts if p.up is None else torch.cat([p.up, parts], 2)
 
 
 def _decoded_fprop(p: GroupedFprop, exact: bool) -> tuple[Tensor, Tensor]:
     xd = dequantize_input.run(p.terms, None, p.dtype)
     xs = [dequantize_input.run([term], None, p.dtype) for term in p.terms] if exact and len(p.terms) == 2 else [xd]
     h = None if p.a is None else grouped_matmul([xd], p.sources, p.ends, p.a)
-    y = grouped_matmul(xs, p.sources, p.ends, p.weight, h, p.up, p.factors is not None)
+    y = grouped_matmul(xs, p.sources, p.ends, p.weight, h, p.up, p.factors is not None, p.constant)
     return y, y.new_empty(len(y), 0) if h is None else h
 
 
@@ -105,13 +117,15 @@ def _input_operand(p: GroupedFprop, copies: int, width: int) -> Tensor:
     return _gathered(x, p.sources)
 
 
-def _fill(out: Tensor, columns: Tensor | None) -> None:
-    """The last columns of an operand: what is given, then zeros."""
-    used = 0 if columns is None else columns.shape[1]
+def _fill(out: Tensor, columns: Tensor, ones: int) -> None:
+    """The last columns of an operand: what is given, then so many ones, then zeros."""
+    used = columns.shape[1]
     if used:
         out[:, :used].copy_(columns)
-    if used < out.shape[1]:
-        out[:, used:].zero_()
+    if ones:
+        out[:, used : used + ones].fill_(1.0)
+    if used + ones < out.shape[1]:
+        out[:, used + ones :].zero_()
 
 
 def _by_weight(x: Tensor, w: QuantizedMatrix, copies: int, extra: Tensor | None, width: int, ends: Tensor) -> Tensor:

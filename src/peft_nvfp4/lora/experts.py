@@ -41,7 +41,8 @@ class ParamWrapper(PeftParamWrapper):
                 f"{', '.join(experts.projections)}"
             )
         self.num_experts, self._param_ndim = experts.experts, 3
-        return experts.projections[self.parameter_name]  # exchanged by update_layer, as for any (experts, out, in) parameter
+        n, k = experts.projections[self.parameter_name]
+        return (k, n) if getattr(experts, "is_transposed", False) else (n, k)  # update_layer exchanges (experts, out, in)
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         init = config.init_lora_weights

@@ -87,9 +87,9 @@ def _dense_linears(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _dense_experts(model: nn.Module) -> dict[str, Tensor]:
-    """Dotted name -> weights (E, N, K) of the experts that freezing would pack."""
+    """Dotted name -> weights of the experts that freezing would pack."""
     mixtures = [(name.replace(".base_layer", ""), m) for name, m in model.named_modules() if is_experts(m)]
-    return {f"{name}.{key}": p for name, m in mixtures for key, p in m.named_parameters()}
+    return {f"{name}.{key}": p for name, m in mixtures for key, p in m.named_parameters() if p.ndim == 3}
 
 
 def remember(config: LoraConfig, model: nn.Module, source: str | None) -> None:

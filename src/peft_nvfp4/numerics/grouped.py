@@ -4,7 +4,7 @@ Rows are sorted by expert (:class:`Routing`), so an expert's are neighbours. A *
 :class:`~peft_nvfp4.numerics.formats.QuantizedMatrix` whose tensors have a leading axis E, codes (E, N, Kp/2), block scales
 (E, N, Kp/16), a global scale (E,).
 
-    grouped_fprop       y_r = D(x~_r) @ D(W_e).T + h_r @ up_e.T,   h_r = D(x~_r) @ A_e.T      of the rows r of every expert e
+    grouped_fprop       y_r = D(x~_r) @ D(W_e).T + constant_e + h_r @ up_e.T,   h_r = D(x~_r) @ A_e.T   (r: a row of the expert e)
     grouped_dgrad       dx_r = D(Q(dy_r)) @ D(W_b,e).T + g_r @ A_e
     grouped_transpose   W_b,e of W_f,e
     grouped_mm          y_r = x_r @ W_e.T
@@ -62,6 +62,7 @@ class GroupedFprop(NamedTuple):
     factors: tuple[float, ...] | None = None  # of the global scales (:func:`.reference.scale_factor`); None: all are 1
     a: Tensor | None = None  # (E, r, K) in ``dtype``
     up: Tensor | None = None  # (E, N, r) in ``dtype``: scaling * B
+    constant: Tensor | None = None  # (E, N), added to every row of an expert
 
 
 class GroupedDgrad(NamedTuple):
@@ -113,7 +114,8 @@ def grouped_fprop(p: GroupedFprop, fprop: Callable = reference.fprop) -> tuple[T
         terms = [rows_of(t, here if p.sources is None else p.sources[here]) for t in p.terms]
         factor = 1.0 if p.factors is None else p.factors[e]
         adapters = () if p.a is None else [LowRank(None, p.up[e])]
-        linear = ForwardLinear(one(p.weight, e), None, factor, adapters)
+        constant = None if p.constant is None else p.constant[e]
+        linear = ForwardLinear(one(p.weight, e), constant, factor, adapters)
         y[here], *hidden = fprop(Fprop(terms, [linear], p.dtype, None, None if p.a is None else p.a[e]), **dense)
         if hidden:
             h[here] = hidden[0]

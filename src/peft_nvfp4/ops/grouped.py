@@ -41,6 +41,7 @@ def _check_fprop(p: GroupedFprop) -> None:
     if p.a is not None:
         check_shape(op, "a", p.a, (experts, p.a.shape[1], k), p.dtype)
         check_shape(op, "up", p.up, (experts, n, p.a.shape[1]), p.dtype)
+    check_shape(op, "constant", p.constant, (experts, n))
 
 
 def _fprop_shapes(p: GroupedFprop) -> tuple[Tensor, Tensor]:
@@ -52,15 +53,15 @@ def _fprop_shapes(p: GroupedFprop) -> tuple[Tensor, Tensor]:
 grouped_fprop = Operator(
     "grouped_fprop",
     "(Tensor[] x_codes, Tensor[] x_scales, Tensor[] x_gscale, Tensor? sources, Tensor ends, Tensor w_codes, Tensor w_scales, "
-    "Tensor w_gscale, int k, ScalarType dtype, float[]? factors, Tensor? a, Tensor? up) -> (Tensor, Tensor)",
+    "Tensor w_gscale, int k, ScalarType dtype, float[]? factors, Tensor? a, Tensor? up, Tensor? constant) -> (Tensor, Tensor)",
     _check_fprop,
     definition.grouped_fprop,
     _fprop_shapes,
-    lambda p: (*tensor_lists(p.terms), p.sources, p.ends, *p.weight, p.dtype, p.factors, p.a, p.up),
-    lambda codes, scales, gscale, sources, ends, w_codes, w_scales, w_gscale, k, dtype, factors, a, up: (
+    lambda p: (*tensor_lists(p.terms), p.sources, p.ends, *p.weight, p.dtype, p.factors, p.a, p.up, p.constant),
+    lambda codes, scales, gscale, sources, ends, w_codes, w_scales, w_gscale, k, dtype, factors, a, up, constant: (
         GroupedFprop(
             *(matrices(codes, scales, gscale, k), sources, ends, QuantizedMatrix(w_codes, w_scales, w_gscale, k), dtype),
-            *(None if factors is None else tuple(factors), a, up),
+            *(None if factors is None else tuple(factors), a, up, constant),
         ),
     ),
 )

@@ -183,7 +183,7 @@ def _carry_attributes(linear: nn.Module, frozen: nn.Module) -> None:
 
 def dense_share(model: nn.Module, skip_modules: Iterable[str] = ()) -> dict[str, float]:
     """What of a frozen model's matrix weights stayed dense, though nobody asked for it: Conv1D, custom linears, experts in 3-D
-    parameters of a kind that is not known (with biases, or transposed). Output heads, embeddings, adapters and ``skip_modules``
+    parameters of a kind that is not known. Output heads, embeddings, adapters and ``skip_modules``
     do not count.
 
     Returns:
@@ -219,7 +219,7 @@ def _warn_dense_share(model: nn.Module, skip_modules: tuple[str, ...]) -> None:
         advice = " Experts in 3-D parameters can be adapted, dense, through target_parameters." if experts else ""
         warn_caller(
             f"{sum(dense.values()):.0%} of the matrix weights stay dense, in their full size: {kinds}. "
-            f"Only plain nn.Linear layers, and experts without biases in (experts, out, in) order, are packed.{advice}"
+            f"Only plain nn.Linear layers, and experts of transformers' experts interface, are packed.{advice}"
         )
 
 

@@ -32,7 +32,7 @@ from transformers.quantizers import HfQuantizer
 
 from ..checkpoints.layouts import PARTS
 from ..checkpoints.load import Stored, check_loaded, check_stored, stored_in, submodule
-from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
+from ..nn.experts.frozen_experts import FrozenExperts, bias_name, frozen_experts
 from ..nn.experts.packing import packed_of, stack_name
 from ..nn.frozen_linear import FrozenOptions
 from ..nn.nvfp4 import NVFP4FrozenLinear
@@ -129,6 +129,8 @@ def finish(model: nn.Module, names: Iterable[str], origin: Callable[[str], str])
         shapes |= packed_shapes(name, module)
         if isinstance(module, NVFP4FrozenLinear):
             shapes[f"{name}.bias"] = (module.out_features,)
+        else:
+            shapes |= {f"{name}.{bias_name(key)}": (module.experts, n) for key, (n, _) in module.projections.items()}
     check_loaded(parameters, origin, shapes)
     for module in modules.values():
         if isinstance(module, NVFP4FrozenLinear):

@@ -21,7 +21,7 @@ from transformers.core_model_loading import rename_source_key
 from ..checkpoints.layouts import PARTS
 from ..checkpoints.load import stored_in
 from ..checkpoints.settings import INSTEAD
-from ..nn.experts.frozen_experts import FrozenExperts, first_of
+from ..nn.experts.frozen_experts import FrozenExperts, first_of, matrices
 from ..nn.experts.packing import packed_of, stack_name
 from ..nn.frozen_linear import frozen
 from ..nn.nvfp4 import NVFP4FrozenLinear
@@ -44,13 +44,13 @@ def empty(state: LoadState, model: nn.Module, name: str) -> FrozenExperts:
 
 
 def collect(state: LoadState, model: nn.Module, key: str, weight: Tensor) -> None:
-    """Take a projection's weights (E, N, K), pack them, and put the frozen experts in place if they are complete."""
+    """Take a projection's weights, pack them, and put the frozen experts in place if they are complete."""
     name, _, projection = key.rpartition(".")
     original = model.get_submodule(name)
     experts = state.half_packed.get(name) or state.half_packed.setdefault(name, empty(state, model, name))
     held = original._parameters[projection] = frozen(weight.new_empty(0))
     held._is_hf_initialized = True  # nothing to initialise while the other projection is waited for
-    experts.pack(projection, weight)
+    experts.pack(projection, matrices(original, weight))
     experts.compute_dtype = weight.dtype
     for p in experts.parameters():
         p._is_hf_initialized = True
@@ -73,6 +73,7 @@ def _place(model: nn.Module, name: str, experts: FrozenExperts) -> None:
     original = model.get_submodule(name)
     for projection in experts.projections:
         original.register_parameter(projection, None)
+    experts.take_biases()
     _carry_attributes(original, experts)
     model.set_submodule(name, experts)
 

@@ -139,7 +139,8 @@ class PactQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         name, _, leaf = param_name.rpartition(".")
-        return not self.pre_quantized and (leaf == "weight" and name in self.state.planned or name in self.state.mixtures)
+        of_experts = name in self.state.mixtures and not leaf.endswith("_bias")
+        return not self.pre_quantized and (leaf == "weight" and name in self.state.planned or of_experts)
 
     def get_quantize_ops(self) -> ConversionOps:
         return StreamingQuantize(self)

@@ -59,13 +59,14 @@ def grouped_kernel(
     codes, scales, gscale,  # stacks: (COUNT N, NB) int64, (COUNT N, NB) uint8, (COUNT,) float32 ...
     dense_ptr,  # ... or, where DENSE, bfloat16 (COUNT, N, K) by its strides
     hidden_ptr, up_ptr,  # (R, RANK), (COUNT, N, RANK) by its strides, bfloat16
+    constant_ptr,  # (COUNT, N), where HAS_CONSTANT
     out_ptr,  # (R, N)
     N, x_stride, w_expert, w_row, w_column, hidden_stride, up_expert, up_row, up_column,
     K: tl.constexpr, NB: tl.constexpr,
     COUNT: tl.constexpr, EXPERTS: tl.constexpr,  # experts; rounded up to a power of two
     TERMS: tl.constexpr, GATHERS: tl.constexpr, DENSE: tl.constexpr,
     RANK: tl.constexpr, R: tl.constexpr,  # 0 without adapters; a power of two >= RANK
-    SPLIT: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
+    HAS_CONSTANT: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = _place(ends_ptr, COUNT, EXPERTS, BM)
@@ -97,6 +98,8 @@ def grouped_kernel(
             at = up_ptr + expert * up_expert + w_n[:, None] * up_row + r[None, :] * up_column
             up = tl.load(at, mask=(r < RANK)[None, :], other=0.0)
             acc = tl.dot(up.to(dtype), tl.trans(h.to(dtype)), acc)
+        if HAS_CONSTANT:
+            acc += tl.load(constant_ptr + expert * N + w_n).to(tl.float32)[:, None]
         inside = (m < end)[None, :] & (n < N)[:, None]
         tl.store(out_ptr + m[None, :].to(tl.int64) * N + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -109,8 +112,10 @@ def grouped_matmul(
     hidden: Tensor | None = None,
     up: Tensor | None = None,
     split: bool = False,
+    constant: Tensor | None = None,
 ) -> Tensor:
-    """y (R, N) in BF16: ``sum over xs of x_r @ W_e.T + hidden_r @ up_e.T`` for the rows r of every expert e, rounded once.
+    """y (R, N) in BF16: ``sum over xs of x_r @ W_e.T + hidden_r @ up_e.T + constant_e`` for the rows r of every expert e, rounded
+    once.
 
     Args:
         xs: one or two (T, K) in BF16, of the same strides.
@@ -119,6 +124,7 @@ def grouped_matmul(
         weight: a stack of W (N, K), or dense (E, N, K) in BF16 of any strides.
         hidden, up: (R, r) and (E, N, r) of any strides, in BF16; both or none.
         split: the global scales may be no powers of two.
+        constant: (E, N).
     """
     x, dense = rows_contiguous(xs[0]), isinstance(weight, Tensor)
     experts, n = (weight if dense else weight.codes).shape[:2]
@@ -134,14 +140,15 @@ def grouped_matmul(
     second = rows_contiguous(xs[-1])
     tensors = (x, second, ends if sources is None else sources, ends, *packed, weight if dense else y)
     hidden = y if hidden is None else rows_contiguous(hidden)
-    tensors += (hidden, y if up is None else up, y)
+    tensors += (hidden, y if up is None else up, y if constant is None else constant.contiguous(), y)
     rank = 0 if up is None else up.shape[2]
     strides = (n, x.stride(0), *(weight.stride() if dense else (0, 0, 0)), hidden.stride(0) if rank else 0)
     numbers = (*strides, *(up.stride() if rank else (0, 0, 0)))
     masked = nb % kb != 0 or k != nb * BLOCK.value
     constants = {"K": k, "NB": nb, "COUNT": experts, "EXPERTS": power_of_two(experts), "TERMS": len(xs)}
     constants |= {"GATHERS": sources is not None, "DENSE": dense, "RANK": rank, "R": max(16, power_of_two(rank)) if rank else 0}
-    constants |= {"SPLIT": split, "PTX": not INTERPRETED, "MASKED": masked, "BM": bm, "BN": bn, "KB": kb}
+    constants |= {"HAS_CONSTANT": constant is not None, "SPLIT": split, "PTX": not INTERPRETED, "MASKED": masked}
+    constants |= {"BM": bm, "BN": bn, "KB": kb}
     grid = ceil_div(n, bn), rows // bm + min(experts, rows), 1
     options = {"num_warps": tile["warps"], "num_stages": tile["stages"], **EXACT_MATH}
     launch(grouped_kernel, grid, tensors, numbers, constants, **options)

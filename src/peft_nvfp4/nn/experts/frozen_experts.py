@@ -10,6 +10,9 @@ model has one target parameter.
 
     y_t = sum_j  w_tj * down_e(act(gate_e(x_t)) * up_e(x_t)),    e = index_tj,  j = 1 .. k
 
+Some modules hold their weights transposed, (E, K, N), or gate and up in turn, or have biases (gpt-oss, all three): packed are the
+matrices of linears, biases stay dense, and what lies between the projections is computed by the module that was replaced.
+
 Tokens are sorted by expert, on the device (:func:`peft_nvfp4.numerics.grouped.route`). In NVFP4 all experts of a projection are
 one operator, forward and backward, adapters included (:mod:`peft_nvfp4.autograd.experts`): no size depends on the routing and
 nothing waits for the device, so that a CUDA graph can be recorded. In NF4 each expert runs as a frozen linear on its rows, after
@@ -53,19 +56,30 @@ def first_of(module: nn.Module) -> str:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds experts that can be frozen: transformers' experts interface says (by these attributes) what such a
-    module computes. Experts with biases, transposed or interleaved weights, or a norm of their own cannot."""
+    module computes. Experts with a norm of their own cannot."""
     if isinstance(module, FrozenExperts) or not hasattr(module, "is_transposed") or not hasattr(module, "_apply_gate"):
         return False
-    if any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm")):
+    if getattr(module, "has_post_expert_norm", False):
         return False
-    first = first_of(module)
-    if not getattr(module, "is_concatenated", True) or {name for name, _ in module.named_parameters()} != {first, DOWN}:
+    first, wide = first_of(module), 2 if getattr(module, "has_gate", True) else 1
+    biases = {bias_name(name) for name in (first, DOWN)} if getattr(module, "has_bias", False) else set()
+    if {name for name, _ in module.named_parameters()} != {first, DOWN} | biases:
         return False
     a, b = getattr(module, first), getattr(module, DOWN)
     if a.ndim != 3 or b.ndim != 3 or not (a.is_floating_point() and b.is_floating_point()):
         return False
-    (e, n, k), wide = a.shape, 2 if first == "gate_up_proj" else 1
-    return n % wide == 0 and tuple(b.shape) == (e, k, n // wide)
+    (e, n, k), down = matrices(module, a).shape, tuple(matrices(module, b).shape)
+    return n % wide == 0 and down == (e, k, n // wide)
+
+
+def bias_name(name: str) -> str:
+    """Name of a projection's biases (E, N)."""
+    return f"{name}_bias"
+
+
+def matrices(module: nn.Module, weight: Tensor) -> Tensor:
+    """Dense experts' weights of a projection as matrices of linears (E, N, K), or back: some modules hold them transposed."""
+    return weight.transpose(1, 2) if getattr(module, "is_transposed", False) else weight
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
@@ -97,7 +111,7 @@ class FrozenExperts(StandIn):
             raise ValueError(f"experts are frozen in {' or '.join(FROM_PACKED)}, got {backend!r}")
         names = first_of(original), DOWN
         self.backend, self.options = backend, {name: options[name] for name in names}
-        self.projections = {name: tuple(getattr(original, name).shape[1:]) for name in names}
+        self.projections = {name: tuple(matrices(original, getattr(original, name)).shape[1:]) for name in names}
         self.experts = getattr(original, DOWN).shape[0]
         self.compute_dtype = getattr(original, DOWN).dtype
         self.dense_dtype: torch.dtype | None = None
@@ -115,9 +129,18 @@ class FrozenExperts(StandIn):
         for name in self.projections:
             weight = getattr(original, name).detach()
             original.register_parameter(name, None)
-            self.pack(name, weight)
+            self.pack(name, matrices(original, weight))
             del weight
+        self.take_biases()
         return self
+
+    def take_biases(self) -> None:
+        """Biases go from the module that this one replaces to this one; they stay dense."""
+        (original,) = self._outside
+        for name in map(bias_name, self.projections):
+            if (bias := original._parameters.get(name)) is not None:
+                original.register_parameter(name, None)
+                self.register_parameter(name, bias.requires_grad_(False))
 
     @property
     def elements(self) -> int:
@@ -149,7 +172,8 @@ class FrozenExperts(StandIn):
 
     def packed_tensors(self) -> dict[str, Tensor]:
         """Every tensor that the frozen weights occupy, by name."""
-        return dict(self.named_parameters(recurse=False))
+        biases = {bias_name(name) for name in self.projections}
+        return {name: p for name, p in self.named_parameters(recurse=False) if name not in biases}
 
     def layers(self, name: str, keep: bool = False) -> list[FrozenLinear]:
         """A projection's experts as frozen linears that share this module's memory. ``keep`` them for the next call: by whoever
@@ -223,12 +247,14 @@ class FrozenExperts(StandIn):
             self.rewritten()
 
     def to_experts(self, dense: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """The module that this one replaced, with dense weights: the given ones (E, N, K), or what is stored."""
+        """The module that this one replaced, with dense weights: of the given ones (E, N, K), or of what is stored."""
         dtype, (original,) = self.dense_dtype or self.compute_dtype, self._outside
         for name in self.projections:
             weight = (dense or {}).get(name)
             weight = self.dequantize(name, dtype) if weight is None else weight.detach().to(dtype)
-            original.register_parameter(name, frozen(weight))
+            original.register_parameter(name, frozen(matrices(original, weight).contiguous()))
+            if (bias := self._parameters.get(bias_name(name))) is not None:
+                original.register_parameter(bias_name(name), frozen(bias.detach().to(dtype, copy=True)))
         return original.train(self.training)
 
     # -- forward
@@ -279,7 +305,7 @@ class FrozenExperts(StandIn):
         (n, k), factors = self.projections[name], self._factors(name)
         w_b = self._stack(name, "backward_weight", "backward_scales", "backward_gscale", n)
         w_f = self._stack(name, "weight", "weight_scales", "weight_gscale", k)
-        return ExpertsLinear(w_f, w_b, factors, gradients, tuple(branches), there=there)
+        return ExpertsLinear(w_f, w_b, factors, gradients, tuple(branches), self._parameters.get(bias_name(name)), there=there)
 
     def _stack(self, name: str, codes: str, scales: str, gscale: str, k: int) -> QuantizedMatrix | None:
         """A layout of all experts, None if it is not kept."""
@@ -297,10 +323,13 @@ class FrozenExperts(StandIn):
         rows = SortedRows.apply(x, routing)
         first, down = (self.layers(name, True) for name in self.projections)
         inner, outer = ([[Branch(b.a[e], b.b[e], b.scaling, 0.0) for b in of] for e in range(self.experts)] for of in branches)
+        biases = [self._parameters.get(bias_name(name)) for name in self.projections]
         outputs, end = [], 0
         for e, here in segments(routing.ends):
             z = first[e].lora_forward(rows[here], inner[e])
-            outputs.append(down[e].lora_forward(self._activate(z), outer[e]))
+            z = z if biases[0] is None else z + biases[0][e]
+            y = down[e].lora_forward(self._activate(z), outer[e])
+            outputs.append(y if biases[1] is None else y + biases[1][e])
             end = here.stop
         rest = len(rows) - end  # rows of other processes' experts
         if rest or not outputs:

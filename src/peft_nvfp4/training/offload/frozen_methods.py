@@ -17,12 +17,14 @@ ON_DEVICE = ("dequantize", "requantize_", "restore", "set_offset", "to_linear", 
 
 
 VECTORS = ("bias", "input_offset", "output_offset")
-"""One number a channel: these stay on the device. Norms and adapters read the input's offset in their own backward, too."""
+"""One number a channel: these stay on the device, as do biases of experts. Norms and adapters read the input's offset in their
+own backward, too."""
 
 
 def packed_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
     """Those of a frozen layer that go to the host, by name."""
-    return {name: p for name, p in layer.named_parameters(recurse=False) if name not in VECTORS and not p.requires_grad}
+    parameters = layer.named_parameters(recurse=False)
+    return {name: p for name, p in parameters if not (name in VECTORS or name.endswith("_bias") or p.requires_grad)}
 
 
 @dataclass

@@ -1,0 +1,132 @@
+"""Experts as gpt-oss has them: weights transposed, gate and up in turn, biases, a clamped gate of its own. What is packed are the
+matrices of linears, and results are those of frozen linears with these biases."""
+
+import pytest
+import torch
+from _frozen_experts import BACKEND, OPTIONS, adapted, assert_equal, experts_of, logits, plain, routed
+from _mixtures import IDS, gpt_oss
+from peft import PeftModel
+
+from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, merge
+from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, frozen_experts, linear_of
+from peft_nvfp4.nn.registry import BACKENDS
+from peft_nvfp4.training.steps import slow_down_steps
+
+
+def dense_experts(dtype=torch.float32):
+    """With biases that are not zero."""
+    torch.manual_seed(0)
+    experts = experts_of(gpt_oss()).to(dtype)
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    return experts
+
+
+def linears(dense, name):
+    """A frozen linear with its bias for every expert."""
+    made = []
+    for weight, bias in zip(getattr(dense, name).detach().clone(), getattr(dense, f"{name}_bias").detach().clone()):
+        linear = linear_of(weight.T.contiguous())
+        linear.bias = torch.nn.Parameter(bias)
+        made.append(BACKENDS["nvfp4"].quantize(linear, OPTIONS[name]))
+    return made
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_output_and_gradients_are_those_of_single_linears(dtype):
+    """Bit for bit, as of experts without biases."""
+    dense = dense_experts(dtype)
+    first, down = linears(dense, "gate_up_proj"), linears(dense, "down_proj")
+    experts = FrozenExperts.quantize(dense, "nvfp4", OPTIONS)
+    assert experts.projections == {"gate_up_proj": (96, 32), "down_proj": (32, 48)}
+    assert all(p.dtype == torch.uint8 for p in experts.packed_tensors().values())
+    x, index, w = routed(dtype=dtype)
+
+    def alone():
+        shares = x.new_zeros(*index.shape, x.shape[1])
+        for e in range(3):
+            token, slot = torch.where(index == e)
+            shares = shares.index_put((token, slot), down[e](dense._apply_gate(first[e](x[token]))))
+        return (shares * w[..., None]).sum(1).to(x.dtype)
+
+    results = []
+    for run in (lambda: experts(x, index, w), alone):
+        x.grad = w.grad = None
+        y = run()
+        (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+        results.append((y.detach(), x.grad, w.grad))
+    for got, expected in zip(*results):
+        assert got.abs().sum() > 0
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@BACKEND
+def test_dense_again(backend):
+    """Weights in their own order, biases as they were."""
+    dense = dense_experts()
+    before = plain(dict(dense.named_parameters()))
+    again = FrozenExperts.quantize(dense, backend, OPTIONS).to_experts()
+    for name, p in again.named_parameters():
+        assert p.shape == before[name].shape
+        if "bias" in name:
+            assert torch.equal(p, before[name])
+        else:
+            assert 0 < (p - before[name]).norm() / before[name].norm() < 0.12  # of either 4-bit format
+    assert again(*routed()).shape == (12, 32)
+
+
+@BACKEND
+def test_adapters_are_those_of_stock_peft(backend, tmp_path):
+    """By the file, on the model made dense: in NF4, which leaves inputs as they are, the same function up to FP32 rounding."""
+    model = adapted(gpt_oss, backend)
+    assert len(frozen_experts(model)) == 2
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert sum(".experts." in n for n in grads) == 8 and all(g is not None and g.norm() > 0 for g in grads.values())
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    again = PeftModel.from_pretrained(freeze_model(gpt_oss(), backend, progress=False), tmp_path)
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
+    if backend == "nf4":
+        torch.manual_seed(1)
+        dense = dequantize_model(freeze_model(gpt_oss(), backend, progress=False))
+        stock = PeftModel.from_pretrained(dense, tmp_path)
+        torch.testing.assert_close(logits(stock), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_merging():
+    model = adapted(gpt_oss)
+    merged, report = merge(model, "nvfp4", probe=IDS)
+    assert len(frozen_experts(merged)) == 2 and report.probe.retained > 0.5
+    model = adapted(gpt_oss, "nf4")
+    before = logits(model)
+    torch.testing.assert_close(logits(model.merge_and_unload()), before, rtol=1e-4, atol=1e-5)
+
+
+def test_loading_and_saving(tmp_path):
+    """Quantised while loading: the bytes of freeze_model. Saved and loaded again: the same model."""
+    torch.manual_seed(2)
+    dense = gpt_oss()
+    for name, p in dense.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    dense.save_pretrained(tmp_path / "dense")
+    loaded = type(dense).from_pretrained(tmp_path / "dense", quantization_config=PactConfig())
+    frozen = freeze_model(dense, progress=False)
+    for i in (0, 1):
+        assert_equal(dict(experts_of(loaded, i).named_parameters()), dict(experts_of(frozen, i).named_parameters()))
+    loaded.save_pretrained(tmp_path / "packed")
+    again = type(dense).from_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(again), logits(loaded))
+
+
+def test_offloaded():
+    """Biases stay where they are computed with; losses and gradients are those without offload."""
+    results = []
+    for memory in ("fast", "smallest"):
+        model = adapted(gpt_oss, memory=memory).train()
+        slow_down_steps(model)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        results.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad} | {"loss": loss.detach()})
+    assert_equal(*results)
