@@ -10,6 +10,7 @@ from peft import PeftModel
 from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, merge
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, frozen_experts, linear_of
 from peft_nvfp4.nn.registry import BACKENDS
+from peft_nvfp4.numerics.formats import E2M1_GRID
 from peft_nvfp4.training.steps import slow_down_steps
 
 
@@ -130,3 +131,29 @@ def test_offloaded():
         loss.backward()
         results.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad} | {"loss": loss.detach()})
     assert_equal(*results)
+
+
+def mxfp4(n: int, k: int, lowest: int) -> torch.Tensor:
+    """Weights (n, k) of random MXFP4: E2M1 codes, and for 32 of them a power of two from 2**lowest to 1."""
+    grid = torch.tensor(E2M1_GRID + tuple(-v for v in E2M1_GRID))
+    scales = torch.exp2(torch.randint(lowest, 1, (n, k // 32, 1)).float())
+    scales[0, 0], scales[1] = 1.0, 2.0**lowest
+    codes = torch.randint(0, 16, (n, k // 32, 32))
+    for i in range(1, 8):  # a block with each largest magnitude, under the smallest scale
+        codes[1, i] = torch.where(codes[1, i] % 8 > i, i, codes[1, i])
+    return (grid[codes] * scales).view(n, k)
+
+
+def test_weights_in_mxfp4_are_taken_over_exactly():
+    """As gpt-oss is published, dequantised by transformers. The searching rule finds a scale without an error: with the largest
+    magnitude m of 16 codes, 2**e for m = 4, 6, and 2**e / 2, / 4, ... for smaller ones, whose multiples are on the grid as well,
+    and which lie among the scales tried. The powers of two of E4M3 are 2**-9 to 2**8, and the largest block takes one from 2**7
+    up: so e may be down to -14 where m is 0.5, which takes 2**e / 8. Smaller blocks may be rounded."""
+    torch.manual_seed(0)
+    for lowest, exact in ((-14, True), (-24, False)):
+        weight = mxfp4(64, 256, lowest)
+        found = BACKENDS["nvfp4"].quantize(linear_of(weight.bfloat16())).dequantize(torch.float32)
+        wrong = (found != weight).view(64, -1, 16).any(-1)
+        assert bool(wrong.any()) != exact
+        largest = weight.view(64, -1, 16).abs().amax(-1)
+        assert bool((largest[wrong] < 2.0**-14).all())
