@@ -29,7 +29,14 @@ from llama_cases import dense_model, llama_config
 from peft import get_peft_model
 from torch import Tensor, nn
 
-from peft_nvfp4 import NVFP4LoraConfig, disable_host_checkpoints, enable_host_checkpoints, frozen_bytes, host_checkpoint_status
+from peft_nvfp4 import (
+    NVFP4LoraConfig,
+    disable_host_checkpoints,
+    enable_host_checkpoints,
+    frozen_bytes,
+    graph_status,
+    host_checkpoint_status,
+)
 
 RANK, SHORT = 32, 1024
 OPTIMIZER = 4  # copies of an adapter's bytes: itself, its gradient, two moments
@@ -96,11 +103,14 @@ def run_case(results: list[dict], model: nn.Module, ballast: int, memory: str, c
 
         with common.capped(cap, device):
             common.guarded(row, lambda: row.update(fits=common.fits(step, device)))  # noqa: B023
+        if device.type == "cuda":  # also where it did not fit: how far it came
+            row |= {"peak": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
+            torch.cuda.reset_peak_memory_stats(device)
         del held
         model.zero_grad()
         common.release(device)
         status = host_checkpoint_status(model)
-        row |= {"host_bytes": status.host_bytes, "pinned": status.pinned, "status": str(status)}
+        row |= {"recordings": str(graph_status(model)).splitlines(), "host_bytes": status.host_bytes, "pinned": status.pinned, "status": str(status)}
         results.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "traceback"}), flush=True)
         if not row.get("fits"):
