@@ -110,7 +110,8 @@ def run_case(results: list[dict], model: nn.Module, ballast: int, memory: str, c
         model.zero_grad()
         common.release(device)
         status = host_checkpoint_status(model)
-        row |= {"recordings": str(graph_status(model)).splitlines(), "host_bytes": status.host_bytes, "pinned": status.pinned, "status": str(status)}
+        row["recordings"] = str(graph_status(model)).splitlines()
+        row |= {"host_bytes": status.host_bytes, "pinned": status.pinned, "status": str(status)}
         results.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "traceback"}), flush=True)
         if not row.get("fits"):
