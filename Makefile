@@ -91,7 +91,7 @@ docs: $(VENV)/.base
 # style, and the contract of the packages (pyproject.toml, importlinter): a package imports only what stands below it
 lint: $(VENV)/.base
 	$(BIN)/python -m pip install -q -e ".[dev]"
-	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks docs
 	$(BIN)/lint-imports
 
 clean:

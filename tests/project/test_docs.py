@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,24 @@ def test_the_index_names_every_page():
 def test_the_page_of_the_api_has_every_public_name():
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^::: peft_nvfp4\.api\.(\w+)$", text, re.M)) == sorted(api.__all__)
+
+
+def test_commands_that_are_shown_exist_with_their_options():
+    typer = pytest.importorskip("typer")
+    from peft_nvfp4.cli import application
+
+    known = typer.main.get_command(application()).commands
+    options = {name: {flag for p in c.params for flag in (*p.opts, *p.secondary_opts)} for name, c in known.items()}
+    shown = 0
+    for page in (*PAGES, ROOT / "RELEASING.md"):
+        text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
+        for line in re.findall(r"(?:^|`)peft-nvfp4 ((?:[a-z]+)(?: [^`\n#&|;]*)?)", text, re.M):
+            words = shlex.split(line)
+            assert words[0] in known, f"{page.name}: peft-nvfp4 {line}"
+            flags = {word.partition("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
+            assert flags <= options[words[0]] | {"--help"}, f"{page.name}: peft-nvfp4 {line}"
+            shown += 1
+    assert shown > 30
 
 
 def test_the_configuration_page_is_what_the_code_says():
