@@ -16,10 +16,22 @@ import re
 from pathlib import Path
 
 from fit_tables import fits, fits_all, longest_rows
-from measured_tables import ROOT, dropin, dropin_all, estimator, larger, loss_curve, presets, roofline, steps
+from measured_tables import (
+    ROOT,
+    accuracies,
+    dropin,
+    dropin_all,
+    estimator,
+    larger,
+    loss_curve,
+    perplexities,
+    presets,
+    roofline,
+    steps,
+)
 
 MARK = re.compile(r"(<!-- made by docs/make_readme_tables\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MEASURED = (dropin, dropin_all, steps, larger, presets, estimator, loss_curve, roofline)
+MEASURED = (dropin, dropin_all, steps, larger, presets, accuracies, perplexities, estimator, loss_curve, roofline)
 TABLES = {make.__name__: make for make in (*MEASURED, fits, fits_all, longest_rows)}
 
 

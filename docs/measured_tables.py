@@ -181,15 +181,62 @@ PRESETS = {
 """What a user writes -> row of REPORT.md, which is made of ``results/reproduce/accuracy.json``."""
 
 
-def presets() -> str:
-    """Average score and nats, minus BF16 LoRA's."""
+MORE = {
+    '`backend="nf4"` (QLoRA)': ("NF4 QLoRA", "none, BF16"),
+    '`accuracy="high"` (the default)': ("NVFP4 high to nearest (default)", "two everywhere"),
+    '`"balanced"`': ("NVFP4 balanced to nearest", "two where a norm feeds the linears"),
+    '`"paper"`': ("NVFP4 to nearest", "one"),
+    '`"balanced"`, GPTQ weights': ("NVFP4 balanced + GPTQ", "as above"),
+    '`"paper"`, GPTQ weights (PACT)': ("NVFP4 + GPTQ (PACT)", "one"),
+}
+"""The same with weights of a calibration, and the terms of an activation."""
+
+
+def _averages() -> list[dict[str, str]]:
+    """Method of REPORT.md -> its average minus BF16 LoRA's: of the score, of nats."""
     report = (ROOT / "benchmarks" / "REPORT.md").read_text("utf-8")
-    rows = []
-    for title, head in (("score, points", "| score − BF16 LoRA's |"), ("nats per token", "| nll − BF16 LoRA's |")):
+    parts = []
+    for head in ("| score − BF16 LoRA's |", "| nll − BF16 LoRA's |"):
         lines = report[report.index(head) :].partition("\n\n")[0].splitlines()
-        averages = {cells[1].strip(): cells[-2].strip() for cells in (line.split("|") for line in lines)}
-        rows.append([title, *(averages[name] for name in PRESETS.values())])
-    return table(["", *PRESETS], rows)
+        parts.append({cells[1].strip(): cells[-2].strip() for cells in (line.split("|") for line in lines)})
+    return parts
+
+
+def presets() -> str:
+    titles = ("score, points", "nats per token")
+    return table(["", *PRESETS], [[title, *(found[n] for n in PRESETS.values())] for title, found in zip(titles, _averages())])
+
+
+def accuracies() -> str:
+    header = ["", "score, points", "held-out nats per token", "NVFP4 terms of an activation"]
+    points, nats = _averages()
+    return table(header, [[title, points[name], nats[name], terms] for title, (name, terms) in MORE.items()])
+
+
+PERPLEXITIES = {
+    ("NF4", "BF16"): ("NF4", "exact"),
+    ("NVFP4 to nearest", "BF16"): ("to nearest", "exact"),
+    ("NVFP4 to nearest", "one term (`paper`)"): ("to nearest", "paper"),
+    ("NVFP4 to nearest", "**two terms (`high`, the default)**"): ("to nearest", "high"),
+    ("BF16 weights", "one term: what activations cost alone"): ("BF16", "paper"),
+    ("NVFP4, GPTQ", "one term"): ("GPTQ for paper", "as calibrated"),
+    ("NVFP4, GPTQ", "one term, centred"): ("GPTQ for paper, centred", "as calibrated"),
+    ("NVFP4, GPTQ", "`balanced`"): ("GPTQ for balanced", "as calibrated"),
+    ("NVFP4, GPTQ (for one centred term)", "two terms (`high`)"): ("GPTQ for paper, centred", "two terms at all sites (high)"),
+    ("NVFP4, GPTQ (for `balanced`)", "BF16"): ("GPTQ for balanced", "exact"),
+}
+"""(weights, inputs) -> the same in the words of ``perplexity.py``."""
+
+
+def perplexities() -> str:
+    """Nats above BF16 before training, of the weights as shipped and rotated."""
+    found = []
+    for weights in ("shipped", "rotated_full"):
+        lines = (RESULTS / f"perplexity_{weights}_cuda.md").read_text("utf-8").splitlines()
+        cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
+        found.append({(row[1], row[2]): row[3].partition(" ±")[0] for row in cells})
+    rows = [[*title, *(nats[key] for nats in found)] for title, key in PERPLEXITIES.items()]
+    return table(["", "inputs", "shipped weights", "rotated weights"], rows)
 
 
 # ---------------------------------------------------------------------------------------------- claims
