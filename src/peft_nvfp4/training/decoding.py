@@ -172,6 +172,7 @@ class Decoding(ForwardRecordings):
             if self.met[key] >= 2 + TRIALS:
                 recordings[key] = f"a recorded step and an ordinary one differ by {max(first, error):.0%}"
             return output
+        recorded.recording.unrecorded = None
         self._keep(recordings, key, recorded._replace(kind=type(output), cache_field=fields[1]))
         return output
 

@@ -91,8 +91,8 @@ class Evaluation(ForwardRecordings):
         return recorded.kind(last_hidden_state=hidden)
 
     def _record_and_try(self, key: tuple, inputs: dict[str, Tensor], ordinary: Callable) -> ModelOutput:
-        """Record a call and compare it with an ordinary one, whose output is returned."""
-        tokens = key[0]
+        """Record a call and compare it with the ordinary one that comes before."""
+        tokens, kinds = key[0], set()
         if tokens > self.largest:  # it would find no free memory of its size in the pool of the others
             self._forget()
             self.largest = tokens
@@ -102,17 +102,19 @@ class Evaluation(ForwardRecordings):
             output = ordinary(**inputs, use_cache=False)
             if not isinstance(output, ModelOutput) or [k for k, v in output.items() if v is not None] != ["last_hidden_state"]:
                 raise Unsupported("the decoder returns more than the last hidden state")
+            kinds.add(type(output))
             return output.last_hidden_state
 
+        generator = torch.get_rng_state()
         try:
             recorded = self._record(run, inputs)
-            hidden = self._tried(recorded, inputs)
+            hidden = recorded.play(inputs)
+            if not (error := error_of(hidden, recorded.recording.unrecorded)) < FORWARD_ERROR:
+                raise Unsupported(f"a recorded call and an ordinary one differ by {error:.0%}")
         except Unsupported as reason:
+            torch.set_rng_state(generator)
             recordings[key] = str(reason)
             raise
-        output = ordinary(**inputs, use_cache=False)
-        if not (error := error_of(hidden, output.last_hidden_state)) < FORWARD_ERROR:
-            recordings[key] = f"a recorded call and an ordinary one differ by {error:.0%}"
-            return output
-        self._keep(recordings, key, recorded._replace(kind=type(output)))
-        return output
+        recorded.recording.unrecorded = None
+        self._keep(recordings, key, recorded._replace(kind=kinds.pop()))
+        return self._output(recordings[key], tokens, hidden)

@@ -92,10 +92,13 @@ class CudaRecording:
 
 
 class ForwardRecording:
-    """``run(**inputs)``, which returns one tensor, in a CUDA graph without backward.
+    """``run(**inputs)``, which returns one tensor, in a CUDA graph without backward. A call like it ran before.
 
     Args:
         pool: of the allocator, for what lives while it is replayed.
+
+    Attributes:
+        unrecorded: what ``run`` returned before it was recorded.
     """
 
     def __init__(self, run: Callable[..., Tensor], inputs: dict[str, Tensor], pool: Any):
@@ -103,8 +106,7 @@ class ForwardRecording:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARMUPS):  # compiles kernels and makes workspaces, which a capture may not
-                run(**self.inputs)
+            self.unrecorded = run(**self.inputs)  # makes workspaces, which a capture may not
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
