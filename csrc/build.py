@@ -36,7 +36,7 @@ ROOT = HERE.parent
 LIBRARY = "_sm120.dll" if os.name == "nt" else "_sm120.so"
 WINDOWS = os.name == "nt"
 OBJECT = ".obj" if WINDOWS else ".o"
-CUTLASS_OLDEST, CUTLASS_COMPILED = (4, 2), ("4.2.0",)
+CUTLASS_OLDEST, CUTLASS_COMPILED = (4, 2), ("4.2.0", "4.7.0")
 """The oldest CUTLASS with these kernels, and the versions that instances were compiled with. PyPI has 4.2.0 as its last."""
 
 

@@ -2,8 +2,9 @@
 
 From the bottom up, each on what the one before has shown: the reference against the formats as published (:mod:`oracle`), the
 kernels against the reference (in every bit), every FP4 matrix product against exact ones (:mod:`conformance_gemm`; how a mistake
-is named: :mod:`~peft_nvfp4.kernels.fp4.check`), products with LoRA against the operators' definition, a training step against the
-same step with the reference's products. Shapes are small: all of it takes seconds.
+is named: :mod:`~peft_nvfp4.kernels.fp4.check`), every instance of the extension as training runs it
+(:mod:`conformance_instances`), products with LoRA against the operators' definition, a training step against the
+same step with the reference's products. Shapes are small.
 """
 
 from __future__ import annotations

@@ -339,13 +339,14 @@ MISTAKES: dict[str, Callable[[Case], Case]] = {
 def diagnose(answers: Sequence[tuple[Case, Tensor]]) -> str:
     """The known mistake that explains most of the wrong answers and contradicts none of the right ones; empty if none explains
     half. Of mistakes that explain the same (in a symmetric product, one of the input and one of the weight), the first."""
-    answers = [(case, got) for case, got in answers if got.shape == expected(case).shape]
-    wrong = [bool(compare(*answer)) for answer in answers]
+    rights = [expected(case).to(got.dtype) for case, got in answers]
+    answers = [(case, got, right) for (case, got), right in zip(answers, rights) if got.shape == right.shape]
+    wrong = [bool(compare(case, got)) for case, got, _ in answers]
     best, most = "", sum(wrong) / 2
     for name, change in MISTAKES.items():
         explained = 0
-        for (case, got), bad in zip(answers, wrong):
-            right, answer = (expected(c).to(got.dtype) for c in (case, change(case)))
+        for (case, got, right), bad in zip(answers, wrong):
+            answer = expected(change(case)).to(got.dtype)
             concerned = _differ(got, right) | _differ(answer, right) if bad else torch.ones_like(got, dtype=torch.bool)
             fits = bool((_differ(got, answer) & concerned).sum() <= (0 if case.exact else TOLERATED) * concerned.sum())
             if not fits and not bad:
