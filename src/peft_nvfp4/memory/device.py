@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +43,3 @@ def step_bytes(shape: ModelShape, settings: Settings) -> int:
     found = estimate(shape, settings)
     return int((found.peak - sum(found.static.get(name, 0) for name in LOADED)) / (1 - FRAGMENTATION))
 
-
-def longer(settings: Settings, tokens: int) -> Settings:
-    """The settings for one row of so many tokens."""
-    return replace(settings, batch=1, sequence=tokens)

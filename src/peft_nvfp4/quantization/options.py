@@ -38,17 +38,18 @@ class Options:
             backward and a sixth less work in the forward FP4 GEMMs. ``"paper"``: one everywhere, as PACT does, half of that work
             and 21 % less memory than ``"high"``. What each costs in accuracy: ``docs/accuracy.md``.
         memory: what is kept. ``"auto"``: what the GPU has room for. With ``"nvfp4"`` the base begins with one layout of each
-            weight; the first training step keeps both if a step with a quarter more tokens fits, and else does as ``"small"``. A
-            step that runs out of memory is repeated with less: ``"small"``, then decoder layers are checkpointed, then weights
-            are on the host (where they stay from the start if one layout of each does not fit the GPU). One line says which and
-            why (:mod:`peft_nvfp4.training.memory_level`). Without a GPU it is ``"fast"``. ``"fast"``: (nvfp4) a forward and a
-            backward layout of every weight, 9 bits a weight; (nf4, bf16) activations as they are. ``"small"``: (nvfp4) one layout
-            of 4.5 bits, the backward one is made at each use with the same bits, and the MLP's inner activation is recomputed in
-            backward from the codes of gate and up, a quarter less memory for activations (a sixth with ``accuracy="paper"``);
-            (nf4, bf16) activations as NVFP4 codes. The forward pass is that of ``"fast"`` bit for bit; the gradients that use
-            what was rounded twice, or to codes, are slightly noisier. ``"smallest"``: ``"small"``, and the frozen weights of
-            decoder layers are in the host's memory, each fetched while the layer before it computes, with the same bits
-            (:func:`peft_nvfp4.training.offload.enable.enable_offload`); not with CUDA graphs, FSDP or ``device_map``.
+            weight; the first training step keeps both in as many layers as leave room for a step with a quarter more tokens, and
+            does as ``"small"`` in the others. A step that runs out of memory is repeated with less: ``"small"``, then decoder
+            layers are checkpointed, then weights are on the host (where they stay from the start if one layout of each does not
+            fit the GPU). One line says which and why (:mod:`peft_nvfp4.training.memory_level`). Without a GPU it is ``"fast"``.
+            ``"fast"``: (nvfp4) a forward and a backward layout of every weight, 9 bits a weight; (nf4, bf16) activations as they
+            are. ``"small"``: (nvfp4) one layout of 4.5 bits, the backward one is made at each use with the same bits, and the
+            MLP's inner activation is recomputed in backward from the codes of gate and up, a quarter less memory for activations
+            (a sixth with ``accuracy="paper"``); (nf4, bf16) activations as NVFP4 codes. The forward pass is that of ``"fast"``
+            bit for bit; the gradients that use what was rounded twice, or to codes, are slightly noisier. ``"smallest"``:
+            ``"small"``, and the frozen weights of decoder layers are in the host's memory, each fetched while the layer before it
+            computes, with the same bits (:func:`peft_nvfp4.training.offload.enable.enable_offload`); not with CUDA graphs, FSDP
+            or ``device_map``.
         calibration: (nvfp4) folder written by :func:`peft_nvfp4.calibrate` for this base model: its linears get the weights,
             terms and offsets stored there, whatever ``accuracy`` says; the others are frozen as without it.
         skip_modules: names (or dotted endings) of modules to leave dense. Output heads and ``modules_to_save`` always stay dense.

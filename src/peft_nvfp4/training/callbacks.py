@@ -25,6 +25,7 @@ from ..memory.run import SACRIFICES, sacrificed
 from ..memory.settings import OPTIMIZERS
 from .cuda_graphs import records_steps
 from .distributed.resume import last_checkpoint
+from .memory_level import checkpointed, memory_level
 
 # ---------------------------------------------------------------------------------------------- losses
 
@@ -204,6 +205,8 @@ def settings_of(model: nn.Module, **known: Any) -> Settings:
     config = next(iter(getattr(model, "peft_config", {}).values()), None)
     options = getattr(config, "options", None)
     fields = {"backend": "bf16"} if options is None else dict(vars(options))
+    if (level := memory_level(model)) is not None:
+        fields["memory"] = level.level
     if config is not None and config.target_modules:
         fields |= {"targets": "all-linear", "rank": config.r}
     return Settings(**{**fields, "cuda_graphs": records_steps(model), **known})
@@ -230,7 +233,7 @@ def memory_advice(trainer: Any) -> Iterator[None]:
             batch=args.per_device_train_batch_size,
             sequence=-(-max(longest[0], 1) // 8) * 8,
             accumulation=args.gradient_accumulation_steps,
-            checkpointing=bool(checkpointing),
+            checkpointing=bool(checkpointing) or checkpointed(model),
             optimizer=name if (name := str(getattr(args.optim, "value", args.optim))) in OPTIMIZERS else "adamw_torch_fused",
         )
         memory = None

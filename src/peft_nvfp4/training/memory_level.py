@@ -1,9 +1,9 @@
 """``memory="auto"``: how much a training step keeps, chosen where the steps are known and lowered when memory runs out.
 
 The base begins with one layout of each weight, which is what evaluation and generation need. The first training step knows the
-number of its tokens, whether layers are checkpointed and how the loss is computed. It keeps both layouts (``"fast"``) if the
-estimator says that a step with a quarter more tokens fits into the memory that is free then; else, and where layers are
-checkpointed, which costs more time than the second layout saves, the base stays at ``"small"``.
+number of its tokens, whether layers are checkpointed and how the loss is computed. It keeps both layouts (``"fast"``) in as many
+decoder layers as, by the estimator, a step with a quarter more tokens leaves room for in the memory that is free then. The others
+stay at ``"small"``; all do where layers are checkpointed, which costs more time than the second layout saves.
 
 A step that runs out of memory is repeated with less, in this order:
 
@@ -33,21 +33,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from ..fusion.loss_attach import computes_supervised_loss
 from ..fusion.mlp import FusedGatedMLP
-from ..fusion.probe import hooked, innermost, watched
+from ..fusion.probe import innermost
 from ..memory import Settings, model_shape
-from ..memory.device import free_bytes, gpu_settings, longer, step_bytes
+from ..memory.device import free_bytes, gpu_settings, step_bytes
 from ..quantization.freeze import frozen_bytes
 from ..quantization.layouts import keep_layouts
 from .cuda_graphs import GraphedForward
-from .graph_recording import Replay
-from .host_checkpoints import pass_goes_to_host, restart_pass
-from .offload.enable import enable_offload, offloaded
+from .host_checkpoints import restart_pass
+from .offload.enable import enable_offload, find_layers, offloaded
 from .packing import packed_forward
-from .repeating import RepeatableCall, RepeatedBackward
+from .repeating import RepeatableCall, RepeatedBackward, can_be_cut, recorded
 
 if TYPE_CHECKING:
     from .packing import PackedForward
@@ -67,7 +65,7 @@ GIB = 1 << 30
 
 
 def set_level(model: nn.Module, level: str) -> None:
-    """Have a base in NVFP4 train as with ``memory="fast"`` or ``"small"`` from now on."""
+    """Have a base in NVFP4, or a part of it, train as with ``memory="fast"`` or ``"small"`` from now on."""
     keep_layouts(model, "cached" if level == "fast" else "transient")
     for module in model.modules():
         if isinstance(module, FusedGatedMLP):
@@ -90,6 +88,7 @@ class MemoryLevel:
         self._decoder = weakref.ref(decoder)  # no cycle
         self.settings, self.level = settings, level
         self.chosen = level != "small"  # else the first training step does
+        self.partly = False  # some layers are "fast"
         self.can_shrink = level != "smallest"  # without giving up recordings
         self.lines: list[str] = []
         self.completed = 0  # tokens of the longest step whose backward ran without a recording
@@ -128,7 +127,7 @@ class MemoryLevel:
             partial(self.give_up, forward, tokens),
         )
         output = call.forward()
-        if tokens > self.completed and not _recorded(output) and _can_be_cut(decoder, output, (*args, *kwargs.values())):
+        if tokens > self.completed and not recorded(output) and can_be_cut(decoder, output, (*args, *kwargs.values())):
             parameters = [p for p in decoder.parameters() if p.requires_grad]
             graph, finished = [output.last_hidden_state], partial(self._completes, tokens)
             output.last_hidden_state = RepeatedBackward.apply(call, graph, finished, *parameters)
@@ -145,46 +144,57 @@ class MemoryLevel:
             self.choose(SUPPOSED_TOKENS)
 
     def choose(self, tokens: int, forward: PackedForward | None = None) -> None:
-        """Keep both layouts, if a step of so many tokens fits then."""
+        """Be ``"fast"`` in as many decoder layers as a step of so many tokens leaves room for."""
         self.chosen = True
-        fits, why = self._both_layouts_fit(tokens, forward)
-        if fits:
-            try:
-                set_level(self.decoder, "fast")
-                self.level, self.can_shrink = "fast", True
-            except torch.OutOfMemoryError:
-                set_level(self.decoder, "small")
-                fits, why = False, "there was no memory for a second layout of each weight"
-        self._say(logging.INFO if fits else logging.WARNING, f"{self.level!r}: {why}")
+        share, why = self._fitting_share(tokens, forward)
+        layers = find_layers(self.decoder)
+        fast = [self.decoder] if share == 1.0 else layers[: int(share * len(layers))]
+        try:
+            for module in fast:
+                set_level(module, "fast")
+        except torch.OutOfMemoryError:
+            set_level(self.decoder, "small")
+            fast, why = [], "there was no memory for a second layout of each weight"
+        self.level, self.partly = "fast" if share == 1.0 and fast else "small", bool(fast) and share < 1.0
+        self.can_shrink = True
+        words = f"'fast' in {len(fast)} of {len(layers)} decoder layers, else 'small'" if self.partly else repr(self.level)
+        costs_time = self.level != "fast" and not checkpointed(self.decoder)
+        self._say(logging.WARNING if costs_time else logging.INFO, f"{words}: {why}")
 
-    def _both_layouts_fit(self, tokens: int, forward: PackedForward | None) -> tuple[bool, str]:
-        """And why."""
+    def _fitting_share(self, tokens: int, forward: PackedForward | None) -> tuple[float, str]:
+        """Of decoder layers that may be ``"fast"``, and why. Between none and all of them the peak of a step is no higher than on
+        the straight line: that of several moments, each of which grows by as much with every layer."""
         decoder = self.decoder
         if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in decoder.parameters()):  # FSDP2, ZeRO-3
-            return False, "the weights are sharded"
-        if _checkpointed(decoder):
-            return False, "its layers are checkpointed, so memory comes before time"
+            return 0.0, "the weights are sharded"
+        if checkpointed(decoder):
+            return 0.0, "its layers are checkpointed, so memory comes before time"
         rooms = [free_bytes(device) for device in {p.device for p in decoder.parameters()}]
         if None in rooms:
-            return True, "it does not train on a GPU"
-        have = sum(rooms)
+            return 1.0, "it does not train on a GPU"
+        free = sum(rooms)
         try:
-            known = replace(
-                self.settings,
-                memory="fast",
-                checkpointing=_checkpointed(decoder),
-                host_checkpoints=pass_goes_to_host(),
-                cuda_graphs=forward is not None and getattr(forward.inner, "can_record", False),
-                loss="supervised" if computes_supervised_loss() else "full",
-                accumulation=2,  # gradients may be there during forward
-                **gpu_settings(),
-            )
-            needed, estimated = step_bytes(model_shape(decoder.config), longer(known, max(1, tokens))), "by estimate"
+            shape, settings = model_shape(decoder.config), self._settings_of_a_step(tokens, forward)
+            fast, small = (step_bytes(shape, replace(settings, memory=level)) for level in ("fast", "small"))
+            source = "by estimate"
         except ValueError:  # a model that the estimator does not know
-            needed, estimated = UNKNOWN * frozen_bytes(decoder), f"{UNKNOWN} times its weights, since the model is not known"
-        return needed <= have, (
-            f"with both layouts of its weights, a step of {tokens:,} tokens takes {needed / GIB:.2f} GiB more ({estimated}), and "
-            f"{have / GIB:.2f} GiB are free"
+            fast = small = UNKNOWN * frozen_bytes(decoder)
+            source = f"{UNKNOWN} times its weights, since the model is not known"
+        share = 1.0 if fast <= free else max(0.0, (free - small) / (fast - small)) if fast > small else 0.0
+        return share, (
+            f"a step of {tokens:,} tokens with both layouts of all weights takes {fast / GIB:.2f} GiB more ({source}), and "
+            f"{free / GIB:.2f} GiB are free"
+        )
+
+    def _settings_of_a_step(self, tokens: int, forward: PackedForward | None) -> Settings:
+        return replace(
+            self.settings,
+            batch=1,
+            sequence=max(1, tokens),
+            cuda_graphs=forward is not None and getattr(forward.inner, "can_record", False),
+            loss="supervised" if computes_supervised_loss() else "full",
+            accumulation=2,  # gradients may be there during forward
+            **gpu_settings(),
         )
 
     # -- less
@@ -214,9 +224,9 @@ class MemoryLevel:
         decoder, graphed = self.decoder, forward.inner if isinstance(forward.inner, GraphedForward) else None
         if graphed is not None and graphed.forget():
             return "the recordings of earlier steps were dropped"
-        if self.settings.backend == "nvfp4" and self.level == "fast":
+        if self.settings.backend == "nvfp4" and (self.level == "fast" or self.partly):
             set_level(decoder, "small")
-            self.level = "small"
+            self.level, self.partly = "small", False
             return "'small' from now on"
         if _enable_checkpointing(decoder):
             self.can_shrink = False
@@ -250,44 +260,18 @@ def _free_unused() -> None:
         torch.cuda.empty_cache()
 
 
-def _checkpointed(decoder: nn.Module) -> bool:
+def checkpointed(decoder: nn.Module) -> bool:
+    """Whether a module has checkpointed layers."""
     return any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules())
 
 
 def _enable_checkpointing(decoder: nn.Module) -> bool:
     """Returns whether it was off, and could be switched on."""
-    if _checkpointed(decoder) or not getattr(decoder, "supports_gradient_checkpointing", False):
+    if checkpointed(decoder) or not getattr(decoder, "supports_gradient_checkpointing", False):
         return False
     # transformers 5.20 calls it by another name
     enable = getattr(decoder, "activation_checkpointing_enable", None) or decoder.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    return True
-
-
-def _recorded(output: Any) -> bool:
-    """Whether a call of the decoder was replayed: its backward has its memory already."""
-    return isinstance(getattr(getattr(output, "last_hidden_state", None), "grad_fn", None), Replay._backward_cls)
-
-
-def _can_be_cut(decoder: nn.Module, output: Any, arguments: tuple) -> bool:
-    """Whether nothing but the decoder's parameters gets a gradient through its last hidden state, and nobody but the call's
-    caller looks at what it computes."""
-    if not isinstance(output, ModelOutput) or [k for k, v in output.items() if v is not None] != ["last_hidden_state"]:
-        return False
-    if not output.last_hidden_state.requires_grad or pass_goes_to_host():  # which could not be repeated in backward
-        return False
-    for value in arguments:
-        plain = not value.requires_grad if isinstance(value, Tensor) else isinstance(value, bool | int | float | str | None)
-        if not plain:  # a gradient, or a cache that may have one
-            return False
-    if any(p._backward_hooks for p in decoder.parameters()):
-        return False  # they would be called twice
-    for module in decoder.modules():
-        if module is not decoder and hooked(module) and watched(module):
-            return False
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant", True):
-            return False  # PyTorch's reentrant kind cannot be differentiated into gradients of one's own
     return True
 
 

@@ -13,7 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from ..fusion.probe import hooked, watched
+from .graph_recording import Replay
+from .host_checkpoints import pass_goes_to_host
 
 GiveUp = Callable[[], bool]
 """Gives up something that takes memory; returns whether there was anything."""
@@ -112,3 +117,30 @@ class RepeatedBackward(torch.autograd.Function):
             ctx.graph.clear()
         ctx.finished()
         return None, None, None, *gradients
+
+
+def recorded(output: Any) -> bool:
+    """Whether a call of the decoder was replayed: its backward has its memory already."""
+    return isinstance(getattr(getattr(output, "last_hidden_state", None), "grad_fn", None), Replay._backward_cls)
+
+
+def can_be_cut(decoder: nn.Module, output: Any, arguments: tuple) -> bool:
+    """Whether nothing but the decoder's parameters gets a gradient through its last hidden state, and nobody but the call's
+    caller looks at what it computes."""
+    if not isinstance(output, ModelOutput) or [k for k, v in output.items() if v is not None] != ["last_hidden_state"]:
+        return False
+    if not output.last_hidden_state.requires_grad or pass_goes_to_host():  # which could not be repeated in backward
+        return False
+    for value in arguments:
+        plain = not value.requires_grad if isinstance(value, Tensor) else isinstance(value, bool | int | float | str | None)
+        if not plain:  # a gradient, or a cache that may have one
+            return False
+    if any(p._backward_hooks for p in decoder.parameters()):
+        return False  # they would be called twice
+    for module in decoder.modules():
+        if module is not decoder and hooked(module) and watched(module):
+            return False
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant", True):
+            return False  # PyTorch's reentrant kind cannot be differentiated into gradients of one's own
+    return True
