@@ -185,3 +185,27 @@ def test_activation_checkpointing_changes_no_bit(gradients, reentrant):
     plain = outcome(lambda: block(x), x, branches, dy)
     recomputed = outcome(lambda: checkpoint(block, x, use_reentrant=reentrant), x, branches, dy)
     assert_same_outcome(recomputed, plain)
+
+
+def test_adapters_are_rounded_once_in_two_launches(monkeypatch):
+    """FP32 masters for BF16 activations: s * B in FP32, then one rounding; A without dropout as rows of one matrix. Where A or B
+    have the activations' dtype, they are taken as they are."""
+    torch.manual_seed(0)
+    branch = lambda r, n, scaling, dropout: frozen_linear.Branch(torch.randn(r, 8), torch.randn(n, r), scaling, dropout)
+    branches = [branch(2, 5, 1.3, 0.0), branch(3, 6, 1.0, 0.1), branch(4, 7, 0.7, 0.0)]
+    launches = []
+    for name in ("_foreach_mul", "_foreach_copy_"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, f=original, name=name: launches.append(name) or f(*args))
+    stack, items = frozen_linear.cast_adapters(branches, torch.bfloat16)
+    assert launches == ["_foreach_mul", "_foreach_copy_"]
+    assert_same_bits(stack, torch.cat([branches[0].a, branches[2].a]).bfloat16(), "stack")
+    assert items[0].a is None and items[2].a is None
+    assert_same_bits(items[1].a, branches[1].a.bfloat16(), "A")
+    for item, (a, b, scaling, dropout, _) in zip(items, branches):
+        assert_same_bits(item.up, (b * scaling).bfloat16(), "B")
+        assert (item.rank, item.scaling, item.dropout) == (a.shape[0], scaling, dropout)
+    frozen_linear.cast_adapters([branches[1]._replace(dropout=0.0)], torch.bfloat16)
+    assert launches[2:] == ["_foreach_copy_"]
+    stack, (item,) = frozen_linear.cast_adapters([branches[1]._replace(dropout=0.0)], torch.float32)
+    assert stack is branches[1].a and item.up is branches[1].b and len(launches) == 3

@@ -207,7 +207,11 @@ def saved_of(tensors: Sequence[Tensor | None], layout: Layout) -> Saved:
 
 class FrozenLinearFunction(torch.autograd.Function):
     """Frozen NVFP4 linears of one input, each with any number of plain LoRA branches: a tuple of y (M, N). See the module's
-    docstring for the formulas. The input is quantised by the caller, once for all linears that share it."""
+    docstring for the formulas. The input is quantised by the caller, once for all linears that share it.
+
+    ``waiting_in`` of a node: a weak reference to the entry of the activation cache where outputs of this call wait for their
+    linears (:class:`peft_nvfp4.nn.group.SharedInputGroup`). Once backward is here, nobody will come for them.
+    """
 
     @staticmethod
     def forward(ctx, call: Call, *inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -241,12 +245,15 @@ class FrozenLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.dtypes = [(branch.a.dtype, branch.b.dtype) for branch in branches]
         ctx.branches = [len(linear.branches) for linear in call.linears]
+        ctx.waiting_in = None
         ctx.set_materialize_grads(False)  # a linear whose output nobody used has no gradient: not zeros, with which AdamW decays
         return tuple(ys)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *dys):
+        if ctx.waiting_in is not None and (entry := ctx.waiting_in()) is not None:
+            entry.outputs.clear()
         used, dtypes, dx = [dy is not None for dy in dys], ctx.dtypes, None
         if not any(used):
             return (None,) * len(ctx.needs_input_grad)
@@ -357,6 +364,8 @@ class Adapters(NamedTuple):
 
 def cast_adapters(branches: Sequence[Branch], dtype: torch.dtype) -> Adapters:
     """A and s * B of every branch, rounded once to ``dtype``."""
+    if len(branches) > 0 and not torch.compiler.is_compiling() and all(dtype != t.dtype for b in branches for t in b[:2]):
+        return _cast_together(branches, dtype)
     shared = [branch.a for branch in branches if not branch.dropout]
     stack = None if not shared else (shared[0] if len(shared) == 1 else torch.cat(shared)).to(dtype)
     items = []
@@ -364,6 +373,22 @@ def cast_adapters(branches: Sequence[Branch], dtype: torch.dtype) -> Adapters:
         up = (b if scaling == 1.0 else b * scaling).to(dtype)
         items.append(Adapter(a.to(dtype) if dropout else None, up, seed, a.shape[0], scaling, dropout))
     return Adapters(stack, tuple(items))
+
+
+def _cast_together(branches: Sequence[Branch], dtype: torch.dtype) -> Adapters:
+    """:func:`cast_adapters` in two launches, where A and B are of another dtype (FP32, PEFT's default)."""
+    shared = [branch.a for branch in branches if not branch.dropout]
+    stack = shared[0].new_empty(sum(a.shape[0] for a in shared), shared[0].shape[1], dtype=dtype) if shared else None
+    rows = () if stack is None else (stack,) if len(shared) == 1 else stack.split_with_sizes([a.shape[0] for a in shared])
+    own = [torch.empty_like(branch.a, dtype=dtype) if branch.dropout else None for branch in branches]
+    ups, bs = [torch.empty_like(branch.b, dtype=dtype) for branch in branches], [branch.b for branch in branches]
+    if any(branch.scaling != 1.0 for branch in branches):
+        bs = torch._foreach_mul(bs, [branch.scaling for branch in branches])
+    masters = [*shared, *(branch.a for branch in branches if branch.dropout), *bs]
+    torch._foreach_copy_([*rows, *(a for a in own if a is not None), *ups], masters)
+    return Adapters(
+        stack, tuple([Adapter(a, up, b.seed, b.a.shape[0], b.scaling, b.dropout) for a, up, b in zip(own, ups, branches)])
+    )
 
 
 def hidden_of(xd: Tensor, adapters: Adapters) -> list[Tensor]:
@@ -385,10 +410,11 @@ def gradients_of_b(
     dys: Sequence[Tensor], hidden: Sequence[Tensor], adapters: Adapters, dtypes: Sequence[torch.dtype | None]
 ) -> list[Tensor | None]:
     """dB_i = s_i * dy_i.T @ h_i (N, r) in its dtype; None where there is none."""
-    gradients = []
-    for item, dy, h, dtype in zip(adapters.items, dys, hidden, dtypes):
-        db = None if dtype is None else mm(dy.T, h.to(dy.dtype), dtype)
-        gradients.append(db if db is None or item.scaling == 1.0 else db * item.scaling)
+    triples = zip(dys, hidden, dtypes)
+    gradients = [None if dtype is None else mm(dy.T, h.to(dy.dtype), dtype) for dy, h, dtype in triples]
+    scaled = [i for i, item in enumerate(adapters.items) if gradients[i] is not None and item.scaling != 1.0]
+    if scaled:
+        torch._foreach_mul_([gradients[i] for i in scaled], [adapters.items[i].scaling for i in scaled])
     return gradients
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class SharedInputGroup:
             other.outputs.clear()
         _LOCAL.entries[self] = entry
         if y.grad_fn is not None:
-            y.grad_fn.register_prehook(_forgets_outputs(entry))
+            y.grad_fn.waiting_in = entry  # no hook: making one has whoever looks for hooks look through the model again
 
     def _others(self, layer: NVFP4FrozenLinear) -> list[tuple[NVFP4FrozenLinear, Sequence[Branch]]]:
         """The other layers with their branches, but for those whose forward is more than that."""
@@ -117,14 +117,6 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
-
-
-def _forgets_outputs(entry: weakref.ref[QuantizedInput]) -> Callable[[tuple], None]:
-    def forget(gradients: tuple) -> None:
-        if (quantized := entry()) is not None:
-            quantized.outputs.clear()
-
-    return forget
 
 
 def _dependencies(layer: NVFP4FrozenLinear, branches: Sequence[Branch]) -> Dependencies:

@@ -121,14 +121,18 @@ def rounded_kernel(
     store_terms(out_ptr, out_ptr, out_ptr, out_ptr, out_ptr, row, x, blk, 0, K, NB, MODE, 1, False, False, True)
 
 
+def _packed(q: QuantizedMatrix) -> tuple[Tensor, Tensor, Tensor]:
+    return q.codes.contiguous(), q.scales.contiguous(), q.gscale
+
+
 def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Sum of one or two terms and the offset, (R, K) in ``dtype``."""
     rows, k = terms[0].codes.shape[0], terms[0].k
     out = terms[0].codes.new_empty(rows, k, dtype=dtype)
     if out.numel():
-        packed = [(q.codes.contiguous(), q.scales.contiguous(), q.gscale) for q in terms]
-        tensors = (*packed[0], *packed[-1], out if offset is None else offset, out)
-        numbers = (k, padded_k(k), int(terms[0].gscale.shape[0] > 1), int(terms[-1].gscale.shape[0] > 1))
+        first, last = _packed(terms[0]), _packed(terms[-1])
+        tensors = (*first, *last, out if offset is None else offset, out)
+        numbers = (k, padded_k(k), int(first[2].numel() > 1), int(last[2].numel() > 1))
         launch_words(dequantize_kernel, rows, k, tensors, numbers, {"TERMS": len(terms), "HAS_OFFSET": offset is not None})
     return out
 
@@ -151,12 +155,12 @@ def write_operand(
     columns: zeros, but for extra (R, E) from the column ``first`` of them on. With a residual term D(q) + D(residual), summed in
     FP32 and rounded once."""
     source, columns = (out, 0) if extra is None else (extra, extra.shape[1])
-    packed = [(t.codes.contiguous(), t.scales.contiguous(), t.gscale) for t in (q, residual or q)]
-    tensors = (*packed[0], *packed[1], source, out)
-    numbers = (q.k, padded_k(q.k), *(int(t.gscale.shape[0] > 1) for t in (q, residual or q)), columns, *source.stride())
-    numbers += (out.stride(0), copies * q.k, first, width)
-    constants = {"TERMS": 2 if residual else 1, "COPIES": copies, "EXTRA": power_of_two(width)}
-    launch_words(operand_kernel, q.codes.shape[0], q.k, tensors, numbers, constants)
+    k, packed = q.k, _packed(q)
+    second = packed if residual is None else _packed(residual)
+    per_row = int(packed[2].numel() > 1), int(second[2].numel() > 1)
+    numbers = (k, padded_k(k), *per_row, columns, *source.stride(), out.stride(0), copies * k, first, width)
+    constants = {"TERMS": 1 if residual is None else 2, "COPIES": copies, "EXTRA": power_of_two(width)}
+    launch_words(operand_kernel, q.codes.shape[0], k, (*packed, *second, source, out), numbers, constants)
 
 
 def write_rounded(out: Tensor, x: Tensor, extra: Tensor | None = None, width: int = 0) -> None:

@@ -8,6 +8,7 @@ fewer threads per row and fewer repeated instructions, less means fewer register
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
 
 import torch
 import triton
@@ -43,8 +44,10 @@ def mode_for(dtype: torch.dtype, k: int = 0, *rows: Tensor) -> int:
     8 bits, and the ``rows`` of width ``k`` to be rows of pairs."""
     if dtype != torch.bfloat16 or INTERPRETED:
         return EXACT
-    pairs = k % 2 == 0 and all((x.shape[0] == 1 or x.stride(0) % 2 == 0) and x.data_ptr() % 4 == 0 for x in rows)
-    return PAIR if pairs else EXACT
+    for x in rows:
+        if x.data_ptr() % 4 or x.stride(0) % 2 and x.shape[0] != 1:
+            return EXACT
+    return EXACT if k % 2 else PAIR
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -78,6 +81,9 @@ def options_for(nb: int, kernel: str, mode: int) -> dict[str, int | bool]:
 # ---------------------------------------------------------------------------------------------- launching
 
 
+ADDRESS, DEVICE, DTYPE = methodcaller("data_ptr"), methodcaller("get_device"), attrgetter("dtype")
+
+
 class Plan:
     """All of a launch but its grid, its tensors and the values of its numbers.
 
@@ -85,21 +91,29 @@ class Plan:
         constants: ``tl.constexpr`` parameters by name, in the kernel's order.
         options: of the compiler.
         words: places of tensors of bytes that the kernel reads as 32-bit words.
+        columns: programs of a row.
         compiled: what else a launch is specialised on -> how to launch what was compiled for it.
     """
 
-    __slots__ = ("kernel", "constants", "values", "options", "words", "compiled")
+    __slots__ = ("kernel", "constants", "values", "options", "words", "columns", "compiled")
 
-    def __init__(self, kernel: triton.JITFunction, constants: dict, options: dict[str, int | bool], words: Sequence[int] = ()):
-        self.kernel, self.constants, self.options, self.words = kernel, constants, options, words
+    def __init__(
+        self,
+        kernel: triton.JITFunction,
+        constants: dict,
+        options: dict[str, int | bool],
+        words: Sequence[int] = (),
+        columns: int = 1,
+    ):
+        self.kernel, self.constants, self.options, self.words, self.columns = kernel, constants, options, words, columns
         self.values = tuple(constants.values())
         self.compiled: dict[tuple, tuple[triton.compiler.CompiledKernel, Callable, int, tuple]] = {}
 
     def launch(self, grid: Sequence[int], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> None:
         """``kernel[grid](*tensors, *numbers, **constants, **options)`` on the current device, that of the tensors, and its
         current stream."""
-        addresses = [t.data_ptr() for t in tensors]
-        key = (*[t.dtype for t in tensors], *[t.get_device() for t in tensors], *[address & 15 for address in addresses])
+        addresses = [*map(ADDRESS, tensors)]
+        key = (*map(DTYPE, tensors), *map(DEVICE, tensors), *[address & 15 for address in addresses])
         found = None if INTERPRETED or self.kernel.pre_run_hooks else self.compiled.get(key)
         if found is None:
             self._by_triton(key, grid, tensors, numbers)
@@ -167,10 +181,12 @@ def launch_words(
     tensors are the codes (bytes), scales and global scales of two matrices."""
     key = (id(kernel), k, numbers, *constants.values())
     if (plan := _plans.get(key)) is None:
-        nw = min(power_of_two(padded_k(k) // 8), DEQUANTIZE["words"])
+        words = padded_k(k) // 8
+        nw = min(power_of_two(words), DEQUANTIZE["words"])
         warps = min(max(nw // (32 * DEQUANTIZE["words_per_thread"]), 1), 32)
-        plan = _remember(key, Plan(kernel, {"NW": nw, **constants}, {"num_warps": warps, **EXACT_MATH}, (0, 3)))
-    plan.launch((rows, ceil_div(padded_k(k) // 8, plan.values[0])), tensors, numbers)
+        options = {"num_warps": warps, **EXACT_MATH}
+        plan = _remember(key, Plan(kernel, {"NW": nw, **constants}, options, (0, 3), ceil_div(words, nw)))
+    plan.launch((rows, plan.columns), tensors, numbers)
 
 
 def _number_kind(n: int | float) -> int:
