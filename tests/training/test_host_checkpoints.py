@@ -18,7 +18,6 @@ from peft_nvfp4.fusion.attach import attach
 from peft_nvfp4.training import checkpoint_transfers, host_checkpoints, resting_weights
 from peft_nvfp4.training.cuda_graphs import GraphedForward, _graphed, enable_cuda_graphs
 from peft_nvfp4.training.host_checkpoints import CheckpointFunction, _watching
-from peft_nvfp4.training.packing import decoder_of
 from peft_nvfp4.training.steps import speed_up_steps
 
 TILE = 10
@@ -337,9 +336,10 @@ def test_a_model_without_checkpointed_layers_is_refused():
 @pytest.mark.slow
 def test_on_a_gpu_gradients_are_the_same_and_memory_does_not_grow_with_layers():
     """2 and 6 layers of a sequence of 16k tokens take the same activations: their inputs are not there. Attention's backward adds
-    atomically, so two runs differ in last places; no copy that is late would do so little."""
-    peaks, found = {}, {}
-    for layers, host in ((2, False), (2, True), (6, True)):
+    atomically, and products of fewer rows sum in another order, so results differ in last places, which codes make larger: by no
+    more than a few times what two runs of the same differ by, or 2^-6. A copy that is late would change everything."""
+
+    def step(layers, host):
         model = tuned("nvfp4 cached", None, layers, device="cuda")
         attach(model)
         model.gradient_checkpointing_enable()
@@ -349,15 +349,14 @@ def test_on_a_gpu_gradients_are_the_same_and_memory_does_not_grow_with_layers():
         gradients(model, ids)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss, grads = gradients(model, ids)
-        peaks[layers, host], found[layers, host] = torch.cuda.max_memory_allocated() - before, (loss, grads)
+        found = gradients(model, ids)
         assert not host or host_checkpoint_status(model).pinned
-        assert decoder_of(model) is not None
-        del model
-        gc.collect()
-    (loss, exact), (got_loss, got) = found[2, False], found[2, True]
-    assert got_loss == pytest.approx(loss, rel=2**-16)  # BF16; tiles of fewer rows may be summed in another order
-    for name, g in exact.items():
-        assert (got[name] - g).norm() <= 2e-2 * g.norm(), name
-    stream = 16384 * 64 * 2
-    assert peaks[6, True] - peaks[2, True] < 2 * stream
+        return torch.cuda.max_memory_allocated() - before, *found
+
+    (_, loss, plain), (_, _, again), (two, got_loss, got) = step(2, False), step(2, False), step(2, True)
+    assert got_loss == pytest.approx(loss, rel=1e-4)
+    for name, g in plain.items():
+        noise = (again[name] - g).norm()
+        assert (got[name] - g).norm() <= max(4 * noise, 2**-6 * g.norm()), name
+    six, stream = step(6, True)[0], 16384 * 64 * 2
+    assert six - two < 2 * stream

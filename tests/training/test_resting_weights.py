@@ -8,7 +8,7 @@ from _offloaded import batch, same
 from test_host_checkpoints import checkpointed, gradients
 
 from peft_nvfp4.training import checkpoint_transfers, resting_weights
-from peft_nvfp4.training.host_checkpoints import _watching
+from peft_nvfp4.training.host_checkpoints import _watching, restart_pass
 
 
 @pytest.fixture
@@ -57,6 +57,28 @@ def test_they_are_away_in_forward_between_embedding_and_head(no_room):
     homes = [home.values.data_ptr() for home in _watching(model).resting.homes.values()]
     assert places[:-1] == [homes] * 2 and not set(places[-1]) & set(homes)
     assert loss.item() == checkpointed(host=False)(input_ids=batch(), labels=batch()).loss.item()
+
+
+def test_a_pass_that_is_begun_once_more(no_room, monkeypatch):
+    """As after an error of memory that somebody has caught within it."""
+    model, made, buffer = checkpointed(), [], resting_weights.HostBuffer
+    decoder = model.get_base_model().model
+    plain = type(decoder).forward
+
+    def forward(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        restart_pass()
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(decoder), "forward", forward)
+    monkeypatch.setattr(resting_weights, "HostBuffer", lambda size: made.append(size) or buffer(size))
+    loss, got = gradients(model)
+    assert len(made) == 2, "what is away already is no new weight"
+    homes = [home.values.data_ptr() for home in _watching(model).resting.homes.values()]
+    assert not {end.data_ptr() for end in ends(model)} & set(homes)
+    monkeypatch.undo()
+    exact_loss, exact = gradients(checkpointed(host=False))
+    assert loss == exact_loss and same(got, exact)
 
 
 def test_with_room_they_stay():

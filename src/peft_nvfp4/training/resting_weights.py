@@ -70,6 +70,8 @@ class RestingWeights:
             self._leave(parameters)
 
     def _leave(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self.away:  # a pass that was begun once more
+            return
         for p in parameters:
             plain = type(p) is nn.Parameter and not p.requires_grad and not p.is_inference() and p.data.is_contiguous()
             if plain and (home := self._home(p)) is not None:
