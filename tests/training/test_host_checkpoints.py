@@ -293,6 +293,14 @@ def test_another_checkpoint_function_is_left_alone():
     assert called and host_checkpoint_status(model).passes == 0 and "something else" in host_checkpoint_status(model).reason
 
 
+def test_sharded_weights_keep_checkpoints_on_the_device(monkeypatch):
+    model = checkpointed(layers=1)
+    parameter = next(model.get_base_model().model.parameters())
+    parameter.device_mesh = "of four"
+    gradients(model)
+    assert host_checkpoint_status(model).passes == 0 and "sharded" in str(host_checkpoint_status(model))
+
+
 def test_copies_have_buffers_of_their_own():
     model = checkpointed()
     loss, exact = gradients(model)

@@ -204,6 +204,9 @@ class HostCheckpoints:
         bytes_ = tokens * decoder.config.get_text_config().hidden_size * parameter.dtype.itemsize
         if not bytes_ or self.automatic and len(layers) * bytes_ <= _device_memory(parameter.device) // SHARE:
             return
+        if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in decoder.parameters()):  # FSDP2, ZeRO-3
+            self.status.reason = "the weights are sharded"
+            return
         if not all(_prepared(layer) for layer in layers):
             self.status.reason = "something else than PyTorch's checkpoint computes the layers again"
             return
