@@ -13,6 +13,8 @@ from peft_nvfp4.numerics import grouped as definition
 from peft_nvfp4.numerics import reference
 from peft_nvfp4.numerics.formats import GRADIENT, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 from peft_nvfp4.numerics.grouped import GroupedDgrad, GroupedFprop, route
+from peft_nvfp4.ops import grouped
+from peft_nvfp4.ops.core import Operator
 
 EXPERTS = 3
 SIZES = {"cpu": (8, 16), "cuda": (48, 128)}  # N, K; the interpreter's cost is per row
@@ -110,28 +112,28 @@ def check(device):
     """Messages about what is wrong."""
     from types import SimpleNamespace
 
-    from peft_nvfp4.kernels import grouped
-    from peft_nvfp4.kernels.triton import grouped as triton_grouped
+    from peft_nvfp4.kernels import grouped as kernels
+    from peft_nvfp4.kernels.triton.grouped import grouped_outer
 
     names, wrong = ("choice", "has_grouped_gemm", "ROWS_OF_AN_EXPERT", "OPERAND_BYTES"), []
-    before = [getattr(grouped, name) for name in names]
-    by_gemm = [True] if device == "cpu" or grouped.has_grouped_gemm(torch.device("cuda", 0)) else []
+    before = [getattr(kernels, name) for name in names]
+    by_gemm = [True] if device == "cpu" or kernels.has_grouped_gemm(torch.device("cuda", 0)) else []
     few = {"some": VARIANTS[:1], "others": VARIANTS[1:2]}  # the interpreter's cost
     for gemm in (*by_gemm, False):
-        grouped.has_grouped_gemm, grouped.ROWS_OF_AN_EXPERT = lambda device: gemm, 0
+        kernels.has_grouped_gemm, kernels.ROWS_OF_AN_EXPERT = lambda device: gemm, 0
         for name, variants in few.items() if device == "cpu" else dict.fromkeys(ROUTINGS, VARIANTS).items():
             for terms, rank, gathers, implementation in variants:
-                grouped.choice = lambda device: SimpleNamespace(implementation=implementation, dgrad=reference.dgrad)
-                grouped.OPERAND_BYTES = before[3] if rank == 3 else 1  # chunks of eight rows of every matrix
+                kernels.choice = lambda device: SimpleNamespace(implementation=implementation, dgrad=reference.dgrad)
+                kernels.OPERAND_BYTES = before[3] if rank == 3 else 1  # chunks of eight rows of every matrix
                 for repeat in (1,) if device == "cpu" else (3, 60):  # few rows of an expert, and many
                     case = products(name, terms, rank, gathers, device, repeat)
                     label = f"{name} terms={terms} rank={rank} {implementation} gemm={gemm} repeat={repeat}"
-                    wrong += mismatches(grouped, triton_grouped.grouped_outer, label, *case, implementation)
+                    wrong += mismatches(kernels, grouped_outer, label, *case, implementation)
     forward, backward = products("some", 1, 3, True, device)
     foreign = forward._replace(weight=forward.weight._replace(gscale=1.25 * forward.weight.gscale), factors=(1.25,) * EXPERTS)
-    wrong += mismatches(grouped, triton_grouped.grouped_outer, "foreign", foreign, backward, "emulated")
+    wrong += mismatches(kernels, grouped_outer, "foreign", foreign, backward, "emulated")
     for name, value in zip(names, before):
-        setattr(grouped, name, value)
+        setattr(kernels, name, value)
     return wrong
 
 
@@ -151,6 +153,34 @@ def test_the_definition_is_the_exact_product(name, terms, rank, gathers):
     with torch.no_grad():
         case = products(name, terms, rank, gathers, "cpu")
         assert mismatches(definition, definition.grouped_outer, name, *case, "exact") == []
+
+
+def arguments(operator: str) -> tuple:
+    """Of a call with every optional argument."""
+    forward, backward = products("others", 2, 3, True, "cpu")
+    order, places, _ = route(torch.tensor(ROUTINGS["others"]), EXPERTS)
+    rows, weights = backward.dy, random(3, 2, seed=7)
+    return {
+        "grouped_fprop": (forward._replace(factors=(1.0,) * EXPERTS),),
+        "grouped_dgrad": (backward,),
+        "grouped_mm": (rows, forward.up.transpose(1, 2), forward.ends),
+        "grouped_outer": (rows, random(3, 16, seed=8).to(BF16), forward.sources, forward.ends, torch.float32),
+        "grouped_transpose": (forward.weight, None),
+        "combine": (rows, places, weights, torch.float32),
+        "spread": (random(3, 8, seed=9), weights, places, order, rows, BF16),
+    }[operator]
+
+
+@pytest.mark.parametrize("operator", [o for o in vars(grouped).values() if isinstance(o, Operator)], ids=lambda o: o.name)
+def test_operators_pass_opcheck(operator):
+    """Schema and fake shapes, and the definition's results."""
+    given = arguments(operator.name)
+    flat = given if operator.flatten is None else operator.flatten(*given)
+    torch.library.opcheck(operator.library_operator, flat, test_utils=("test_schema", "test_faketensor"))
+    with torch.no_grad():
+        compiled, expected = (f(*flat) for f in (operator.library_operator, operator.flat(operator.reference)))
+    pairs = zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (compiled, expected)))
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_strided_rows_and_seeds_on_the_device():
 def test_operators_call_the_kernels_and_say_so():
     kernels.load()
     triton = {o.operator for o in kernels.status().operators if o.implementation == "triton"}
-    assert triton == set(dispatch.KERNELS)
+    assert triton == set(dispatch.KERNELS) | set(dispatch.GROUPED)
 
 
 FUSED = [value.name for value in vars(fused).values() if isinstance(value, Operator)] + ["quantize_terms", "dequantize_terms"]
@@ -163,7 +163,7 @@ def flattened(value) -> list[torch.Tensor]:
 def test_status_names_every_operator_and_a_reason():
     status = kernels.status()
     names = {o.operator for o in status.operators}
-    assert names == set(dispatch.KERNELS) | set(dispatch.PRODUCTS)
+    assert names == set(dispatch.KERNELS) | set(dispatch.PRODUCTS) | set(dispatch.GROUPED)
     assert all(o.note for o in status.operators if o.implementation == "reference")
     assert str(status).splitlines()[0].split() == ["operator", "implementation", "device", "note"]
 

@@ -191,6 +191,36 @@ def test_what_is_not_fused():
     assert "SiLU" in experts.fuse() and experts.act is None
 
 
+@pytest.mark.parametrize("index", ([[0, 1]], [[2, 2]] * 9, [[3, 0]] * 40), ids=["one token", "one expert", "two experts"])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_uneven_routing(dtype, index):
+    """Fewer tokens than experts, and all tokens to the same ones: bit for bit as a loop over single linears."""
+    weights, experts = frozen(mixtral, dtype=dtype)
+    layers, index = linears(weights, "nvfp4"), torch.tensor(index)
+    x, _, w = routed(len(index), dtype=dtype)
+    results = []
+    for run in (lambda: experts(x, index, w), lambda: loop(layers, x, index, w)):
+        x.grad = w.grad = None
+        y = run()
+        y.float().square().sum().backward()
+        results.append((y.detach(), x.grad, w.grad))
+    assert all(torch.equal(got, expected) and got.abs().sum() > 0 for got, expected in zip(*results))
+
+
+def test_a_token_that_is_not_finite_spoils_no_other():
+    """Its input or, out of a router that met NaN, its weights."""
+    _, experts = frozen(mixtral)
+    x, index, w = routed()
+    expected = experts(x, index, w)
+    for spoiled in (x, w):
+        arguments = {id(x): x, id(w): w}
+        arguments[id(spoiled)] = spoiled.detach().clone()
+        arguments[id(spoiled)][5] = float("nan")
+        y = experts(arguments[id(x)], index, arguments[id(w)])
+        others = torch.arange(len(x)) != 5
+        assert y[5].isnan().all() and torch.equal(y[others], expected[others])
+
+
 def test_no_tokens_and_experts_of_other_processes():
     """Without rows there is nothing to run; an index past the last expert (of another process) adds nothing."""
     _, experts = frozen(mixtral)

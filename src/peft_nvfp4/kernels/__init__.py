@@ -3,6 +3,7 @@
     dispatch.py          what runs: the table of Triton kernels, the first call of an operator, :func:`status`
     implementations.py   the ways to compute the two products of a training step (fprop, dgrad), and which of them works here
     emulated.py          the products by BF16 GEMMs of dequantised operands
+    grouped.py           the products of a mixture's experts
     triton/              Triton kernels
     fp4/                 the products on FP4 tensor cores
 

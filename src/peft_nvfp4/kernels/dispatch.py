@@ -220,4 +220,6 @@ def status() -> Status:
         limit = f"rows up to {WIDEST_ROW}, wider ones: reference" if operator in WHOLE_ROW else ""
         lines.append(OperatorStatus(operator, "reference" if reason else "triton", device, reason or limit))
     lines += [OperatorStatus(operator, name, device, note) for operator in PRODUCTS]
+    grouped = "reference" if reason else "triton", device, reason or "or PyTorch's grouped GEMM on BF16 operands"
+    lines += [OperatorStatus(operator, *grouped) for operator in GROUPED]
     return Status(tuple(lines), skipped)

@@ -2,6 +2,7 @@
 
     matrix.py     one matrix: quantize, dequantize, transpose_requantize
     linear.py     the path of an activation through frozen linears: quantize_input, dequantize_input, fprop, dgrad
+    grouped.py    the products of a mixture's experts, and its rows on their way there and back
     fused.py      producers that emit NVFP4, dropout, rotary embedding
     core.py       what an operator is
 
