@@ -156,6 +156,21 @@ def test_the_choice_follows_the_estimate(a_gpu):
     assert needed[0] < needed[1]
 
 
+def test_logits_count_where_they_are_made(monkeypatch):
+    """Not with labels, by the package's loss or TRL's head, which compute a part at a time."""
+    found, original = [], memory_level.step_bytes
+    monkeypatch.setattr(memory_level, "step_bytes", lambda shape, s: found.append(s.loss) or original(shape, s))
+    adapted()(**batch(0))
+    assert found.pop() == found.pop() == "supervised"
+    adapted()(input_ids=batch(0)["input_ids"])
+    assert found.pop() == found.pop() == "full"
+    model = adapted()
+    trl = pytest.importorskip("trl.trainer.utils")
+    trl.add_fused_lm_head(model.get_base_model())
+    model(**batch(0), fused_lm_head=True).loss.backward()
+    assert found.pop() == found.pop() == "supervised"
+
+
 def test_a_model_with_checkpointing_keeps_one_layout(a_gpu):
     model = adapted()
     model.gradient_checkpointing_enable({"use_reentrant": False})

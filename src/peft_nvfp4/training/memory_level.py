@@ -80,12 +80,13 @@ class MemoryLevel:
         level: what the base begins with.
 
     Attributes:
+        model: the model around the decoder, called; None if it is not known.
         level: ``"fast"``, ``"small"`` or ``"smallest"`` (with other backends than NVFP4: ``"fast"``, whatever is done below).
         lines: what was chosen and done, and why.
     """
 
     def __init__(self, decoder: nn.Module, settings: Settings, level: str):
-        self._decoder = weakref.ref(decoder)  # no cycle
+        self._decoder, self.model = weakref.ref(decoder), lambda: None  # no cycles
         self.settings, self.level = settings, level
         self.chosen = level != "small"  # else the first training step does
         self.partly = False  # some layers are "fast"
@@ -98,7 +99,7 @@ class MemoryLevel:
         return self._decoder()
 
     def __reduce__(self):
-        known = {name: value for name, value in vars(self).items() if name not in ("_decoder", "settings", "level")}
+        known = {name: value for name, value in vars(self).items() if name not in ("_decoder", "model", "settings", "level")}
         return MemoryLevel, (self.decoder, self.settings, self.level), known | {"lines": list(self.lines)}
 
     def __str__(self) -> str:
@@ -108,14 +109,15 @@ class MemoryLevel:
 
     def __call__(self, forward: PackedForward, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What ``forward.unguarded`` returns."""
-        decoder = self.decoder
-        if not torch.is_grad_enabled() and kwargs.get("use_cache") is False:  # else a cache may have grown, and not be repeated
-            function = partial(forward.unguarded, *args, **kwargs)
-            return RepeatableCall(function, function, _device(decoder), partial(self.drop_recordings, forward)).forward()
-        if not (torch.is_grad_enabled() and decoder.training):
+        decoder, inputs = self.decoder, _inputs(args, kwargs)
+        training = torch.is_grad_enabled() and decoder.training
+        evaluation = not torch.is_grad_enabled() and kwargs.get("use_cache") is False  # else a cache grows, and not twice
+        if inputs is None or not (training or evaluation):
             return forward.unguarded(*args, **kwargs)
-        first = next((t for t in (*kwargs.values(), *args) if isinstance(t, Tensor)), None)
-        tokens = 0 if first is None else first.shape[0] * first.shape[1]
+        if evaluation:
+            function = partial(forward.unguarded, *args, **kwargs)
+            return RepeatableCall(function, function, inputs.device, partial(self.drop_recordings, forward)).forward()
+        tokens = inputs.shape[:2].numel()
         if not self.chosen:
             self.choose(int(SPARE * tokens), forward)
         if isinstance(forward.inner, GraphedForward):
@@ -123,7 +125,7 @@ class MemoryLevel:
         call = RepeatableCall(
             partial(forward.unguarded, *args, **kwargs),
             lambda: forward.unrecorded(*args, **kwargs),  # of what there is then; autograd's thread records nothing
-            _device(decoder),
+            inputs.device,
             partial(self.give_up, forward, tokens),
         )
         output = call.forward()
@@ -192,10 +194,17 @@ class MemoryLevel:
             batch=1,
             sequence=max(1, tokens),
             cuda_graphs=forward is not None and getattr(forward.inner, "can_record", False),
-            loss="supervised" if computes_supervised_loss() else "full",
+            loss="full" if self._makes_all_logits(forward) else "supervised",
             accumulation=2,  # gradients may be there during forward
             **gpu_settings(),
         )
+
+    def _makes_all_logits(self, forward: PackedForward | None) -> bool:
+        """Whether the call that runs now does, for its loss or its caller. Not where the package computes the loss, nor where TRL
+        does, whose forward of the model makes tiles of them."""
+        model = self.model()
+        of_trl = model is not None and "forward" in vars(model) and forward is not None and forward.labelled
+        return not (computes_supervised_loss() or of_trl)
 
     # -- less
 
@@ -249,9 +258,11 @@ class MemoryLevel:
         logger.log(importance, self.lines[-1])
 
 
-def _device(decoder: nn.Module) -> torch.device:
-    """Where the decoder computes: that of something that is not offloaded."""
-    return next((p for p in decoder.parameters() if p.is_floating_point() and not p.is_meta), torch.empty(0)).device
+def _inputs(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The token ids or embeddings of a call, (B, T) or (B, T, d)."""
+    inputs = kwargs.get("input_ids", args[0] if args else None)
+    inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
+    return inputs if isinstance(inputs, Tensor) else None
 
 
 def _free_unused() -> None:
@@ -287,6 +298,7 @@ def follow_memory(model: nn.Module, settings: Settings, level: str, line: str | 
             MemoryLevel(innermost(model), settings, level).choose(SUPPOSED_TOKENS)
         return
     packed.guard = MemoryLevel(packed.decoder, settings, level)
+    packed.guard.model = weakref.ref(innermost(model))
     if line is not None:
         packed.guard._say(logging.WARNING, line)
 

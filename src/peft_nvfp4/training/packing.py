@@ -177,11 +177,13 @@ class PackedForward:
     """The ``forward`` of a decoder, on the instance; calls ``inner`` with packed rows.
 
     Attributes:
+        labelled: the last call was one of a model that was given labels.
         guard: calls :meth:`unguarded` in its place, again if memory was not enough; its ``close`` is called when packing ends
             (:mod:`.memory_level`).
     """
 
     guard: Any = None
+    labelled = False
 
     def __init__(self, decoder: nn.Module, inner: Callable | None):
         self._decoder, self.inner, self.status = weakref.ref(decoder), inner, PackingStatus()  # no cycle: ``del model`` frees it
@@ -219,6 +221,7 @@ class PackedForward:
         named |= named.pop(self.catch_all, {})
         labels = _LABELS.get()
         _LABELS.set(None)
+        self.labelled = labels is not None
         cached = any(isinstance(value, Cache) for value in named.values())
         scored = labels is not None and named.get("use_cache") is None and not torch.is_grad_enabled()  # evaluation
         if cached or not (self.decoder.training or scored or named.get("use_cache") is False):
