@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-import torch
-
 from ..nn.frozen_options import FrozenOptions
 from ..nn.registry import BACKENDS
 from .groups import check_accuracy, input_terms
@@ -129,6 +127,8 @@ class Options:
 
 def gpu_is_here() -> bool:
     """Whether a model may come to be trained on a GPU, wherever it was loaded."""
+    import torch  # here: --help and the estimator read this module
+
     return torch.cuda.is_available()
 
 
