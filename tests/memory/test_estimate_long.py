@@ -16,14 +16,15 @@ GIB = 1 << 30
 def test_constants_are_those_of_what_computes():
     assert long_sequences.TILE_VALUES == mlp.TILE_VALUES and long_sequences.GROUPS == long_attention.GROUPS
     assert long_sequences.NORM_VALUES == host_checkpoints.NORM_VALUES
+    assert all(long_sequences.groups(heads) == long_attention.groups(heads) for heads in (1, 2, 3, 8, 10, 32))
     assert all(long_sequences.tile_rows(width) == mlp.tile_rows(width) for width in (176, 8192, 14336, 1 << 20))
 
 
 def test_what_grows_with_the_tokens_is_one_layer():
-    """From 80k to 120k tokens: 78 kB each, at most 100, of any number of layers; and 262 kB a token on the host."""
+    """From 80k to 120k tokens: 70 kB each, at most 80, of any number of layers; and 262 kB a token on the host."""
     shape = model_shape("llama-8b")
     short, long = (estimate(shape, replace(LONG, sequence=n)) for n in (81920, 122880))
-    assert 70_000 < (long.peak - short.peak) / 40960 < 100_000 and long.at == "attention"
+    assert 65_000 < (long.peak - short.peak) / 40960 < 80_000 and long.at in ("attention", "recomputation")
     deeper = replace(shape, layers=64)
     more = [estimate(deeper, replace(LONG, sequence=n)).peak for n in (81920, 122880)]
     assert more[1] - more[0] == long.peak - short.peak
@@ -49,7 +50,7 @@ def test_forward_and_backward_as_derived():
     hidden = 2 * 32 * 7 + 4 * 32  # adapters' hidden values, log-sum-exp
     assert slope["forward"] == 4 * 8192 + 2 * 8192 + 2 * 2048 + 2 * 4616 + 4 + hidden
     assert slope["recomputation"] == slope["forward"] + 8192
-    group = (5 * 8192 + 4 * 4096) // 4
+    group = (5 * 8192 + 4 * 4096) // 8
     assert slope["attention"] == 2 * 8192 + 2 * (2 * 8192 + 2 * 2048) + 4616 + 4 + hidden + group
 
 

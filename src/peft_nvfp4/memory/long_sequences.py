@@ -12,17 +12,16 @@ token's hidden state, queries and keys, c the codes of an input:
     MLP            what the layer has kept (2 q + 2 kv + 2 c, adapters' hidden values, a log-sum-exp a head), the next layer's
                    input on its way, the gradients of the layer's output and of the norm's: 3 d, and a tile
     attention      what is kept of it without the second norm, the input on its way, the gradient of the sum after attention:
-                   2 d; gradients of output, queries, keys and values: 2 q + 2 kv; and of a quarter of the heads FlashAttention's
+                   2 d; gradients of output, queries, keys and values: 2 q + 2 kv; and of an eighth of the heads FlashAttention's
                    copies of output and gradient, dq, its sum in FP32, dk and dv for every query head: (5 q + 4 bytes a query
-                   value) / 4
+                   value) / 8
 
-With Llama-8B's sizes the last is 77 kB a token, which is the peak; forward takes 62. Embedding and head are on the host in all
-but loss and final norm, where memory is short (:mod:`peft_nvfp4.training.resting_weights`).
+With Llama-8B's sizes the recomputation takes 71 kB a token, the last moment 70, and forward 62. Embedding and head are on the
+host in all but loss and final norm, where memory is short (:mod:`peft_nvfp4.training.resting_weights`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from . import kept, moments
@@ -31,7 +30,7 @@ from .moments import ACTIVATION_GRADIENTS, COPIES, FINAL_NORM, GRADIENTS, LOGITS
 from .settings import Settings
 from .shapes import ModelShape
 
-TILE_VALUES, NORM_VALUES, GROUPS = 32 << 20, 8 << 20, 4
+TILE_VALUES, NORM_VALUES, GROUPS = 32 << 20, 8 << 20, 8
 """Of :mod:`peft_nvfp4.fusion.mlp`, :mod:`peft_nvfp4.training.host_checkpoints` and :mod:`peft_nvfp4.autograd.long_attention`."""
 TILE = "a tile of an MLP"
 CODES = "codes of attention's output"
@@ -41,6 +40,11 @@ ATTENTION_BACKWARD = "gradients within attention"
 def in_tiles(shape: ModelShape, settings: Settings) -> bool:
     """Whether MLPs compute a tile at a time: fused ones of a frozen NVFP4 base do."""
     return settings.host_checkpoints and settings.backend == "nvfp4" and shape.mixture is None
+
+
+def groups(heads: int) -> int:
+    """Of attention's heads in backward, of so many heads of keys."""
+    return max(n for n in range(1, GROUPS + 1) if heads % n == 0)
 
 
 def tile_rows(width: int) -> int:
@@ -57,7 +61,7 @@ def long_moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     first = layer | {NORMS: norms, CODES: codes(shape.q, settings.terms("interior")) * tokens}
     forward, backward = _tile(shape, settings)
     expanded = 2 * q if shape.kv_heads < shape.heads else 0
-    group = (3 * q + FP32 * shape.q * tokens + expanded) // math.gcd(GROUPS, shape.kv_heads)
+    group = (3 * q + FP32 * shape.q * tokens + expanded) // groups(shape.kv_heads)
     within = 2 * q + 2 * kv + group
     gradients = {GRADIENTS: kept.gradients(shape, settings)}
     resting = {EMBEDDING: 0} if settings.cards == 1 else {}  # in the place of the static entry

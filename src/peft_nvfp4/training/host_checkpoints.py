@@ -13,7 +13,7 @@ How: transformers calls a function for every checkpointed layer (``_gradient_che
 hands PyTorch's own ``checkpoint`` (the kind that is not reentrant, whatever was asked for) a function without the layer's
 input; when the layer is computed again, the function fetches it. What a layer computes is not touched, so results are the same
 bit for bit. In such a step MLPs, and the norm before the head, compute a tile of tokens at a time
-(:mod:`peft_nvfp4.autograd.tiles`), attention's backward takes a quarter of the heads at a time
+(:mod:`peft_nvfp4.autograd.tiles`), attention's backward takes an eighth of the heads at a time
 (:mod:`peft_nvfp4.autograd.long_attention`), and no CUDA graph is replayed: launches take no time next to so many tokens.
 
 Buffers on the host are kept from step to step, one a layer, of the longest sequence so far. Where the host is short of memory a
