@@ -76,10 +76,9 @@ def config_to_save(model: PreTrainedModel) -> PactConfig | BitsAndBytesConfig | 
         )
     if backend == "nf4":
         return _of_bitsandbytes(model)
-    layers = frozen_layers(model)
-    small = any(layer.options.weight_layouts == "transient" for _, layer in layers)
     accuracy = accuracy_of(model) or "high"  # terms of its own: calibrated, which is refused, or set by hand
-    return PactConfig(accuracy=accuracy, memory="small" if small else "fast", skip_modules=skipped_of(model))
+    small = all(layer.options.weight_layouts == "transient" for _, layer in frozen_layers(model))
+    return PactConfig(accuracy=accuracy, memory="small" if small else "auto", skip_modules=skipped_of(model))
 
 
 def _of_bitsandbytes(model: PreTrainedModel) -> BitsAndBytesConfig:
