@@ -62,8 +62,8 @@ arrow(73, 28.5, 82, 28.5, "BF16")
 arrow(97, 28.5, 109, 28.5, "codes h\u0303", "kept: gate, up\n(and h\u0303), 4.5 bits", below=True)
 lane(4, "Every frozen linear", [
     (2, 22, "W_f: codes (N, K),\na scale per 16 along K", WEIGHT),
-    (29, 28, "forward\ny = D(x\u0303) D(W_f)\u1d40 + s B A D(x\u0303)", LORA),
-    (60, 30, "backward\ndx = D(Q(dy)) D(W_b)\u1d40 + s A\u1d40B\u1d40dy", LORA),
+    (29, 28, "forward\ny = D(x\u0303) D(W_f)\u1d40 + s D(x\u0303) A\u1d40B\u1d40", LORA),
+    (60, 30, "backward\ndx = D(Q(dy)) D(W_b)\u1d40 + s dy B A", LORA),
     (95, 28, "W_b: a scale per 16 along N;\ncached, or made from W_f", WEIGHT),
 ])  # fmt: skip
 arrow(24, 8.5, 29, 8.5)
