@@ -17,7 +17,8 @@ from peft_nvfp4.fusion import mlp as fused_mlp
 from peft_nvfp4.fusion.attach import attach
 from peft_nvfp4.training import checkpoint_transfers, host_checkpoints, resting_weights
 from peft_nvfp4.training.cuda_graphs import GraphedForward, _graphed, enable_cuda_graphs
-from peft_nvfp4.training.host_checkpoints import CheckpointFunction, _watching
+from peft_nvfp4.training.host_checkpoints import _watching
+from peft_nvfp4.training.host_pass import CheckpointFunction, pass_goes_to_host
 from peft_nvfp4.training.steps import speed_up_steps
 
 TILE = 10
@@ -226,7 +227,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(small_tiles):
     with pytest.raises(ZeroDivisionError):
         gradients(model)
     handle.remove()
-    assert not host_checkpoints.pass_goes_to_host() and "forward" not in vars(model.base_model.model.model.norm)
+    assert not pass_goes_to_host() and "forward" not in vars(model.base_model.model.model.norm)
     got_loss, got = gradients(model)
     gc.collect()
     assert got_loss == loss and same(got, exact) and len(_watching(model).buffers.free) == 3

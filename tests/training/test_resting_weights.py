@@ -8,7 +8,8 @@ from _offloaded import batch, same
 from test_host_checkpoints import checkpointed, gradients
 
 from peft_nvfp4.training import checkpoint_transfers, resting_weights
-from peft_nvfp4.training.host_checkpoints import _watching, restart_pass
+from peft_nvfp4.training.host_checkpoints import _watching
+from peft_nvfp4.training.host_pass import restart_pass
 
 
 @pytest.fixture

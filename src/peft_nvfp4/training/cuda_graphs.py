@@ -59,7 +59,7 @@ from .graph_recording import (
     substituted,
 )
 from .graph_state import baked_in
-from .host_checkpoints import pass_goes_to_host, pass_is_short_of_memory
+from .host_pass import pass_goes_to_host, pass_is_short_of_memory
 from .offload.layers import ATTRIBUTE
 from .packing import PackedForward, Replicate, decoder_of, packed_forward, put_back
 

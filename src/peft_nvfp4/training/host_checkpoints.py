@@ -25,25 +25,24 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..autograd.tiles import in_tiles, tiling
+from ..autograd.tiles import in_tiles
 from ..fusion.norm import looks_like_rmsnorm, plus_one
 from ..fusion.probe import innermost, watched
-from .checkpoint_transfers import Buffers, Checkpoint, HostMemoryShort
+from .checkpoint_transfers import Buffers, HostMemoryShort
+from .host_pass import RUNNING, CheckpointFunction, Pass, replaceable
 from .packed_attention import attention
 from .packing import decoder_of
-from .resting_weights import RestingWeights, is_short
+from .resting_weights import RestingWeights
 
 NORM_VALUES = 8 << 20
 """Of a tile of a norm, whose backward takes five such matrices in FP32."""
@@ -77,102 +76,7 @@ class HostCheckpointStatus:
         return f"{line}; on the device: {self.reason}" if self.reason else line
 
 
-# ---------------------------------------------------------------------------------------------- a forward pass
-
-
-class Pass:
-    """A forward pass of a decoder whose checkpoints go to the host.
-
-    Args:
-        bytes_: of one checkpoint.
-        norms: what computes in tiles.
-        own_embeddings: the first layer's input is the decoder's own, and nobody watches it.
-        rest: called before the first layer, and before each one that backward computes again.
-    """
-
-    def __init__(
-        self, buffers: Buffers, bytes_: int, norms: list[nn.Module], own_embeddings: bool, rest: Callable[[], None]
-    ):
-        self.buffers, self.bytes, self.norms, self.own_embeddings, self.rest = buffers, bytes_, norms, own_embeddings, rest
-        self.last: Checkpoint | None = None
-        self.leaving: Tensor | None = None  # the last one's values, until their copy has ended
-
-    def keep(self, hidden: Tensor) -> tuple[Checkpoint, Tensor]:
-        """(what is fetched in backward, what the layer is called with now)."""
-        self.settle()
-        if self.last is None:
-            self.rest()
-        if self.last is None and self.own_embeddings and hidden.is_leaf:
-            # marked for the reentrant kind, which notices nothing else: autograd would hold them, and compute their gradient
-            hidden = hidden.detach()
-        self.last, self.leaving = Checkpoint(self.buffers, hidden, self.last), hidden.detach()
-        return self.last, hidden
-
-    def settle(self) -> None:
-        if self.leaving is not None:
-            self.last.wait()
-            self.leaving = None
-
-
-_PASS: ContextVar[Pass | None] = ContextVar("host_checkpoints_pass", default=None)
-
-
-def pass_goes_to_host() -> bool:
-    """Whether a forward pass whose checkpoints go to the host runs in this context."""
-    return _PASS.get() is not None
-
-
-def restart_pass() -> None:
-    """The forward pass that runs in this context begins once more, after an error that somebody has caught."""
-    if (running := _PASS.get()) is not None:
-        running.settle()
-        running.last = None
-
-
-def pass_is_short_of_memory() -> bool:
-    """Whether the pass that runs may want more memory of the GPU than there is."""
-    running = _PASS.get()
-    return running is not None and is_short(running.bytes, running.buffers.device)
-
-
-class CheckpointFunction:
-    """In the place of a layer's ``_gradient_checkpointing_func``.
-
-    Args:
-        plain: what transformers has put there: PyTorch's ``checkpoint`` with the user's settings.
-    """
-
-    def __init__(self, plain: partial):
-        self.plain = plain
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The user's settings, where others look for them."""
-        return self.plain.keywords
-
-    def __call__(self, function: Callable, *args: Any) -> Any:
-        running = _PASS.get()
-        if running is None or not args or not isinstance(args[0], Tensor):
-            return self.plain(function, *args)
-        hidden, *others = args
-        kept, *first = running.keep(hidden)
-        rest = running.rest
-        del hidden, args, running
-
-        def run(anchor: Tensor, *others: Any) -> Any:
-            with tiling():
-                if first:
-                    return function(first.pop(), *others)  # no name here: it would be held
-                rest()
-                return function(kept.fetch(), *others)
-
-        # of nothing, but on the layer's device: there are the random numbers that are to be drawn again
-        anchor = torch.empty(0, device=kept.device)
-        return checkpoint(run, anchor, *others, **self.plain.keywords | {"use_reentrant": False})
-
-
-def replaceable(function: Any) -> bool:
-    return isinstance(function, partial) and function.func is checkpoint and not function.args
+# ---------------------------------------------------------------------------------------------- which passes
 
 
 class HostCheckpoints:
@@ -190,7 +94,7 @@ class HostCheckpoints:
         """Before the decoder's forward."""
         if torch.compiler.is_compiling():
             return
-        _PASS.set(None)
+        RUNNING.set(None)
         self.resting.come_back()  # after a backward that failed
         if not (decoder.training and torch.is_grad_enabled()):
             return
@@ -222,15 +126,15 @@ class HostCheckpoints:
         running = Pass(self.buffers, bytes_, norms, inputs is not None and _embeds_unwatched(decoder), partial(self.rest, bytes_))
         for norm in running.norms:
             norm.forward = partial(_norm_in_tiles, weakref.ref(norm))
-        _PASS.set(running)
+        RUNNING.set(running)
 
     def host_checkpoints_end(self, decoder: nn.Module, args: tuple, output: Any) -> None:
         """After it, or where it has raised."""
         if torch.compiler.is_compiling():
             return
-        running = _PASS.get()
+        running = RUNNING.get()
         if running is not None:
-            _PASS.set(None)
+            RUNNING.set(None)
             running.settle()
             self.resting.come_back()  # the head is next
             for norm in running.norms:

@@ -42,7 +42,7 @@ from ..memory.device import free_bytes, gpu_settings, step_bytes
 from ..quantization.freeze import frozen_bytes
 from ..quantization.layouts import keep_layouts
 from .cuda_graphs import GraphedForward
-from .host_checkpoints import restart_pass
+from .host_pass import restart_pass
 from .offload.enable import enable_offload, find_layers, offloaded
 from .packing import packed_forward
 from .repeating import RepeatableCall, RepeatedBackward, can_be_cut, recorded

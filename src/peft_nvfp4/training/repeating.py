@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from ..fusion.probe import hooked, watched
 from .graph_recording import Replay
-from .host_checkpoints import pass_goes_to_host
+from .host_pass import pass_goes_to_host
 
 GiveUp = Callable[[], bool]
 """Gives up something that takes memory; returns whether there was anything."""
