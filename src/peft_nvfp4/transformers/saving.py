@@ -20,7 +20,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..nn.experts.frozen_experts import frozen_experts
 from ..nn.wrapping import wrap
-from ..quantization.freeze import frozen_layers, frozen_modules
+from ..quantization.freeze import frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.frozen_as import accuracy_of, skipped_of
 from .config import PactConfig
 from .quantizer import makes
@@ -77,7 +77,7 @@ def config_to_save(model: PreTrainedModel) -> PactConfig | BitsAndBytesConfig | 
     if backend == "nf4":
         return _of_bitsandbytes(model)
     accuracy = accuracy_of(model) or "high"  # terms of its own: calibrated, which is refused, or set by hand
-    small = all(layer.options.weight_layouts == "transient" for _, layer in frozen_layers(model))
+    small = all(options.weight_layouts == "transient" for _, _, options in frozen_matrices(model))
     return PactConfig(accuracy=accuracy, memory="small" if small else "auto", skip_modules=skipped_of(model))
 
 
