@@ -391,6 +391,17 @@ def test_a_recording_that_failed_is_not_tried_again():
     assert len(tries) == 1 and decoding_status(models[0]).reasons["recording failed: RuntimeError: not today"] == 4
 
 
+def test_a_model_that_is_another_one_in_every_step_is_not_recorded_for_ever():
+    models, found = pair(), []
+    for model in models:
+        weight = decoder(model).norm.weight.requires_grad_(False)
+        edit = lambda ids, scores, weight=weight: (weight.mul_(1), scores)[1]
+        found.append(model.generate(**prompts(), max_new_tokens=14, do_sample=False, logits_processor=[edit]))
+    assert torch.equal(*found)
+    status = decoding_status(models[0])
+    assert (status.recorded, replayed(models[0])) == (8, 0) and status.reasons["the model is another one in every call"] == 4
+
+
 def test_recordings_and_buffers_can_be_freed():
     models = pair()
     same_tokens(models, prompts(), max_new_tokens=6, do_sample=False)

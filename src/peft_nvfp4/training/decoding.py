@@ -97,13 +97,11 @@ class Decoding(ForwardRecordings):
         key = self._key(step)
         if (recorded := self._last(key)) is not None and self._holds(step):
             self.buffers.set_place(step.length, step.mask)
-            if (hidden := self._played(recorded, step.inputs)) is not None:
+            if (hidden := self._played(key, recorded, step.inputs)) is not None:
                 return self._output(recorded, step, hidden)
         recordings = self._recordings()
         if key not in recordings:
-            self.met[key] += 1
-            if self.met[key] < 2:
-                raise Unsupported("a step of its kind was met for the first time")
+            self._to_be_recorded(key)
             return self._record_and_try(key, step, ordinary, args, kwargs)
         if isinstance(recorded := recordings[key], str):
             raise Unsupported(recorded)
@@ -111,6 +109,7 @@ class Decoding(ForwardRecordings):
             self.release()
             raise Unsupported("keys and values of an earlier step are held elsewhere")
         self.buffers.set_place(step.length, step.mask)
+        self.unused.pop(key, None)
         return self._output(recorded, step, recorded.play(step.inputs))
 
     def _check(self, step: Step) -> None:

@@ -74,16 +74,15 @@ class Evaluation(ForwardRecordings):
             raise Unsupported(f"more than {LARGEST} tokens")
         self.sizes[tokens] += 1
         key = tokens, *self._settings(inputs)
-        if (recorded := self._last(key)) is not None and (hidden := self._played(recorded, inputs)) is not None:
+        if (recorded := self._last(key)) is not None and (hidden := self._played(key, recorded, inputs)) is not None:
             return self._output(recorded, tokens, hidden)
         recordings = self._recordings()
         if key not in recordings:
-            self.met[key] += 1
-            if self.met[key] < 2:
-                raise Unsupported("a number of tokens was met for the first time")
+            self._to_be_recorded(key)
             return self._record_and_try(key, inputs, ordinary)
         if isinstance(recorded := recordings[key], str):
             raise Unsupported(recorded)
+        self.unused.pop(key, None)
         return self._output(recorded, tokens, recorded.play(inputs))
 
     def _output(self, recorded: Recorded, tokens: int, hidden: Tensor) -> ModelOutput:

@@ -28,6 +28,8 @@ MAX_RECORDINGS = 16
 """Of one state of the model: those that were made last."""
 MAX_STATES = 4
 """Of the model, whose recordings are kept: a policy and its reference, in training mode and not."""
+MAX_UNUSED = 2 * MAX_STATES
+"""Recordings of one kind of call in a row that were never replayed, for the model was another one each time: no more are made."""
 
 
 @dataclass
@@ -97,6 +99,7 @@ class ForwardRecordings:
         self.states: list[State] = []  # the one of the last call first
         self.pool: Any = None
         self.met: Counter = Counter()  # kinds of calls
+        self.unused: Counter = Counter()  # recordings of a kind since the last one that was replayed
         self.lock = threading.Lock()  # one thread at a time
 
     @property
@@ -147,7 +150,7 @@ class ForwardRecordings:
         recorded = self.states[0].recordings.get(key) if self.states and self.states[0].memory_is_there() else None
         return recorded if isinstance(recorded, Recorded) else None
 
-    def _played(self, recorded: Recorded, inputs: dict[str, Tensor]) -> Tensor | None:
+    def _played(self, key: tuple, recorded: Recorded, inputs: dict[str, Tensor]) -> Tensor | None:
         """Replay a recording of the last call's state, and see meanwhile whether the model is in that state; None if not."""
         generator, same = torch.get_rng_state(), False
         hidden = recorded.play(inputs)
@@ -156,9 +159,19 @@ class ForwardRecordings:
         finally:
             if not same:
                 torch.set_rng_state(generator)
+        if same:
+            self.unused.pop(key, None)
         return hidden if same else None
 
     # -- recordings
+
+    def _to_be_recorded(self, key: tuple) -> None:
+        """Note that a kind of call without a recording was met. Raises Unsupported unless it is to be recorded now."""
+        self.met[key] += 1
+        if self.met[key] < 2:
+            raise Unsupported(f"{self.status.what} of its kind were not met before")
+        if self.unused[key] >= MAX_UNUSED:
+            raise Unsupported("the model is another one in every call")
 
     def _recordings(self) -> dict[tuple, Recorded | str]:
         """Those of the model as it is now."""
@@ -210,6 +223,7 @@ class ForwardRecordings:
         for oldest in present[: len(present) + 1 - MAX_RECORDINGS]:
             del recordings[oldest]
         recordings[key] = recorded
+        self.unused[key] += 1
         self.status.recorded += 1
 
 
