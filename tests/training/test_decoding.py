@@ -447,7 +447,7 @@ def test_where_there_is_no_memory_for_buffers_steps_run_as_before(monkeypatch):
 
 
 def test_two_threads():
-    """One of them replays, the other's steps run as before while it does."""
+    """Their steps take turns."""
     model, found = tuned(), {}
     expected = [model.generate(**prompts(seed=seed), max_new_tokens=12, do_sample=False) for seed in range(2)]
 

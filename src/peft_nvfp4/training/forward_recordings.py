@@ -100,7 +100,7 @@ class ForwardRecordings:
         self.pool: Any = None
         self.met: Counter = Counter()  # kinds of calls
         self.unused: Counter = Counter()  # recordings of a kind since the last one that was replayed
-        self.lock = threading.Lock()  # one thread at a time
+        self.lock = threading.RLock()  # one thread at a time: its step may read what another one's would overwrite
 
     @property
     def decoder(self) -> nn.Module:
@@ -108,16 +108,13 @@ class ForwardRecordings:
 
     def __call__(self, ordinary: Callable, args: tuple, kwargs: dict[str, Any], named: dict[str, Any]) -> Any:
         """The decoder's output: replayed, or what ``ordinary(*args, **kwargs)`` returns. ``named``: the arguments by name."""
-        if not self.lock.acquire(blocking=False):  # another thread's call is being computed
+        with self.lock:
+            try:
+                if (call := self._call_of(named)) is not None:
+                    return self._run(call, ordinary, args, kwargs)
+            except Unsupported as reason:
+                self.status.reasons[str(reason)] += 1
             return ordinary(*args, **kwargs)
-        try:
-            if (call := self._call_of(named)) is not None:
-                return self._run(call, ordinary, args, kwargs)
-        except Unsupported as reason:
-            self.status.reasons[str(reason)] += 1
-        finally:
-            self.lock.release()
-        return ordinary(*args, **kwargs)
 
     def _call_of(self, named: dict[str, Any]) -> Any:
         """What these arguments ask for; None: nothing that is recorded here. Raises Unsupported with the reason why not."""
