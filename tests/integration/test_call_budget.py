@@ -7,7 +7,7 @@ like o_proj, with the defaults of :class:`NVFP4LoraConfig`, on the reference pat
     before the path was one file    forward 152 (156) calls in 13 files    backward 103 (103) calls in 8 files
     when this test was written      forward  55  (57) calls in  6 files    backward  32  (32) calls in 4 files
     it looks at the modules below   forward  57  (59) calls in  7 files    backward  34  (34) calls in 4 files
-    the look is taken by the layer  forward  56  (58) calls in  6 files    backward  35  (35) calls in 4 files
+    the look is taken by the layer  forward  56  (59) calls in  6 files    backward  35  (35) calls in 4 files
 """
 
 import os

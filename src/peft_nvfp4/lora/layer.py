@@ -173,7 +173,7 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
     def _with_lora_biases(self, y: Tensor, adapters: Sequence[str]) -> Tensor:
         b = self._modules["lora_B"]._modules
         for name in adapters:
-            if (bias := b[name]._parameters.get("bias")) is not None:
+            if (bias := b[name].bias) is not None:
                 y = y + (bias * self.scaling[name]).to(y.dtype)
         return y
 

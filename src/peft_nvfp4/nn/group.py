@@ -102,10 +102,10 @@ class SharedInputGroup:
             branches = module.plain_branches() if hasattr(module, "plain_branches") else ()
             if branches is None or type(base) is not type(layer):
                 continue
-            held, mine = base._parameters, layer._parameters or vars(layer)
+            held = base._parameters
             if may_change(base.call_hooks) or held["weight"].is_inference():
                 continue  # what it depends on might change unseen
-            same_input = base.options.terms == layer.options.terms and held["input_offset"] is mine["input_offset"]
+            same_input = base.options.terms == layer.options.terms and held["input_offset"] is layer.input_offset
             if same_input and base.hosted is layer.hosted:
                 others.append((base, branches))
         return others if is_member else []  # a replica of DataParallel refers to the original's group

@@ -169,14 +169,18 @@ class NVFP4FrozenLinear(FrozenLinear):
     @property
     def forward_layout(self) -> QuantizedMatrix:
         """W_f (N, K)."""
-        held = self._parameters or vars(self)  # the latter: of a replica of DataParallel; attributes of a module are slow
+        held = self._parameters  # attributes of a module are slow
+        if "weight" not in held:
+            held = held | vars(self)  # a replica of DataParallel has its parameters as attributes
         gscale = held["weight_gscale"].view(torch.float32)
         return QuantizedMatrix(held["weight"], held["weight_scales"], gscale, self.in_features)
 
     @property
     def backward_layout(self) -> QuantizedMatrix | None:
         """W_b (K, N) if it is kept."""
-        held = self._parameters or vars(self)
+        held = self._parameters
+        if "weight" not in held:
+            held = held | vars(self)
         if held["backward_weight"] is None:
             return None
         gscale = held["backward_gscale"].view(torch.float32)

@@ -34,4 +34,4 @@ class full_precision_sums:  # noqa: N801  a context manager, written as a functi
 
     def __exit__(self, *error: object) -> None:
         if self.before:
-            self.backend.allow_bf16_reduced_precision_reduction = True
+            self.backend.allow_bf16_reduced_precision_reduction = self.before
