@@ -56,7 +56,10 @@ def test_they_are_away_in_forward_between_embedding_and_head(no_room):
     decoder.register_forward_hook(place)
     loss = model(input_ids=batch(), labels=batch()).loss
     homes = [home.values.data_ptr() for home in _watching(model).resting.homes.values()]
-    assert places[:-1] == [homes] * 2 and not set(places[-1]) & set(homes)
+    assert places[:-1] == [homes] * 2
+    assert places[-1][0] == homes[0] and places[-1][1] not in homes, "the head is back, for the loss"
+    loss.backward()
+    assert not {end.data_ptr() for end in ends(model)} & set(homes)
     assert loss.item() == checkpointed(host=False)(input_ids=batch(), labels=batch()).loss.item()
 
 
@@ -68,7 +71,9 @@ def test_a_pass_that_is_begun_once_more(no_room, monkeypatch):
 
     def forward(self, *args, **kwargs):
         plain(self, *args, **kwargs)
+        assert _watching(model).resting.away
         restart_pass()
+        assert not _watching(model).resting.away, "the embedding is needed once more"
         return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(type(decoder), "forward", forward)

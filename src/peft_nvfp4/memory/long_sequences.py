@@ -17,7 +17,7 @@ token's hidden state, queries and keys, c the codes of an input:
                    value) / 8
 
 With Llama-8B's sizes the recomputation takes 71 kB a token, the last moment 70, and forward 62. Embedding and head are on the
-host in all but loss and final norm, where memory is short (:mod:`peft_nvfp4.training.resting_weights`).
+host, where memory is short (:mod:`peft_nvfp4.training.resting_weights`); the head not for loss and final norm.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ def long_moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     group = (3 * q + FP32 * shape.q * tokens + expanded) // groups(shape.kv_heads)
     within = 2 * q + 2 * kv + group
     gradients = {GRADIENTS: kept.gradients(shape, settings)}
-    resting = {EMBEDDING: 0} if settings.cards == 1 else {}  # in the place of the static entry
+    matrix = 0 if shape.tied else b * shape.vocabulary * shape.hidden  # in the place of the static entry; a tied one is the head
+    resting, head = ({EMBEDDING: 0}, {EMBEDDING: matrix} if matrix else {}) if settings.cards == 1 else ({}, {})
     named = {
         "forward": first | resting | {STREAM: 4 * d, TILE: forward},
-        "loss": {STREAM: 2 * d, LOGITS: moments.loss_moment(shape, settings)[LOGITS]},  # with the gradient
-        "final norm": {STREAM: d, ACTIVATION_GRADIENTS: 3 * d, FINAL_NORM: 5 * FP32 * NORM_VALUES},
+        "loss": head | {STREAM: 2 * d, LOGITS: moments.loss_moment(shape, settings)[LOGITS]},  # with the gradient
+        "final norm": head | {STREAM: d, ACTIVATION_GRADIENTS: 3 * d, FINAL_NORM: 5 * FP32 * NORM_VALUES},
         "recomputation": first | resting | {STREAM: 5 * d},
         "MLP": layer | resting | {STREAM: d, ACTIVATION_GRADIENTS: 2 * d, TILE: backward},
         "attention": layer | resting | {NORMS: norms, STREAM: d, ACTIVATION_GRADIENTS: d, ATTENTION_BACKWARD: within} | gradients,

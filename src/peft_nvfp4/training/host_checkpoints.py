@@ -123,7 +123,8 @@ class HostCheckpoints:
             return
         self.status.passes, self.status.last_bytes = self.status.passes + 1, len(layers) * bytes_
         norms = [norm for norm in norms if "forward" not in vars(norm)]
-        running = Pass(self.buffers, bytes_, norms, inputs is not None and _embeds_unwatched(decoder), partial(self.rest, bytes_))
+        own = inputs is not None and _embeds_unwatched(decoder)
+        running = Pass(self.buffers, bytes_, norms, own, partial(self.rest, bytes_), self.resting.come_back)
         for norm in running.norms:
             norm.forward = partial(_norm_in_tiles, weakref.ref(norm))
         RUNNING.set(running)
@@ -136,15 +137,13 @@ class HostCheckpoints:
         if running is not None:
             RUNNING.set(None)
             running.settle()
-            self.resting.come_back()  # the head is next
+            self.resting.come_back(_ends(self.model(), ("get_output_embeddings",)))  # which is next
             for norm in running.norms:
                 del norm.forward
 
     def rest(self, bytes_: int) -> None:
         """Embedding and head, if layers with inputs of so many bytes need their room."""
-        model = self.model()
-        if model is not None:
-            self.resting.leave_if_needed(_ends(model), bytes_, self.buffers.device)
+        self.resting.leave_if_needed(_ends(self.model()), bytes_, self.buffers.device)
 
     def parts(self, decoder: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         """The checkpointed layers, and the norms beside them (the one before the head)."""
@@ -164,9 +163,12 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
-def _ends(model: nn.Module) -> list[nn.Parameter]:
+ENDS = ("get_input_embeddings", "get_output_embeddings")
+
+
+def _ends(model: nn.Module | None, names: tuple[str, ...] = ENDS) -> list[nn.Parameter]:
     """Of the embedding and the output head."""
-    modules = (getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings"))
+    modules = (getattr(model, name, lambda: None)() for name in names)
     return list({id(p): p for m in modules if m is not None for p in m.parameters()}.values())
 
 

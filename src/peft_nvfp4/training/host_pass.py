@@ -27,12 +27,20 @@ class Pass:
         norms: what computes in tiles.
         own_embeddings: the first layer's input is the decoder's own, and nobody watches it.
         rest: called before the first layer, and before each one that backward computes again.
+        come_back: undoes it.
     """
 
     def __init__(
-        self, buffers: Buffers, bytes_: int, norms: list[nn.Module], own_embeddings: bool, rest: Callable[[], None]
+        self,
+        buffers: Buffers,
+        bytes_: int,
+        norms: list[nn.Module],
+        own_embeddings: bool,
+        rest: Callable[[], None],
+        come_back: Callable[[], None],
     ):
-        self.buffers, self.bytes, self.norms, self.own_embeddings, self.rest = buffers, bytes_, norms, own_embeddings, rest
+        self.buffers, self.bytes, self.norms, self.own_embeddings = buffers, bytes_, norms, own_embeddings
+        self.rest, self.come_back = rest, come_back
         self.last: Checkpoint | None = None
         self.leaving: Tensor | None = None  # the last one's values, until their copy has ended
 
@@ -66,6 +74,7 @@ def restart_pass() -> None:
     if (running := RUNNING.get()) is not None:
         running.settle()
         running.last = None
+        running.come_back()
 
 
 def pass_is_short_of_memory() -> bool:

@@ -3,9 +3,10 @@ otherwise.
 
 Between the embedding and the head nothing reads them; nor does backward, where they are frozen: the loss at labels has computed
 the gradient of the head's input by then (:mod:`peft_nvfp4.fusion.loss`). Of Llama-8B the two take 2.1 GB, which is 27,000
-tokens of one layer's backward. So the first layer sends them away, in forward and in backward, and the end of either brings
-them back; or the next forward, if one fails. A parameter points to its host's copy meanwhile: whoever reads it finds its bytes.
-The copy is made once; weights that changed are copied again.
+tokens of one layer's backward. So the first layer sends them away, in forward and in backward. The head comes back at the end
+of the decoder's forward, both at the end of backward; or with the next forward, if there is none, or if it fails. A parameter
+points to its host's copy meanwhile: whoever reads it finds its bytes. The copy is made once; weights that changed are copied
+again.
 
 What comes back is elsewhere on the GPU, which discards recordings of shorter steps: so weights leave only if they have to.
 """
@@ -68,17 +69,18 @@ class RestingWeights:
         self.task = task
         if is_short(needed, device):
             self._leave(parameters)
+        if self.away and task != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self.come_back)
 
     def _leave(self, parameters: Iterable[nn.Parameter]) -> None:
-        if self.away:  # a pass that was begun once more
-            return
+        gone = {id(p) for p, _ in self.away}  # since forward, or since a pass that was begun once more
         for p in parameters:
+            if id(p) in gone:
+                continue
             plain = type(p) is nn.Parameter and not p.requires_grad and not p.is_inference() and p.data.is_contiguous()
             if plain and (home := self._home(p)) is not None:
                 self.away.append((p, p.device))
                 p.data = home.values
-        if self.away and torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(self.come_back)
 
     def _home(self, p: nn.Parameter) -> Home | None:
         """None where the host has no room."""
@@ -95,14 +97,15 @@ class RestingWeights:
             home = self.homes[id(p)] = Home(p, buffer, values, p._version, p.data_ptr())
         return home
 
-    def come_back(self) -> None:
-        """To where they were, if they are away."""
-        self.task = -1
-        while self.away:  # one is away until it is back: there may be no memory for it
-            p, device = self.away[-1]
+    def come_back(self, those: Iterable[nn.Parameter] | None = None) -> None:
+        """To where they were, if they are away: all, or those."""
+        self.task, ids = -1, None if those is None else set(map(id, those))
+        for p, device in list(self.away):  # one is away until it is back: there may be no memory for it
+            if ids is not None and id(p) not in ids:
+                continue
             home = self.homes[id(p)]
             with torch.no_grad():
                 if p.data_ptr() == home.values.data_ptr():  # else somebody has given it other values meanwhile
                     p.data = home.values.to(device, non_blocking=True, copy=True)
             self.homes[id(p)] = home._replace(version=p._version, address=p.data_ptr())
-            self.away.pop()
+            self.away = [entry for entry in self.away if entry[0] is not p]
