@@ -110,7 +110,7 @@ def test_parameter_count_is_the_dense_model_s(folder, tmp_path):
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
     for settings in ({}, dict(exclude_embeddings=True)):
         assert load(tmp_path / "tied").num_parameters(**settings) == dense(tmp_path / "tied").num_parameters(**settings)
-    assert copy.deepcopy(model).num_parameters.__self__ is not model
+    assert copy.deepcopy(model).num_parameters.model() is not model
 
 
 def test_works_without_bitsandbytes(folder, tmp_path):
