@@ -83,13 +83,19 @@ def experts_linear(
 
 
 def _joined(branches: Sequence[ExpertsBranch], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A and s * B of all branches, side by side along the rank, rounded once to ``dtype``."""
+    """A and s * B of all branches, side by side along the rank, rounded once to ``dtype``: two launches a branch."""
     if not branches:
         return None, None
-    a = [branch.a.to(dtype) for branch in branches]
-    up = [(branch.b if branch.scaling == 1.0 else branch.b * branch.scaling).to(dtype) for branch in branches]
-    single = len(branches) == 1
-    return (a[0] if single else torch.cat(a, 1)).contiguous(), (up[0] if single else torch.cat(up, 2)).contiguous()
+    first, ranks = branches[0], [branch.a.shape[1] for branch in branches]
+    (experts, _, k), n = first.a.shape, first.b.shape[1]
+    a, up = first.a.new_empty(experts, sum(ranks), k, dtype=dtype), first.b.new_empty(experts, n, sum(ranks), dtype=dtype)
+    for branch, its_a, its_up in zip(branches, a.split(ranks, 1), up.split(ranks, 2)):
+        its_a.copy_(branch.a)
+        if branch.scaling == 1.0:
+            its_up.copy_(branch.b)
+        else:
+            torch.mul(branch.b, branch.scaling, out=its_up)  # in B's dtype, rounded on its way out
+    return a, up
 
 
 class ExpertsFunction(torch.autograd.Function):
@@ -149,7 +155,7 @@ def _gradients_of_branches(
         das = grouped.grouped_outer.run(g, dequantized(saved.terms, None, dy.dtype), sources, ends, dtype).split(ranks, 1)
     found = []
     for need, (_, scaling, a, b), da, db in zip(needs, branches, das, dbs):
-        db = (db if scaling == 1.0 else db * scaling).to(b) if need.b else None
+        db = (db if scaling == 1.0 else db.mul_(scaling)).to(b) if need.b else None
         found.append((da.to(a) if need.a else None, db))
     return found
 
