@@ -16,6 +16,8 @@ token's hidden state, queries and keys, c the codes of an input:
                    copies of output and gradient, dq, its sum in FP32, dk and dv for every query head: (5 q + 4 bytes a query
                    value) / 8
 
+In backward all gradients of adapters are there (those of the last layers to be computed are, nearly).
+
 With Llama-8B's sizes the recomputation takes 71 kB a token, the last moment 70, and forward 62. Embedding and head are on the
 host, where memory is short (:mod:`peft_nvfp4.training.resting_weights`); the head not for loss and final norm.
 """
@@ -70,8 +72,8 @@ def long_moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
         "forward": first | resting | {STREAM: 4 * d, TILE: forward},
         "loss": head | {STREAM: 2 * d, LOGITS: moments.loss_moment(shape, settings)[LOGITS]},  # with the gradient
         "final norm": head | {STREAM: d, ACTIVATION_GRADIENTS: 3 * d, FINAL_NORM: 5 * FP32 * NORM_VALUES},
-        "recomputation": first | resting | {STREAM: 5 * d},
-        "MLP": layer | resting | {STREAM: d, ACTIVATION_GRADIENTS: 2 * d, TILE: backward},
+        "recomputation": first | resting | {STREAM: 5 * d} | gradients,
+        "MLP": layer | resting | {STREAM: d, ACTIVATION_GRADIENTS: 2 * d, TILE: backward} | gradients,
         "attention": layer | resting | {NORMS: norms, STREAM: d, ACTIVATION_GRADIENTS: d, ATTENTION_BACKWARD: within} | gradients,
         "optimizer": {COPIES: 0} | gradients,
     }
