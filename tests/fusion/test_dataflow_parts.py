@@ -123,6 +123,14 @@ def test_gated_gradients_are_those_at_the_kept_codes(act):
     assert ((h.detach().double() - exact).norm() / exact.norm()).item() < 0.12  # one NVFP4 term: 9.5 % on Gaussian data
 
 
+def test_sigmoid_by_chunks_has_the_bits_of_one_piece(monkeypatch):
+    z = 10 * torch.randn(7, 96).T  # strided, and no multiple of a chunk
+    whole = fused_reference.sigmoid(z)
+    monkeypatch.setattr(fused_reference, "SIGMOID_CHUNK", 100)
+    chunks = fused_reference.sigmoid(z)
+    assert chunks.shape == z.shape and torch.equal(chunks, whole)
+
+
 @pytest.mark.parametrize("how", ["compiled", "hooked"])
 def test_whoever_looks_at_the_product_of_the_mlp_finds_values(how):
     """down's input has no values where nobody but down reads it; a compiler, and hooks, are somebody."""

@@ -127,6 +127,9 @@ EXP2_SPAN, EXP2_TOP = 64.0, 44.0
 EXP2_SCALE, EXP2_START = 1.4426950408889634 / EXP2_SPAN, EXP2_TOP / EXP2_SPAN
 EXP2_MAGIC = 12582912.0 + EXP2_TOP  # 1.5 * 2**23: adding it rounds to an integer, which then stands in the low bits
 
+SIGMOID_CHUNK = 1 << 15
+"""Elements at a time on a CPU, whose caches then hold the FP64 temporaries: half the time."""
+
 GELU_C0 = 1.5957691216057308  # 2 * sqrt(2 / pi)
 GELU_C1 = 0.07135481282553446  # GELU_C0 * 0.044715
 
@@ -137,12 +140,14 @@ def sigmoid(z: Tensor) -> Tensor:
     The polynomial's steps are fused multiply-adds, taken here in FP64. That is exact: v is a multiple of 2**-26, so f is one of
     2**-20, and no sum has more than 53 bits.
     """
-    v = (z * EXP2_SCALE + EXP2_START).clamp(0.0, 1.0)
+    if z.is_cpu and z.numel() > SIGMOID_CHUNK:
+        return torch.cat([sigmoid(part) for part in z.reshape(-1).split(SIGMOID_CHUNK)]).view(z.shape)
+    v = (z * EXP2_SCALE + EXP2_START).clamp_(0.0, 1.0)
     magic = v * -EXP2_SPAN + EXP2_MAGIC
     f = (v * -EXP2_SPAN - (magic - EXP2_MAGIC)).double()
     p = torch.full_like(f, EXP2_COEFFICIENTS[0])
     for c in (*EXP2_COEFFICIENTS[1:], 1.0):
-        p = (p * f + c).float().double()
+        p = p.mul_(f).add_(c).float().double()
     exponent = magic.view(torch.int32) << 23  # the integer; the bits of 1.5 * 2**23 itself leave at the top
     return reciprocal((p.float().view(torch.int32) + exponent).view(torch.float32) + 1.0, 3)
 

@@ -7,8 +7,11 @@ What to know before changing a line:
   of a global scale (a power of two), an E4M3 scale (4 bits) and a threshold (3 bits) are exact in FP32; the one division,
   ``amax / (6 g)``, is IEEE-rounded and cannot land on an E4M3 midpoint unless the true quotient is one (neighbouring FP32
   numerators differ by more than half an ulp of the quotient).
-* Codes are found by comparing ``|x|`` with ``s * g * {.25, .75, ...}``. Multiplying by ``1 / (s * g)`` instead would round
-  some ties the wrong way: with power-of-two scales, ties are common.
+* Codes are those of ``|x|`` compared with ``s * g * t``, t in {.25, .75, ...}, where ties are common. An IEEE-rounded quotient
+  ``|x| / (s * g)`` compares alike with t: s * g * t has 7 significant bits, so FP32 numbers next to it have quotients that are
+  farther from t than half an ulp (of t = m 2**e, half an ulp is at most 2**-24 / m of it; the quotient is off by at least
+  2**-23 / m', where m' is the mantissa of s * g * t, and 2 m > m'). Multiplying by ``1 / (s * g)`` would round some ties the
+  wrong way.
 * The squared error of the searching rules is summed by halving (16 -> 8 -> 4 -> 2 -> 1), an order that kernels can follow.
 * A block with NaN or Inf gets scale NaN and codes 0: it dequantises to NaN and is seen. It does not disturb the global scale.
 
@@ -29,7 +32,6 @@ from .formats import (
     BLOCK,
     E2M1_GRID,
     E2M1_MAX,
-    E2M1_THRESHOLDS,
     E4M3_MAX,
     E4M3_MAX_BITS,
     E4M3_NAN,
@@ -73,10 +75,11 @@ def power_of_two_scale(amax: Tensor) -> Tensor:
     return torch.where(amax > 0, ((exponent + 127) << 23).view(torch.float32), 1.0)
 
 
-def _squared_error(mag_g: Tensor, index: Tensor, s: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum over each block of (mag/g - grid * s)**2, summed by halving, or of its products with weights (nb, 16). mag_g
-    (R, nb, 16), index alike, s (R, nb)."""
-    d = mag_g - _grid(mag_g.device)[index.int()] * s[..., None]
+def _squared_error(mag_g: Tensor, s: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum over each block of (mag/g - nearest * s)**2, summed by halving, or of its products with weights (nb, 16). mag_g
+    (R, nb, 16), s (R, nb)."""
+    nearest = torch.where((s > 0)[..., None], _nearest_magnitude(mag_g, s), 0.0)
+    d = mag_g - nearest * s[..., None]
     e = d * d
     if weights is not None:
         return (e * weights).sum(-1)
@@ -93,13 +96,20 @@ def _grid(device: torch.device) -> Tensor:
         return torch.tensor(E2M1_GRID, dtype=torch.float32, device=device)
 
 
+def _nearest_magnitude(mag: Tensor, sg: Tensor) -> Tensor:
+    """E2M1 magnitude nearest to mag / sg, ties to the even code, saturating; anything where sg is 0. mag (R, nb, 16) and
+    sg = s * g (R, nb), FP32. A CPU takes a third of the time for these operations that it takes for seven comparisons."""
+    quotient = mag / sg[..., None]
+    binade = (quotient.clamp(1.0, 4.0).view(torch.int32) & 0x7F800000).view(torch.float32)  # 1, 2 or 4
+    step = binade.mul_(0.5)  # between neighbouring magnitudes, powers of two: the quotients are exact
+    return quotient.div_(step).round_().mul_(step).clamp_(max=E2M1_MAX)
+
+
 def _round_to_grid(mag: Tensor, sg: Tensor) -> Tensor:
-    """Index 0..7 of the nearest magnitude, ties to even, saturating. mag (R, nb, 16) and sg = s * g (R, nb), FP32."""
-    sg = sg[..., None]
-    index = torch.zeros_like(mag, dtype=torch.uint8)
-    for threshold, tie_goes_up in E2M1_THRESHOLDS:
-        index += (mag >= sg * threshold) if tie_goes_up else (mag > sg * threshold)
-    return index
+    """Index 0..7 (uint8) of :func:`_nearest_magnitude`."""
+    v = _nearest_magnitude(mag, sg)
+    index = torch.minimum(v * 2.0, v + 2.0)  # up to 2, up to 4
+    return torch.minimum(index, v.mul_(0.5).add_(4.0), out=index).to(torch.int8).view(torch.uint8)
 
 
 def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weights: Tensor | None = None) -> Tensor:
@@ -119,8 +129,7 @@ def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weight
     mag_g = torch.where(amax[..., None] > 0, mag, 0.0) / g[..., None]  # exact: g is a power of two
 
     def error(candidate: Tensor) -> Tensor:
-        s = e4m3_decode(candidate)
-        return _squared_error(mag_g, torch.where((s > 0)[..., None], _round_to_grid(mag_g, s), 0), s, weights)
+        return _squared_error(mag_g, e4m3_decode(candidate), weights)
 
     best = error(bits)
     for candidate in candidates:
@@ -133,6 +142,14 @@ def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weight
 # ---------------------------------------------------------------------------------------------- quantise
 
 
+def _largest(mag: Tensor) -> Tensor:
+    """Largest value of every block (R, nb, 16) -> (R, nb), by halving: half the time of ``amax`` on a CPU."""
+    while mag.shape[-1] > 1:
+        half = mag.shape[-1] // 2
+        mag = torch.maximum(mag[..., :half], mag[..., half:])
+    return mag[..., 0]
+
+
 def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Tensor | None = None) -> QuantizedMatrix:
     """Quantise x (R, K), any floating dtype, along K.
 
@@ -141,10 +158,10 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
         seed: int64 scalar, needed for ``fmt.stochastic``; the same seed gives the same codes on every device.
     """
     rows, k = x.shape
-    padded = F.pad(x.float(), (0, -k % K_ALIGN))
+    padded = (F.pad(x.float(), (0, -k % K_ALIGN)) if k % K_ALIGN else x.float()).contiguous()
     blocks = padded.view(rows, padded.shape[1] // BLOCK, BLOCK)
     mag = blocks.abs()
-    amax = mag.amax(-1) if k else mag.new_zeros(rows, 0)  # NaN and Inf propagate
+    amax = _largest(mag)  # NaN and Inf propagate
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
     if gscale is None:
@@ -156,7 +173,7 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
     bits = choose_scales(mag, amax, g, fmt)
     sg = bits.view(torch.float8_e4m3fn).float() * g
     index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
-    codes = index | (torch.signbit(blocks).to(torch.uint8) << 3)
+    codes = index | (blocks.view(torch.int32) >> 28 & 8).to(torch.int8).view(torch.uint8)  # the sign bit
     codes *= ((sg > 0) & finite)[..., None]
     return QuantizedMatrix(pack(codes.view_as(padded)), torch.where(finite, bits, E4M3_NAN), gscale, k)
 
@@ -165,9 +182,8 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor
     """Values (R, K). Exact in FP32 and BF16; rounded in FP16, whose exponent range is too small. Where a global scale is no power
     of two (of another tool's checkpoint): FP32's code * (block scale * global scale), and that rounded once in BF16 (on a GPU,
     where looking would wait, that is the kernels' business)."""
-    rounds = dtype == torch.bfloat16 and q.gscale.is_cpu and not powers_of_two(q.gscale)
-    if dtype not in (torch.float32, torch.bfloat16) or rounds:
-        return dequantize(q, torch.float32).to(dtype)
+    if dtype not in (torch.float32, torch.bfloat16) or q.codes.is_cpu and dtype == torch.bfloat16:
+        return dequantize(q, torch.float32).to(dtype)  # which a CPU does in half the time of a product in BF16
     rows = q.codes.shape[0]
     values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)
     s = (q.scales.view(torch.float8_e4m3fn).float() * q.gscale[:, None]).to(dtype)
@@ -206,7 +222,8 @@ def _round_stochastically(mag: Tensor, sg: Tensor, seed: Tensor | None) -> Tenso
 
 def pack(codes: Tensor) -> Tensor:
     """Two codes a byte: (R, K) uint8 in 0..15, K even -> (R, K/2), low nibble = even k."""
-    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+    pairs = codes.reshape(-1).view(torch.int16)  # even + 256 * odd
+    return (pairs | pairs >> 4).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2)
 
 
 def unpack(packed: Tensor) -> Tensor:
