@@ -61,7 +61,14 @@ def e4m3_encode(v: Tensor) -> Tensor:
 
 def e4m3_decode(bits: Tensor) -> Tensor:
     """FP32 value of E4M3 bits (uint8)."""
-    return bits.view(torch.float8_e4m3fn).float()
+    return torch.index_select(_e4m3_values(bits.device), 0, bits.reshape(-1).int()).view(bits.shape)
+
+
+@functools.lru_cache
+def _e4m3_values(device: torch.device) -> Tensor:
+    """The value of every byte: a CPU looks it up in a quarter of the time of the cast."""
+    with torch.inference_mode(False):
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().to(device)
 
 
 def power_of_two_scale(amax: Tensor) -> Tensor:
@@ -96,20 +103,30 @@ def _grid(device: torch.device) -> Tensor:
         return torch.tensor(E2M1_GRID, dtype=torch.float32, device=device)
 
 
+def _binade(quotient: Tensor) -> Tensor:
+    """1, 2 or 4, the largest power of two that is not above the quotient (at least 1), as FP32 bits (int32). Neighbouring E2M1
+    magnitudes are half of it apart."""
+    return quotient.clamp(1.0, 4.0).view(torch.int32).bitwise_and_(0x7F800000)
+
+
 def _nearest_magnitude(mag: Tensor, sg: Tensor) -> Tensor:
     """E2M1 magnitude nearest to mag / sg, ties to the even code, saturating; anything where sg is 0. mag (R, nb, 16) and
-    sg = s * g (R, nb), FP32. A CPU takes a third of the time for these operations that it takes for seven comparisons."""
+    sg = s * g (R, nb), FP32."""
     quotient = mag / sg[..., None]
-    binade = (quotient.clamp(1.0, 4.0).view(torch.int32) & 0x7F800000).view(torch.float32)  # 1, 2 or 4
-    step = binade.mul_(0.5)  # between neighbouring magnitudes, powers of two: the quotients are exact
+    step = _binade(quotient).view(torch.float32).mul_(0.5)  # a power of two: what follows is exact
     return quotient.div_(step).round_().mul_(step).clamp_(max=E2M1_MAX)
 
 
 def _round_to_grid(mag: Tensor, sg: Tensor) -> Tensor:
-    """Index 0..7 (uint8) of :func:`_nearest_magnitude`."""
-    v = _nearest_magnitude(mag, sg)
-    index = torch.minimum(v * 2.0, v + 2.0)  # up to 2, up to 4
-    return torch.minimum(index, v.mul_(0.5).add_(4.0), out=index).to(torch.int8).view(torch.uint8)
+    """Index 0..7 (uint8) of :func:`_nearest_magnitude`. Seven operations that a CPU vectorises, where seven comparisons take
+    four times as long: adding 2**22 binades rounds to a multiple of half a binade, of which the last bits of the sum are the
+    number; with one more binade (2) and the exponent (254 for 1, twice over) they are the index."""
+    quotient = (mag / sg[..., None]).clamp_(max=E2M1_MAX)
+    binade = _binade(quotient)
+    total = binade.view(torch.float32) * (2.0**22 + 1.0)
+    total += quotient
+    index = binade.bitwise_right_shift_(22).add_(total.view(torch.int32))
+    return index.to(torch.int8).bitwise_and_(7).view(torch.uint8)
 
 
 def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weights: Tensor | None = None) -> Tensor:
@@ -143,11 +160,14 @@ def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weight
 
 
 def _largest(mag: Tensor) -> Tensor:
-    """Largest value of every block (R, nb, 16) -> (R, nb), by halving: half the time of ``amax`` on a CPU."""
-    while mag.shape[-1] > 1:
-        half = mag.shape[-1] // 2
-        mag = torch.maximum(mag[..., :half], mag[..., half:])
-    return mag[..., 0]
+    """Largest value of every block (R, nb, 16) -> (R, nb): by halving, and then of all runs of 8 numbers, of which every eighth
+    counts. A CPU vectorises that, and needs a quarter of the time of ``amax``."""
+    if mag.numel() == 0:
+        return mag.new_zeros(mag.shape[:2])
+    runs = torch.maximum(mag[..., :8], mag[..., 8:]).reshape(-1)
+    for distance in (4, 2, 1):
+        runs = torch.maximum(runs[:-distance], runs[distance:])
+    return runs[::8].reshape(mag.shape[:2])
 
 
 def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Tensor | None = None) -> QuantizedMatrix:
@@ -171,10 +191,12 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
         gscale = power_of_two_scale(largest)
     g = gscale[:, None]
     bits = choose_scales(mag, amax, g, fmt)
-    sg = bits.view(torch.float8_e4m3fn).float() * g
+    sg = e4m3_decode(bits) * g
     index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
-    codes = index | (blocks.view(torch.int32) >> 28 & 8).to(torch.int8).view(torch.uint8)  # the sign bit
-    codes *= ((sg > 0) & finite)[..., None]
+    sign = (blocks.view(torch.int32) >> 28).to(torch.int8).bitwise_and_(8).view(torch.uint8)
+    codes, representable = index.bitwise_or_(sign), (sg > 0) & finite
+    if not (codes.is_cpu and representable.all()):  # a GPU would wait for the answer
+        codes *= representable[..., None]
     return QuantizedMatrix(pack(codes.view_as(padded)), torch.where(finite, bits, E4M3_NAN), gscale, k)
 
 
@@ -186,7 +208,7 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor
         return dequantize(q, torch.float32).to(dtype)  # which a CPU does in half the time of a product in BF16
     rows = q.codes.shape[0]
     values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)
-    s = (q.scales.view(torch.float8_e4m3fn).float() * q.gscale[:, None]).to(dtype)
+    s = (e4m3_decode(q.scales) * q.gscale[:, None]).to(dtype)
     blocks = q.scales.shape[1]
     return (values.view(rows, blocks, BLOCK) * s[..., None]).view(rows, blocks * BLOCK)[:, : q.k]
 
