@@ -153,7 +153,8 @@ def page(results: dict) -> str:
     for kind, (name, script) in TRAINERS.items():
         row = results["trainers"][kind]
         first, last = row["learned"]
-        lines.append(f"| {name} | {script} | {row['difference']:.0e} | {first:.3f} to {last:.3f} |")
+        how_close = f"{row['difference']:.0e}" if row["difference"] else "equal"
+        lines.append(f"| {name} | {script} | {how_close} | {first:.3f} to {last:.3f} |")
     lines += ["", "| with | what | how close | test |", "|---|---|---|---|"]
     lines += [f"| {name} | {what} | {bound} | `{test.removeprefix('tests/')}` |" for name, what, bound, test in ROWS]
     return "\n".join([*lines, "", "Not run:", "", *(f"* {reason}" for reason in NOT_RUN), ""])
