@@ -19,6 +19,7 @@ from fit_tables import fits, fits_all, longest_rows
 from measured_tables import (
     ROOT,
     accuracies,
+    demo,
     dropin,
     dropin_all,
     estimator,
@@ -31,7 +32,7 @@ from measured_tables import (
 )
 
 MARK = re.compile(r"(<!-- made by docs/make_readme_tables\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MEASURED = (dropin, dropin_all, steps, larger, presets, accuracies, perplexities, estimator, loss_curve, roofline)
+MEASURED = (dropin, dropin_all, steps, larger, presets, accuracies, perplexities, estimator, demo, loss_curve, roofline)
 TABLES = {make.__name__: make for make in (*MEASURED, fits, fits_all, longest_rows)}
 
 

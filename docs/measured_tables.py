@@ -260,6 +260,23 @@ def estimator() -> str:
     )
 
 
+def demo() -> str:
+    report = json.loads((RESULTS / "cpu_demo" / "demo.json").read_text("utf-8"))
+    settings, base = report["settings"], report["zero_shot"]
+    rows = [("before training", f"{base['accuracy']:.1%}", f"{base['nll']:.3f}", "", f"{base['linear_mb']:.0f} MB in BF16")]
+    for backend, r in report["backends"].items():
+        accuracy, nll, seconds = f"{r['accuracy']:.1%}", f"{r['nll']:.3f}", f"{r['train_seconds']:.0f} s"
+        rows.append((f"`{backend}`", accuracy, nll, seconds, f"{r['frozen_mb']:.1f} MB"))
+    threads, minutes = report["environment"]["threads"], report["total_seconds"] / 60
+    how = paragraph(
+        f"""What it printed on a CPU: {settings["steps"]} steps of {settings["batch_size"]} sentences, peak learning rate
+        {settings["lr"]:g}, {threads} thread{"s" * (threads > 1)}, FP32, {minutes:.0f} minutes in all. The machine's two cores had
+        other work as well, so compare the seconds of the two rows only (`benchmarks/results/cpu_demo`)."""
+    )
+    header = (f"{settings['rows']} held-out sentences", "accuracy", "NLL", "training", "frozen linears")
+    return f"{how}\n\n{table(header, rows)}"
+
+
 def loss_curve() -> str:
     runs = {name: run["losses"] for name, run in json.loads((RESULTS / "loss_curve.json").read_text("utf-8"))["runs"].items()}
 
