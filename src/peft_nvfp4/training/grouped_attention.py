@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,7 +30,8 @@ def grouped_queries() -> Iterator[None]:
 
 def attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """transformers' ``sdpa`` function, or :func:`grouped_attention` in the context of :func:`grouped_queries`."""
-    return (grouped_attention if _GROUPED.get() else sdpa_attention_forward)(*args, **kwargs)
+    grouped = not torch.compiler.is_compiling() and _GROUPED.get()  # which a compiler cannot trace
+    return (grouped_attention if grouped else sdpa_attention_forward)(*args, **kwargs)
 
 
 def grouped_attention(
