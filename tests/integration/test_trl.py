@@ -41,25 +41,25 @@ def share_of_long_words(completions, **_):
     return [sum(len(word) > 3 for word in completion.split()) / 4 for completion in completions]
 
 
-def base_model():
+def base_model(**overrides):
     """With a head whose logits tell words apart: the one of a fresh model gives no word more than a few percent."""
-    model = tiny_llama(vocab_size=64, pad_token_id=2, eos_token_id=2, bos_token_id=1)
+    model = tiny_llama(vocab_size=64, pad_token_id=2, eos_token_id=2, bos_token_id=1, **overrides)
     model.lm_head.weight.data.mul_(10)
     return model
 
 
-def trainer_of(kind, lora, steps, folder, rate=1e-3, **options):
+def trainer_of(kind, lora, steps, folder, rate=1e-3, model=None, **options):
     """A trainer on a tiny Llama, its adapter made by the trainer (after it has set its seed)."""
     source = importlib.import_module("trl.experimental.orpo") if kind == "ORPO" else trl
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = "</s>"
-    model = base_model()
+    model = base_model() if model is None else model
     if kind == "Reward":
         model.config.num_labels = 1
         torch.manual_seed(0)
         model = LlamaForSequenceClassification(model.config)
     if kind in ("GRPO", "RLOO"):
-        options |= dict(num_generations=4, max_completion_length=4, beta=0.02)
+        options = dict(num_generations=4, max_completion_length=4, beta=0.02) | options
     settings = dict(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=rate, logging_steps=1, bf16=False,
         lr_scheduler_type="constant", gradient_checkpointing=False, save_strategy="no", report_to="none", use_cpu=True, seed=0,
@@ -151,7 +151,9 @@ def test_nothing_grows(kind, tmp_path):
                 tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
                 counts[state.global_step] = Counter(tuple(t.shape) for t in tensors)
 
-    trainer = trainer_of(kind, NVFP4LoraConfig(**settings_of(kind)), 200, tmp_path, logging_steps=100)
+    less = dict(logging_steps=100, per_device_train_batch_size=4, model=base_model(num_hidden_layers=1))
+    less |= dict(max_completion_length=2) if kind == "GRPO" else {}
+    trainer = trainer_of(kind, NVFP4LoraConfig(**settings_of(kind)), 200, tmp_path, **less)
     trainer.add_callback(Count())
     trainer.train()
     assert sum(counts[200].values()) <= sum(counts[20].values()) + 8, counts[200] - counts[20]
