@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", default=["nvfp4", "nf4"], choices=sorted(BACKENDS), metavar="NAME")
     parser.add_argument("--steps", type=int, default=24, help="optimiser steps (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="sentences per step (%(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-4, help="peak learning rate (%(default)s)")
+    parser.add_argument("--lr", type=float, default=1.5e-4, help="peak learning rate (%(default)s)")
     parser.add_argument("--rows", type=int, default=200, help="held-out sentences to score, an even number (%(default)s)")
     parser.add_argument("--curve-rows", type=int, default=32, help="of them, how many to score on the way (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="split, LoRA initialisation and batch order (%(default)s)")
