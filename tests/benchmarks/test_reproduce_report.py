@@ -106,9 +106,9 @@ def test_settings_mean_the_case(case):
     assert settings.format == {"bf16": "bf16", "qlora": "nf4", "nvfp4": "nvfp4"}[case.split("-")[0]]
 
 
-def test_settings_of_the_default_are_the_estimators_defaults():
-    assert Case("nvfp4-high").settings() == Settings()
-    assert Case("nvfp4").settings() == Settings(accuracy="balanced")
+def test_settings_of_the_default_are_those_of_the_estimator_at_fast():
+    assert Case("nvfp4-high").settings() == Settings(memory="fast")
+    assert Case("nvfp4").settings() == Settings(accuracy="balanced", memory="fast")
     assert Case("nvfp4-paper-recompute-once-transient-graphs").settings() == Settings(
         accuracy="paper", memory="small", cuda_graphs=True
     )
