@@ -14,7 +14,7 @@ by_backend = pytest.mark.parametrize("backend", BACKENDS)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL = {f"{i}.{'mlp' if p in PROJECTIONS[4:] else 'self_attn'}.{p}" for i in range(2) for p in PROJECTIONS}
 IDS = torch.arange(32).reshape(2, 16) * 7 % 128
-DEFAULTS = dict(backend="nvfp4", accuracy="high", memory="fast", calibration=None, skip_modules=[], merge_aware=False)
+DEFAULTS = dict(backend="nvfp4", accuracy="high", memory="auto", calibration=None, skip_modules=[], merge_aware=False)
 """Of the fields that are ours, as a side-car has them, written out: a default that changes is a change for users."""
 U = 2.0**-8  # largest relative error of rounding to BF16
 

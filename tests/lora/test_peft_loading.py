@@ -22,7 +22,7 @@ from peft_nvfp4.quantization.options import NAMES
 VALUES = {
     "backend": ["nvfp4", "nf4", "bf16"],
     "accuracy": ["paper", "balanced", "high"],
-    "memory": ["fast", "small", "smallest"],
+    "memory": ["auto", "fast", "small", "smallest"],
     "skip_modules": [[], ["lm_head", "layers.0.mlp"]],
     "calibration": [None, "a/folder"],
     "merge_aware": [False, True],
