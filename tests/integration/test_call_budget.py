@@ -8,6 +8,8 @@ like o_proj, with the defaults of :class:`NVFP4LoraConfig`, on the reference pat
     when this test was written      forward  55  (57) calls in  6 files    backward  32  (32) calls in 4 files
     it looks at the modules below   forward  57  (59) calls in  7 files    backward  34  (34) calls in 4 files
     the look is taken by the layer  forward  56  (59) calls in  6 files    backward  35  (35) calls in 4 files
+    it quantises in smaller steps   forward  66  (71) calls in  6 files: ten (twelve) more inside of numerics/reference.py, which a
+                                    GPU does not run. Of the rest there may be as many as before.
 """
 
 import os
@@ -23,7 +25,8 @@ from peft_nvfp4 import NVFP4LoraConfig
 
 PACKAGE = os.path.dirname(peft_nvfp4.__file__) + os.sep
 FRAMES = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
-FORWARD_CALLS, BACKWARD_CALLS, FORWARD_FILES = 60, 50, 6
+FORWARD_CALLS, BACKWARD_CALLS, FORWARD_FILES = 35, 50, 6
+REFERENCE = os.path.join("numerics", "reference.py")
 
 
 class Calls:
@@ -66,6 +69,7 @@ def test_calls_of_one_linear(dtype):
             y.float().sum().backward()
     assert layer.lora_B["default"].weight.grad.abs().sum() > 0
     for calls, most in ((forward, FORWARD_CALLS), (backward, BACKWARD_CALLS)):
-        listed = "\n".join(f"{file}: {name}" for file, name in calls.functions)
-        assert 10 < len(calls.functions) <= most, f"{len(calls.functions)} calls, at most {most}:\n{listed}"
+        path = [(file, name) for file, name in calls.functions if file != REFERENCE]
+        listed = "\n".join(f"{file}: {name}" for file, name in path)
+        assert 10 < len(path) <= most, f"{len(path)} calls, at most {most}:\n{listed}"
     assert len(forward.files) <= FORWARD_FILES, forward.files

@@ -137,7 +137,7 @@ ERRORS = {  # what is wrong: the call, and words that the message must have: ope
         "transpose_requantize: scales must be .*uint8.*float32",
     ),
     "transpose_requantize-gscale": (
-        lambda: ops.transpose_requantize(gaussian(40, 33, ACTIVATION), 1.0),
+        lambda: ops.transpose_requantize(blank(40, 33, gscale=f32(40)), 1.0),
         "transpose_requantize: a weight has one global scale, got 40",
     ),
     "fprop-no-terms": (lambda: _matmul(), r"fprop \(input\): .*one or two terms, got 0"),

@@ -214,8 +214,10 @@ class FrozenLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call: Call, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """``inputs`` are those of :func:`differentiable`."""
+    def forward(ctx, *arguments: Any) -> tuple[Tensor, ...]:
+        """A :class:`Call`, then what :func:`differentiable` finds in it. (Not two parameters: where nothing needs a gradient,
+        torch.compile takes a call with as many arguments as parameters for one without ``ctx``.)"""
+        call: Call = arguments[0]
         dtype, xd = call.x.dtype, call.dequantized
         branches = [branch for linear in call.linears for branch in linear.branches]
         adapters = cast_adapters(branches, dtype)

@@ -15,8 +15,7 @@ class LazyLogits:
 
     Whatever is done to it (indexing, a method of tensors, a function of torch, arithmetic, an edit in place, a hook) is done to
     the tensor, which is kept from then on; a move or a cast waits until then. So metrics that read ``output.logits`` stay right
-    and pay for it; who does not read it pays nothing. Made without gradient it says that it is a tensor: ``Trainer.evaluate``
-    collects those outputs that are.
+    and pay for it; who does not read it pays nothing.
 
     Args:
         compute: () -> the tensor.
@@ -26,10 +25,6 @@ class LazyLogits:
     def __init__(self, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         state = dict(shape=torch.Size(shape), dtype=dtype, device=device, _compute=compute, _tensor=None, _casts=[])
         self.__dict__.update(state, _grad=torch.is_grad_enabled())
-
-    @property
-    def __class__(self) -> type:
-        return LazyLogits if self._grad else Tensor
 
     def tensor(self) -> Tensor:
         """The same one whenever it is asked for. First used without autograd, it is part of the graph all the same."""
@@ -45,7 +40,7 @@ class LazyLogits:
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         if (like := empty.to(*args, **kwargs)) is empty:
             return self
-        cast = LazyLogits(lambda: self.tensor().to(*args, **kwargs), self.shape, like.dtype, like.device)
+        cast = type(self)(lambda: self.tensor().to(*args, **kwargs), self.shape, like.dtype, like.device)
         self._casts.append(weakref.ref(cast))
         return cast
 
@@ -101,3 +96,12 @@ for _name in (
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in "setitem iadd isub imul itruediv ipow iand ior ixor".split():
     setattr(LazyLogits, f"__{_name}__", _in_place(f"__{_name}__"))
+
+
+class EvaluatedLogits(LazyLogits):
+    """Of a call without gradient: it says that it is a tensor, since ``Trainer.evaluate`` collects those outputs that are. (A class
+    of its own, since a compiler does not trace it.)"""
+
+    @property
+    def __class__(self) -> type:
+        return Tensor

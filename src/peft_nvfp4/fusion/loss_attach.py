@@ -35,7 +35,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from .lazy_logits import LazyLogits
+from .lazy_logits import EvaluatedLogits, LazyLogits
 from .loss import Targets, Transform, _compute_dtype, _losses, _shifted, _supervised_loss, _targets
 from .probe import hooked, innermost, modes_kept, special_tokens, watched, without_observers
 
@@ -325,7 +325,8 @@ class _Call:
                 return transform.forward(head(hidden))[0]
 
         shape = (*hidden.shape[:-1], getattr(head, "out_features", self.settings.vocabulary))
-        return LazyLogits(compute, shape, _compute_dtype(hidden), hidden.device)
+        logits = LazyLogits if torch.is_grad_enabled() else EvaluatedLogits
+        return logits(compute, shape, _compute_dtype(hidden), hidden.device)
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:

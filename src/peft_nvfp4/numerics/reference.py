@@ -61,6 +61,8 @@ def e4m3_encode(v: Tensor) -> Tensor:
 
 def e4m3_decode(bits: Tensor) -> Tensor:
     """FP32 value of E4M3 bits (uint8)."""
+    if type(bits) not in (Tensor, torch.nn.Parameter):  # a tensor without values, which finds none in a table
+        return bits.view(torch.float8_e4m3fn).float()
     return torch.index_select(_e4m3_values(bits.device), 0, bits.reshape(-1).int()).view(bits.shape)
 
 
