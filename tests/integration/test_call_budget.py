@@ -8,8 +8,9 @@ like o_proj, with the defaults of :class:`NVFP4LoraConfig`, on the reference pat
     when this test was written      forward  55  (57) calls in  6 files    backward  32  (32) calls in 4 files
     it looks at the modules below   forward  57  (59) calls in  7 files    backward  34  (34) calls in 4 files
     the look is taken by the layer  forward  56  (59) calls in  6 files    backward  35  (35) calls in 4 files
-    it quantises in smaller steps   forward  66  (71) calls in  6 files: ten (twelve) more inside of numerics/reference.py, which a
-                                    GPU does not run. Of the rest there may be as many as before.
+    it quantises in smaller steps   forward  66  (71) calls in  6 files: ten (twelve) more inside of numerics/reference.py
+
+A GPU does not run that file; its calls are not counted any more, and of the others there may be as many as before.
 """
 
 import os
