@@ -99,8 +99,8 @@ for _name in "setitem iadd isub imul itruediv ipow iand ior ixor".split():
 
 
 class EvaluatedLogits(LazyLogits):
-    """Of a call without gradient: it says that it is a tensor, since ``Trainer.evaluate`` collects those outputs that are. (A class
-    of its own, since a compiler does not trace it.)"""
+    """Of a call without gradient: it says that it is a tensor, since ``Trainer.evaluate`` collects those outputs that are.
+    (A class of its own, since a compiler does not trace it.)"""
 
     @property
     def __class__(self) -> type:
