@@ -148,7 +148,7 @@ def test_nothing_grows(kind, tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step in (20, 200):
                 gc.collect()
-                tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+                tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]  # no compiler's
                 counts[state.global_step] = Counter(tuple(t.shape) for t in tensors)
 
     less = dict(logging_steps=100, per_device_train_batch_size=4, model=base_model(num_hidden_layers=1))
