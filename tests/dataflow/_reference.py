@@ -136,10 +136,12 @@ class ReferenceLinear(nn.Linear):
         return Rounded.apply(cast(x), self.terms)
 
     def seen_by_adapters(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """PEFT calls this for one adapter after the other, each time with what it returned before."""
+        """PEFT calls this for one adapter after the other, each time with what it returned before: that stays as it is, edited
+        by a hook or not."""
+        if getattr(x, "is_seen_by_adapters", False):
+            return x
         y = self.seen(x).to(dtype)
-        if self.terms:
-            y.unchanged = y.detach().clone()
+        y.is_seen_by_adapters = self.terms > 0
         return y
 
     def forward(self, x: Tensor) -> Tensor:

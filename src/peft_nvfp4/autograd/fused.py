@@ -12,6 +12,7 @@ Source: PACT, Table 7, rows RMSNorm and SiLU-multiply.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..numerics.formats import QuantizedMatrix
 from ..ops import fused
@@ -28,7 +29,7 @@ class RMSNormQuantize(torch.autograd.Function):
         ctx.plus_one = plus_one
         ctx.mark_non_differentiable(*flat)
         ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        return out.y, *flat
+        return _no_view(out.y), *flat
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -38,6 +39,11 @@ class RMSNormQuantize(torch.autograd.Function):
         gamma, offset, rstd, *flat = ctx.saved_tensors
         parts = as_parts(flat, gamma.shape[0])
         return fused.rmsnorm_backward.run(dy, parts, offset, gamma, rstd, ctx.plus_one), None, None, None, None, None
+
+
+def _no_view(y: Tensor) -> Tensor:
+    """The values of one term are a view of what a CPU looked up, and autograd forbids edits of a view that a Function returns."""
+    return y.clone() if y._is_view() else y
 
 
 def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
@@ -57,7 +63,8 @@ class GatedQuantize(torch.autograd.Function):
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*flat)
         ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        h = gate.new_full((1,), torch.nan).expand(gate.shape) if placeholder else out.h  # whoever reads it after all is loud
+        # of a placeholder: whoever reads it after all is loud
+        h = gate.new_full((1,), torch.nan).expand(gate.shape) if placeholder else _no_view(out.h)
         return h, *flat
 
     @staticmethod

@@ -202,7 +202,7 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
             self.step_aside(branches)
         elif not self.lora_variant or not any(name in self.lora_variant for name in active):
             return self._with_lora_biases(below["base_layer"].lora_forward(x, branches), active)
-        return self._forward_in_parts(x, active, variant_kwargs)
+        return self._forward_in_parts(x, active, variant_kwargs, calls_modules=isinstance(branches, Obstacle))
 
     def _refuse_partly_merge_aware(self, aware: list[str], active: list[str]) -> None:
         if aware and aware != active:
@@ -230,12 +230,14 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
         z = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](cast)))
         return y + (z * self.scaling[name]).to(y.dtype)
 
-    def _forward_in_parts(self, x: Tensor, active: list[str], variant_kwargs: dict[str, Any]) -> Tensor:
+    def _forward_in_parts(self, x: Tensor, active: list[str], variant_kwargs: dict[str, Any], calls_modules: bool) -> Tensor:
         """Base layer and adapters one after the other, as PEFT does, on the input that a branch of this base sees."""
-        y, x = self._base_output(x)
+        y, seen = self._base_output(x)
+        if calls_modules and getattr(self.get_base_layer(), "quantizes_input", False):
+            seen = seen.clone()  # a hook may edit what it is given, and that is for this layer's adapters alone
         dtype = y.dtype
         for name in active:
-            y = self._with_branch(y, x, name, variant_kwargs)
+            y = self._with_branch(y, seen, name, variant_kwargs)
         return y.to(dtype)
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> Tensor:

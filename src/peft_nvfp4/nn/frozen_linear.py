@@ -39,11 +39,13 @@ class FrozenLinear(nn.Linear):
             computes in one dtype and belongs to a model in another).
         calibrated: weight and input spec come from a calibration (:mod:`peft_nvfp4.calibration`), not from a config's preset.
         shares_input: other linears read the same input (q/k/v, gate/up): what one quantises, the others find.
+        quantizes_input: adapters see D(x~), one tensor for all linears that read x, and not x.
         hosted: what fetches the packed tensors, where they are elsewhere between uses.
         call_hooks: :func:`~peft_nvfp4.autograd.module_hooks.hooks_of` of this layer and of a LoRA layer around it.
     """
 
     backend: ClassVar[str]
+    quantizes_input: ClassVar[bool] = False
     shares_input = False
     calibrated = False
     hosted: Hosted | None = None

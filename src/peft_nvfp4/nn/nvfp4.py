@@ -81,6 +81,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             (:func:`peft_nvfp4.attach`): they are computed together, when the first of them is called.
     """
 
+    quantizes_input = True
     group: SharedInputGroup | None = None
     _scale_factor: float | None = None
 
