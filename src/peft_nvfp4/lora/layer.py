@@ -191,9 +191,7 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
             return self._mixed_batch_forward(x, *args, adapter_names=adapter_names, **variant_kwargs, **kwargs)
         if self.merged_adapters:
             return self.base_layer(x, *args, **kwargs)
-        below = self._modules  # attributes of a module are slow
-        there = below["lora_A"]._modules
-        active = [name for name in self.active_adapters if name in there]
+        active = self._active()
         if self.merge_aware_adapters and (aware := [name for name in active if name in self.merge_aware_adapters]):
             self._refuse_partly_merge_aware(aware, active)
             return merge_aware.forward(self, x, active)
@@ -201,7 +199,7 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
         if isinstance(branches, Obstacle):
             self.step_aside(branches)
         elif not self.lora_variant or not any(name in self.lora_variant for name in active):
-            return self._with_lora_biases(below["base_layer"].lora_forward(x, branches), active)
+            return self._with_lora_biases(self._modules["base_layer"].lora_forward(x, branches), active)  # attributes are slow
         return self._forward_in_parts(x, active, variant_kwargs, calls_modules=isinstance(branches, Obstacle))
 
     def _refuse_partly_merge_aware(self, aware: list[str], active: list[str]) -> None:
