@@ -1,6 +1,7 @@
 """A tiny random Llama with a tokenizer of its own, saved as a folder: what the command line is tried on. And archives."""
 
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -40,6 +41,14 @@ def save_tiny(folder: Path, **overrides) -> Path:
     """Model and tokenizer in ``folder``."""
     tiny_llama(**{"vocab_size": 64, **overrides}).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_first_minute(folder: Path) -> Path:
+    """What README's and the quick start's code reads, in ``folder``: the model "tiny", and rows to train on."""
+    save_tiny(folder / "tiny")
+    rows = [{"prompt": "question the film", "completion": "answer good"}, {"prompt": "the story", "completion": "dull and bad"}]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows * 4)))
     return folder
 
 

@@ -1,12 +1,11 @@
-"""The Python blocks of README and of the quick start are run as they are printed, on a CPU and with a tiny model."""
+"""The Python blocks of the quick start are run as they are printed, on a CPU and with a tiny model (README's: test_readme.py)."""
 
-import json
 import re
 import warnings
 from pathlib import Path
 
 import pytest
-from _tiny_models import save_tiny
+from _tiny_models import save_first_minute
 
 pytest.importorskip("datasets", reason="not run: datasets is not installed")
 pytest.importorskip("trl", reason="not run: trl is not installed")
@@ -29,22 +28,11 @@ def blocks(page: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with the model and the data that the pages name."""
-    save_tiny(tmp_path / "tiny")
-    rows = [{"prompt": "question the film", "completion": "answer good"}, {"prompt": "the story", "completion": "dull and bad"}]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows * 4)))
+    """A working directory with the model and the data that the page names."""
+    save_first_minute(tmp_path)
     (tmp_path / "my.txt").write_text("the film is good\nthe story was dull and bad indeed\n" * 4)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_readme(folder):
-    (start,) = blocks("README.md")
-    scope = {}
-    exec(compile(start, "README.md", "exec"), scope)
-    assert scope["trainer"].state.global_step == 2
-    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
-    assert len(start.splitlines()) <= 14
 
 
 def test_quickstart(folder, capsys):
