@@ -292,6 +292,7 @@ def test_the_callback_logs_through_trainer(tmp_path):
     assert expected | {"nvfp4/gradient_amax"} <= logs.keys()
     assert 0 < logs["nvfp4/input_error"] <= logs["nvfp4/input_error_worst"] < 0.2 and all(v == v for v in logs.values())
     assert sum("nvfp4/input_error" in row for row in trainer.state.log_history) == 3
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3, 4, 5]
     # both micro-batches of 2 x 16 tokens
     assert callback.latest.layers["model.layers.0.self_attn.q_proj"]["input"].values == 2 * 32 * 64
     assert len(callback.latest.layers) == 14

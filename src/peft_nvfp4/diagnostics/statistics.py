@@ -209,7 +209,9 @@ class NVFP4StatisticsCallback(TrainerCallback):
         numbers |= {f"{site}_error_worst": row.error for site in self.sites for _, _, row in latest.worst(1, site=site)}
         numbers["gradient_amax"] = max(latest.of("gradient", "amax").values(), default=None)
         if (trainer := self._trainer()) is not None:
+            asked = control.should_log
             trainer.log({f"nvfp4/{name}": value for name, value in numbers.items() if value is not None})
+            control.should_log = asked  # a line counts as the one that was asked for, and the step's loss would have none
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._running is not None:

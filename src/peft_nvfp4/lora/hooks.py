@@ -11,6 +11,7 @@
 | ``PreTrainedModel.save_pretrained`` | writes how a frozen model is to be loaded (:mod:`peft_nvfp4.transformers.saving`) |
 | ``PeftConfig.from_pretrained`` | reads that note, so that a base of another format gets a warning |
 | ``PeftModel.parameters`` | a faster walk for a model with our config: Trainer takes two in every step |
+| ``CallbackHandler.on_train_begin`` | a Trainer that reports to somebody logs :mod:`~peft_nvfp4.training.metrics`, too |
 | ``BaseTuner.inject_adapter`` | our config, or LoRA on a ``PactConfig`` model: fuses it after. IA3, ... on frozen linears raise |
 
 Every wrapper passes through untouched when neither our config nor a frozen layer is involved, so plain LoRA models keep PEFT's
@@ -48,7 +49,7 @@ from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
 from ..quantization.freeze import dequantize_model, freeze_model, frozen_layers, frozen_matrices, frozen_modules
 from ..quantization.layouts import keep_layouts
 from ..quantization.options import MEMORY, Options, gpu_is_here
-from ..training import distributed
+from ..training import distributed, metrics
 from ..training.cuda_graphs import disable_cuda_graphs
 from ..training.memory_level import follow_memory, forget_memory, too_large_for_the_gpu
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
@@ -73,6 +74,7 @@ def register() -> None:
         return
     try:
         distributed.install()
+        metrics.install()
         published.install()
         saving.install()
         wrap(LoraModel, "_prepare_model", _prepare_model)

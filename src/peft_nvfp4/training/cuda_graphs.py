@@ -447,6 +447,12 @@ def graph_status(model: nn.Module) -> GraphStatus:
     return GraphStatus(reasons=Counter({"not enabled": 1})) if graphed is None else graphed.status
 
 
+def recording_bytes(model: nn.Module) -> int:
+    """Bytes of the pool that the recordings of training steps share, as the largest of them left it."""
+    graphed = _graphed(model)
+    return 0 if graphed is None else graphed.pool_bytes
+
+
 def decoding_status(model: nn.Module) -> DecodingStatus:
     """Which steps of generation were replayed, and which were not and why."""
     graphed = _graphed(model)

@@ -155,12 +155,14 @@ class PackingStatus:
     Attributes:
         calls: calls that were packed.
         tokens, places: real tokens of these calls, and tokens with padding.
+        unpadded: tokens of calls that had no padding and ran as they were.
         reasons: why calls were not packed -> how many.
     """
 
     calls: int = 0
     tokens: int = 0
     places: int = 0
+    unpadded: int = 0
     reasons: Counter = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -235,6 +237,7 @@ class PackedForward:
             self.status.reasons[str(reason)] += 1
             return self.original(*args, **kwargs)
         if batch.rows_are_full and not getattr(self.inner, "can_record", False):
+            self.status.unpadded += batch.tokens
             return self.original(*args, **kwargs)  # nothing to gain
         self.status.calls += 1
         self.status.tokens += batch.tokens
