@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ def images_or_skip():
     return image
 
 
-def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    words = ["<unk>", "<s>", "</s>", "<user>", "<bot>", *WORDS.split()]
+def tiny_tokenizer(template: str | None = TEMPLATE, words: Iterable[str] = WORDS.split()) -> PreTrainedTokenizerFast:
+    words = ["<unk>", "<s>", "</s>", "<user>", "<bot>", *words]
     inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

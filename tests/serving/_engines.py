@@ -45,21 +45,31 @@ def save_base(folder, **sizes) -> str:
     return str(folder)
 
 
-def train_adapter(base: str, folder, step: int, backend: str = "bf16", steps: int = 40, **settings) -> PeftModel:
-    """An adapter, saved in ``folder``, that learned to count in steps of ``step`` (modulo the vocabulary): other steps, other
-    answers. The model it was trained on, in evaluation mode."""
-    torch.manual_seed(step)
+def new_model(base: str, backend: str = "bf16", **settings) -> PeftModel:
+    """A base with a new adapter."""
     own = dict(r=RANK, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend)
-    config = NVFP4LoraConfig(**{**own, **settings})
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), config).train()
+    torch.manual_seed(1)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), NVFP4LoraConfig(**own | settings))
+
+
+def count_in_steps(model: PeftModel, step: int, steps: int = 40) -> None:
+    """Train the adapter to count in steps of ``step``, modulo the vocabulary: other steps, other answers."""
+    model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
         ids = (torch.randint(VOCABULARY, (16, 1)) + step * torch.arange(16)) % VOCABULARY
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    model.eval()
+
+
+def train_adapter(base: str, folder, step: int, backend: str = "bf16") -> PeftModel:
+    """The model with an adapter that counts in steps of ``step``; the adapter is saved in ``folder``."""
+    model = new_model(base, backend)
+    count_in_steps(model, step)
     model.save_pretrained(folder)
-    return model.eval()
+    return model
 
 
 # ---------------------------------------------------------------------------------------------- engines
