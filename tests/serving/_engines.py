@@ -54,10 +54,11 @@ def new_model(base: str, backend: str = "bf16", **settings) -> PeftModel:
 
 def count_in_steps(model: PeftModel, step: int, steps: int = 40) -> None:
     """Train the adapter to count in steps of ``step``, modulo the vocabulary: other steps, other answers."""
+    tokens = model.config.vocab_size
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
-        ids = (torch.randint(VOCABULARY, (16, 1)) + step * torch.arange(16)) % VOCABULARY
+        ids = (torch.randint(tokens, (16, 1)) + step * torch.arange(16)) % tokens
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -109,9 +110,9 @@ class Answer:
 
 
 def ask(llm, rows, adapter: LoRARequest | list[LoRARequest | None] | None = None) -> list[Answer]:
-    """One answer to each row of token ids; one adapter for all of them, or one for each."""
+    """One answer to each row of token ids, or text; one adapter for all of them, or one for each."""
     sampling = vllm.SamplingParams(**GREEDY, logprobs=-1)
-    asked = [{"prompt_token_ids": row} for row in rows]
+    asked = [{"prompt": row} if isinstance(row, str) else {"prompt_token_ids": row} for row in rows]
     found = llm.generate(asked, sampling, lora_request=adapter, use_tqdm=False)
     return [Answer(list(one.prompt_token_ids), list(one.outputs[0].token_ids), _logprobs(one.outputs[0])) for one in found]
 
