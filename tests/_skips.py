@@ -15,6 +15,7 @@ KNOWN = (
     r"nvcc|CUTLASS",  # comes with the CUDA toolkit
     r"Triton is not installed|No module named 'triton'",  # not with CPU builds of PyTorch
     r"this machine has WordNet itself",
+    r"vLLM is not installed",  # make test-serving, in an environment of its own
 )
 """Regular expressions of reasons that lie in the machine."""
 

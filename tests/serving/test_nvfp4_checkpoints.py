@@ -1,8 +1,8 @@
 """Frozen NVFP4 models, as :func:`peft_nvfp4.export_checkpoint` writes them, in vLLM.
 
 vLLM multiplies NVFP4 weights on a GPU only. What it does before that runs here: it reads the settings, chooses the layers, makes
-their parameters, and loads and fuses the tensors of the files. For the product itself a test puts plain PyTorch in the place of the
-GPU kernel (``marlin``); with NVFP4 inputs vLLM has an emulation of its own (``emulation``).
+their parameters, and loads and fuses the tensors of the files. For the product itself a test puts plain PyTorch in the place of
+the GPU kernel (``marlin``).
 """
 
 import pytest
