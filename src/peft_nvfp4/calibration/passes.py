@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from transformers.utils.logging import tqdm  # honours disable_progress_bar()
 
 from ..quantization.groups import input_terms
 from .data import Batch, token_mask
@@ -70,7 +70,7 @@ class Run:
             for layer, flag in zip(self.stack.layers, training):
                 layer.train(flag)
 
-    def _bar(self, what: str, progress: bool, step: int = 1) -> tqdm:
+    def _bar(self, what: str, progress: bool, step: int = 1) -> Iterable[int]:
         order = range(len(self.stack.layers))[::step]
         return tqdm(order, desc=f"{what} {self.name}", unit="layer", disable=not progress)
 

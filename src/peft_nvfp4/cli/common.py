@@ -56,7 +56,8 @@ class Outcome(NamedTuple):
 def command(function: Callable[..., Outcome] | None = None, *, busy: str = "", models: bool = True) -> Callable:
     """A command out of a function that returns an :class:`Outcome`: with the option ``--json`` (``-``: the JSON is all that goes
     to the standard output), libraries that are quiet, and errors of one paragraph on the error stream with the exit code 1.
-    ``busy`` is shown while the function runs. ``models=False``: it works without PyTorch, transformers and PEFT."""
+    ``busy`` is shown while the function runs; without it progress bars are. ``models=False``: it works without PyTorch,
+    transformers and PEFT."""
     if function is None:
         return functools.partial(command, busy=busy, models=models)
 
@@ -69,7 +70,7 @@ def command(function: Callable[..., Outcome] | None = None, *, busy: str = "", m
                     check_writable(Path(path).parent)  # before hours of work
             with redirect_stdout(sys.stderr if json_file == "-" else sys.stdout):
                 out = console()
-                with out.status(busy) if busy else nullcontext(), libraries() if models else nullcontext():
+                with out.status(busy) if busy else nullcontext(), libraries(bars=not busy) if models else nullcontext():
                     content, shown, code = function(**options)
                 for item in shown:
                     show(out, item)
@@ -195,15 +196,17 @@ def _explained(error: Exception) -> bool:
 
 
 @contextmanager
-def libraries() -> Iterator[None]:
-    """The package with its hooks into PEFT, and transformers without progress bars and warnings, which would tear ours apart."""
+def libraries(bars: bool = False) -> Iterator[None]:
+    """The package with its hooks into PEFT, and transformers without warnings, and without progress bars (its own, and ours of
+    freezing, calibrating and merging) where they would tear another line apart."""
     from transformers.utils import logging
 
     from .. import api  # noqa: F401  installs the hooks
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if not bars:
+        logging.disable_progress_bar()
     with warnings.catch_warnings():
         if not DEBUG["on"]:
             warnings.filterwarnings("ignore", category=FutureWarning)
@@ -213,5 +216,5 @@ def libraries() -> Iterator[None]:
             yield
         finally:
             logging.set_verbosity(level)
-            if bars:
+            if shown:
                 logging.enable_progress_bar()

@@ -29,7 +29,7 @@ def _written(folder: Path, model: Any, tokenizer: Any) -> tuple[dict[str, Any], 
     return {"folder": str(folder), "bytes": count, "packed": packed, "dense_bytes": dense}, words
 
 
-@command(busy="Packing")
+@command
 def quantize(
     model: Model,
     output: Output,
@@ -98,7 +98,7 @@ def calibrate(
     return Outcome(report.as_dict(), [*rows.losses(), str(report), hint])
 
 
-@command(busy="Merging")
+@command
 def merge(
     adapter: Adapter,
     output: Output,

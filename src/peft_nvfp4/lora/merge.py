@@ -26,6 +26,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from .. import ops
 from ..fusion.attach import attach, attached
@@ -85,7 +86,8 @@ def merge(
             raise ValueError(f"{', '.join(names)} gives NaN on the probe: there is nothing to merge")
         with model.disable_adapter():
             base = probe_logits(model, batches)
-    measured = [_measure(name, layer, names, to) for name, layer in layers.items()]
+    bar = logging.tqdm(layers.items(), desc="Measuring what a merge keeps", unit="layer", delay=1.0, mininterval=1.0)
+    measured = [_measure(name, layer, names, to) for name, layer in bar]
     aware = [set(_adapters_of(m, names)) <= getattr(m, "merge_aware_adapters", set()) for m in layers.values()]
     report = MergeReport(to, names, measured, **weighted(measured), merge_aware=bool(aware) and all(aware))
     merged = _into_nvfp4(model, names) if to == "nvfp4" else _into_dense(model, names, DTYPES[to])
@@ -186,7 +188,7 @@ def _measure_frozen(name: str, layer: FrozenLoraLinear | ParamWrapper, adapters:
 def _into_dense(model: PeftModel, names: list[str], dtype: torch.dtype) -> nn.Module:
     model.base_model.nvfp4_dense_dtype = dtype
     untie(model, names)
-    merged = model.merge_and_unload(adapter_names=names)
+    merged = model.merge_and_unload(progressbar=logging.is_progress_bar_enabled(), adapter_names=names)
     settle_config(merged)
     for p in merged.parameters():  # not .to(dtype): that would round buffers, the frequencies of a rotary embedding
         if p.is_floating_point():

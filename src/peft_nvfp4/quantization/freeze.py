@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from tqdm.auto import tqdm
+from transformers.utils.logging import tqdm  # honours disable_progress_bar()
 
 from ..autograd.module_hooks import hooks_of
 from ..fusion.attach import detach
