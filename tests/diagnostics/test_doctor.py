@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -260,6 +261,13 @@ def gpu(monkeypatch, **changes):
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: disk)
     if "library" in settings:
         monkeypatch.setenv("PEFT_NVFP4_EXTENSION", "/nowhere/_sm120.so")
+    programs = settings.get("programs", ("gcc", "nvcc"))
+    monkeypatch.setattr(environment.shutil, "which", lambda name: f"/usr/bin/{name}" if Path(name).name in programs else None)
+    for name in ("CC", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    if "cc" in settings:
+        monkeypatch.setenv("CC", settings["cc"])
+    monkeypatch.setattr(environment, "_python_header", lambda: Path(settings.get("header", __file__)))
     spec = None if settings.get("no_triton") else object()
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: spec if name == "triton" else found(name))
 
@@ -279,7 +287,11 @@ SETUPS = {
     "no Triton": (dict(no_triton=True), True, "pip install triton"),
     "full": (dict(free=1 << 30), False, "only 1.0 of 16.0 GiB"),
     "full disk": (dict(disk=10**9), False, "1.0 GB are left on the disk of"),
-    "no library": (dict(library=""), False, "pip install --no-deps nvidia-cutlass"),
+    "no library": (dict(library=""), False, "nvcc is here (/usr/bin/nvcc): pip install --no-deps nvidia-cutlass"),
+    "no nvcc": (dict(library="", programs=("gcc",)), False, "nvcc, which was not found (CUDA's toolkit, 12.8 or later, or"),
+    "no C compiler": (dict(programs=()), True, "no C compiler was found, and Triton's kernels need one: apt-get install gcc"),
+    "another C compiler": (dict(cc="icc"), True, "CC=icc does not exist"),
+    "no headers": (dict(header="/nowhere/Python.h"), True, "/nowhere/Python.h does not exist"),
 }
 
 
@@ -302,7 +314,7 @@ def test_a_driver_older_than_the_extension(monkeypatch, nvcc, driver, oldest):
 
 def test_a_good_gpu_needs_no_advice(monkeypatch):
     gpu(monkeypatch)
-    assert list(environment._cuda()) == list(environment._gpus()) == []
+    assert list(environment._cuda()) == list(environment._gpus()) == list(environment._compiler()) == []
 
 
 @pytest.mark.parametrize(

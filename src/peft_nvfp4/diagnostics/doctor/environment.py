@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -95,7 +96,7 @@ def describe() -> dict[str, str]:
 
 def advice() -> list[Result]:
     """What is wrong (training does not work, or not as well as it could) or worth noticing about this set-up."""
-    return [*_versions(), *_cuda(), *_gpus(), *_driver(), *_library(), *_settings(), *_disks()]
+    return [*_versions(), *_cuda(), *_gpus(), *_compiler(), *_driver(), *_library(), *_settings(), *_disks()]
 
 
 wrong = partial(Result, "set-up", "wrong", FAILED)
@@ -162,6 +163,25 @@ def _gpus() -> Iterator[Result]:
         yield wrong("this torch is built for ROCm; the kernels are for NVIDIA GPUs")
 
 
+def _compiler() -> Iterator[Result]:
+    """Triton compiles a launcher for each kernel when it is first called (on Windows it brings a compiler of its own)."""
+    if not torch.cuda.is_available() or os.name == "nt" or importlib.util.find_spec("triton") is None:
+        return
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        found = "no C compiler was found" if compiler is None else f"CC={compiler} does not exist"
+        yield wrong(f"{found}, and Triton's kernels need one: apt-get install gcc libc6-dev (or conda install gcc), or set CC")
+    if not (header := _python_header()).is_file():
+        yield wrong(
+            f"{header} does not exist, and Triton's kernels need it: apt-get install python3-dev, or take a Python that "
+            "brings its headers (uv's, conda's)"
+        )
+
+
+def _python_header() -> Path:
+    return Path(sysconfig.get_path("include"), "Python.h")
+
+
 OLDEST_DRIVER = {12: 525, 13: 580}
 """CUDA's major version -> the first driver that serves programs of it."""
 
@@ -201,11 +221,20 @@ def _library() -> Iterator[Result]:
     try:
         cutlass.load()
     except Unavailable as reason:
+        build = "pip install --no-deps nvidia-cutlass==4.2.0.0, then in a checkout PEFT_NVFP4_BUILD=1 pip install ."
+        toolkit = "CUDA's toolkit, 12.8 or later, or pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl"
+        nvcc = _nvcc()
+        steps = f"nvcc is here ({nvcc})" if nvcc else f"It is compiled by nvcc, which was not found ({toolkit})"
         yield note(
-            f"the FP4 extension for this GPU is not there ({reason}). With nvcc 12.8 or later (CUDA's toolkit, or pip install "
-            "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl): pip install --no-deps nvidia-cutlass==4.2.0.0, then in a "
-            "checkout PEFT_NVFP4_BUILD=1 pip install . Until then torch's FP4 products or the emulation run"
+            f"the FP4 extension for this GPU is not there ({reason}). {steps}: {build} Until then torch's FP4 products or the "
+            "emulation run"
         )
+
+
+def _nvcc() -> str | None:
+    """Where csrc/build.py finds it, but for Python packages."""
+    places = [Path(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    return next((str(path) for path in places if path.is_file()), None) or shutil.which("nvcc")
 
 
 def _disks() -> Iterator[Result]:
