@@ -5,64 +5,25 @@ import json
 import pytest
 import torch
 import transformers as hf
+from _gguf_models import MODELS, PIECES, VOCABULARY, YARN, sentencepiece, tokenizer
 from conftest import tiny_llama
 from peft import get_peft_model
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
-from peft_nvfp4.checkpoints import gguf as ours
 from peft_nvfp4.checkpoints.gguf import export_gguf
+from peft_nvfp4.checkpoints.gguf.families import FAMILIES, neighbours
+from peft_nvfp4.checkpoints.gguf.tokenizer import SPLITS
 
 gguf = pytest.importorskip("gguf", reason="not run: gguf is not installed")
 
 TEXT = "Hello  world 1234 it's\n\n <|end|>user ünïcode 日本 I'LL"
-SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 IDS = torch.arange(24).reshape(2, 12) * 11 % 256
-
-
-def tokenizer(split="gpt-2", chat_template="{{ messages }}"):
-    """Byte-level BPE with two merges and two special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, "ll", "llo"])}
-    inner = Tokenizer(models.BPE(vocabulary, [("l", "l"), ("ll", "o")]))
-    steps = {
-        "gpt-2": [],
-        "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-        **{word: [pre_tokenizers.Split(Regex(regex), "isolated")] for regex, word in ours._SPLITS.items()},
-    }[split]
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt-2", "smollm"))
-    inner.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
-    special = dict(bos_token="<|start|>", eos_token="<|end|>")
-    return hf.PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=chat_template, **special)
+READ_BY_TRANSFORMERS = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 
 
 def llama(**settings):
-    return tiny_llama(**{"vocab_size": 262, **settings})  # two more than the tokenizer has
-
-
-def mistral():
-    return hf.MistralForCausalLM(hf.MistralConfig(**SIZES, vocab_size=262, sliding_window=None))
-
-
-def qwen2():
-    model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES, vocab_size=262))
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(p, std=0.1)
-    return model
-
-
-def qwen3():
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, vocab_size=262, head_dim=128))  # the one size that transformers reads
-
-
-MODELS = {
-    "llama": llama,
-    "llama-tied": lambda: llama(tie_word_embeddings=True, head_dim=32, rope_theta=5e5),
-    "mistral": mistral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-}
+    return tiny_llama(**{"vocab_size": VOCABULARY, **settings})
 
 
 def read_back(folder, name="model.gguf", dtype=torch.float32):
@@ -75,12 +36,11 @@ def logits(model):
 
 
 @pytest.mark.parametrize("dtype", ("f32", "f16", "bf16", "q8_0"))
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_transformers_reads_what_is_written(make, dtype, tmp_path):
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_transformers_reads_what_is_written(name, dtype, tmp_path):
     """In F32 every weight comes back; in 16 bits those that are rounded to them; in Q8_0 those of gguf's own dequantisation,
     within half a step of 1/127 of a block's largest, and what the step's rounding to FP16 (2^-11) moves 127 of them by."""
-    torch.manual_seed(0)
-    model = make()
+    model = MODELS[name]()
     if dtype in ("f16", "bf16"):
         for p in model.parameters():
             p.data = p.data.to({"f16": torch.float16, "bf16": torch.bfloat16}[dtype]).float()
@@ -95,7 +55,7 @@ def test_transformers_reads_what_is_written(make, dtype, tmp_path):
         torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("split", ("gpt-2", "smollm", "llama-bpe", "qwen2"))
+@pytest.mark.parametrize("split", ("gpt-2", "smollm", *SPLITS.values()))
 def test_metadata_and_tokens(split, tmp_path):
     """By gguf's own reader, and the tokens of a text by transformers (which knows the way of splitting of GPT-2 only, for this
     architecture)."""
@@ -132,13 +92,13 @@ def test_a_merged_model_from_the_command_line(tmp_path, monkeypatch):
     model = get_peft_model(base, config)
     model.save_pretrained(tmp_path / "adapter")
     command = ["merge", str(tmp_path / "adapter"), "-m", str(tmp_path / "base"), "-o", str(tmp_path / "out"), "--to", "bf16"]
-    result = CliRunner().invoke(app, [*command, "--gguf", "--dtype", "bf16"])
+    result = CliRunner().invoke(app, [*command, "--gguf", "bf16", "--dtype", "bf16"])
     assert result.exit_code == 0, result.output
     saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     again = read_back(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(logits(again), logits(saved))
-    refused = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "other"), "--to", "nvfp4", "--gguf"])
-    assert refused.exit_code != 0 and "GGUF" in refused.output and not (tmp_path / "other").exists()
+    refused = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "other"), "--to", "nvfp4", "--gguf", "bf16"])
+    assert refused.exit_code != 0 and "--gguf writes a dense model" in refused.output and not (tmp_path / "other").exists()
 
 
 def words():
@@ -155,16 +115,8 @@ def unknown_split():
     return own
 
 
-def scaled():
-    rope = dict(
-        rope_type="llama3",
-        rope_theta=1e4,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=64,
-    )
-    return llama(rope_parameters=rope)
+def unlike_gemma(**settings):
+    return lambda: MODELS["gemma3"](**settings)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +125,14 @@ def scaled():
         (llama, words, "byte-level BPE.*convert_hf_to_gguf"),
         (llama, unknown_split, "byte-level BPE.*convert_hf_to_gguf"),
         (lambda: llama(vocab_size=200), tokenizer, "260 tokens, the model 200"),
-        (scaled, tokenizer, "'llama3'.*convert_hf_to_gguf"),
-        (lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES, vocab_size=262, sliding_window=8)), tokenizer, "sliding window"),
+        (lambda: MODELS["qwen2"](rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), tokenizer, "'dynamic'"),
+        (lambda: MODELS["qwen3-yarn"](rope_parameters={**YARN, "attention_factor": 2.0}), tokenizer, "yarn with attention_factor"),
+        (unlike_gemma(layer_types=["full_attention"] * 7), tokenizer, "order of sliding and full attention.*convert_hf_to_gguf"),
+        (unlike_gemma(query_pre_attn_scalar=64), tokenizer, "query_pre_attn_scalar=64 .llama.cpp takes 32"),
+        (lambda: MODELS["qwen3-moe"](norm_topk_prob=False), tokenizer, "norm_topk_prob=False.*convert_hf_to_gguf"),
+        (lambda: MODELS["qwen3-moe"](mlp_only_layers=[0]), tokenizer, "dense layers.*convert_hf_to_gguf"),
+        (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=1, n_head=4)), tokenizer, "gpt2.*phi3, glm4 are.*convert_hf"),
+        (llama, lambda: sentencepiece("always"), "SentencePiece BPE.*convert_hf_to_gguf"),
         (lambda: llama(hidden_act="gelu"), tokenizer, "hidden_act='gelu'.*convert_hf_to_gguf"),
         (lambda: freeze_model(llama(), progress=False), tokenizer, "is packed: merge to 'bf16'"),
         (lambda: get_peft_model(llama(), NVFP4LoraConfig(target_modules=["q_proj"])).base_model.model, tokenizer, "adapter"),
@@ -191,7 +149,7 @@ def test_a_weight_that_fp16_cannot_hold(tmp_path):
     """It would be infinite in the file; BF16 holds it."""
     model = llama()
     model.model.layers[1].mlp.up_proj.weight.data[2, 3] = 1e5
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight holds 1e\+05, more than FP16 can"):
+    with pytest.raises(ValueError, match=r"blk\.1\.ffn_up\.weight holds 1e\+05, more than FP16 can"):
         export_gguf(model, tokenizer(), tmp_path / "model.gguf", "f16")
     assert not list(tmp_path.iterdir())
     export_gguf(model, tokenizer(), tmp_path / "model.gguf", "bf16")
@@ -241,4 +199,59 @@ def test_the_real_tokenizer_is_written(tmp_path):
 def test_rows_of_heads_are_exchanged():
     """Two heads of four rows: the first half of a head goes to its even rows."""
     rows = torch.arange(8.0)[:, None]
-    assert ours.neighbours(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert neighbours(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_has_its_place(name, tmp_path):
+    """The file's tensors are the model's, in number and in values (up to the order of rows and Gemma's one)."""
+    model = MODELS[name]()
+    export_gguf(model, tokenizer(), tmp_path / "model.gguf", "f32")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    tensors = {t.name: torch.tensor(t.data) for t in reader.tensors}
+    added = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"} & tensors.keys()
+    assert bool(added) == (name in ("llama3-rope", "phi3-longrope"))
+    moved = 0.0 if "gemma" not in name else sum(p.numel() for n, p in model.named_parameters() if n.endswith("norm.weight"))
+    expected = sum(p.double().sum().item() for p in model.parameters()) + moved
+    found = sum(t.double().sum().item() for n, t in tensors.items() if n not in added)
+    assert sum(t.numel() for n, t in tensors.items() if n not in added) == sum(p.numel() for p in model.parameters())
+    assert found == pytest.approx(expected, abs=1e-3)  # FP32 values, of which a hundred thousand are added in FP64
+    assert reader.fields["general.architecture"].contents() == FAMILIES[model.config.model_type].architecture
+
+
+def test_a_window_that_llama_cpp_does_not_know_ends_the_context(tmp_path):
+    for name, length in (("mistral", 512), ("mistral-window", 48), ("phi3-window", 48), ("gemma3", 512)):
+        model = MODELS[name]()
+        export_gguf(model, tokenizer(), tmp_path / "model.gguf")
+        fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+        word = FAMILIES[model.config.model_type].architecture
+        assert fields[f"{word}.context_length"].contents() == length
+        assert (f"{word}.attention.sliding_window" in fields) == (name == "gemma3")
+
+
+def test_pieces_are_joined_by_score(tmp_path):
+    """The score of a piece falls with the rank of its first merge; what is no piece of its own has no rank."""
+    own = sentencepiece()
+    export_gguf(llama(vocab_size=len(own) + 2), own, tmp_path / "model.gguf")
+    read = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / "model.gguf").fields.items()}
+    assert read["tokenizer.ggml.model"] == "llama" and read["tokenizer.ggml.add_space_prefix"] is False
+    scores = dict(zip(read["tokenizer.ggml.tokens"], read["tokenizer.ggml.scores"]))
+    assert scores["he"] == 0 > scores["ll"] > scores["ello"] > scores["hello"] > scores["a"]
+    types = dict(zip(read["tokenizer.ggml.tokens"], read["tokenizer.ggml.token_type"]))
+    assert (types["<unk>"], types["<s>"], types["<0x0A>"], types["he"]) == (2, 3, 6, 1)
+
+
+@pytest.mark.parametrize(
+    "merges, message",
+    (
+        ([("a", "b"), ("b", "a"), ("ab", "a"), ("b", "ab")], "'a', 'ba'. is no merge"),
+        ([("a", "b"), ("a", "ba"), ("b", "a"), ("ab", "a")], "merges of 'aba' do not follow each other"),
+    ),
+)
+def test_merges_that_scores_cannot_say(merges, message, tmp_path):
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "a", "b", "ab", "ba", "aba", "bab"])}
+    inner = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    own = hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    with pytest.raises(ValueError, match=message):
+        export_gguf(llama(), own, tmp_path / "model.gguf")

@@ -14,6 +14,7 @@ COMMANDS = (
     ("estimate", "estimate", "estimate_command"),
     ("train", "train", "train"),
     ("eval", "evaluate", "evaluate"),
+    ("chat", "chat", "chat"),
     ("quantize", "conversion", "quantize"),
     ("calibrate", "conversion", "calibrate"),
     ("merge", "conversion", "merge"),

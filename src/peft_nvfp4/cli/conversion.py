@@ -105,7 +105,7 @@ def merge(
     model: Base = None,
     to: Annotated[str, typer.Option(help="bf16, fp16, fp32 or nvfp4.")] = "bf16",
     layout: Annotated[str, typer.Option(help="Of a model in nvfp4: compressed-tensors or modelopt.")] = "compressed-tensors",
-    gguf: Annotated[bool, typer.Option("--gguf", help="Write a dense model as model.gguf, too (llama.cpp).")] = False,
+    gguf: Annotated[str | None, typer.Option(help="Write model.gguf and a Modelfile, too: bf16, q8_0, f16 or f32.")] = None,
     probe: Annotated[str | None, typer.Option(help="Data on which to compare the logits: a file.")] = None,
     calibration: Calibration = None,
     dtype: Dtype = "auto",
@@ -115,12 +115,13 @@ def merge(
     import torch
 
     from ..checkpoints import export_checkpoint
-    from ..checkpoints.gguf import export_gguf
     from ..lora import merge as merging
     from ._run import models
 
     if gguf and to == "nvfp4":
-        raise ValueError("GGUF has no NVFP4 of this kind: merge to bf16, fp16 or fp32 for --gguf")
+        raise ValueError("--gguf writes a dense model: merge to bf16, fp16 or fp32")
+    if gguf is not None:
+        _check_gguf(gguf)
     with new_folder(output) as path:
         rows = None
         if probe is not None:
@@ -139,24 +140,47 @@ def merge(
         else:
             merged.save_pretrained(path)
         content, words = _written(path, merged, tokenizer)
-        if gguf:
-            export_gguf(merged, tokenizer, path / "model.gguf", {"fp32": "f32", "fp16": "f16"}.get(to, "bf16"))
-    return Outcome({**content, "report": asdict(report)}, [str(report), words])
+        shown = [str(report), words]
+        if gguf is not None:
+            shown.append(_write_gguf(path, merged, tokenizer, gguf))
+    return Outcome({**content, "report": asdict(report)}, shown)
+
+
+def _check_gguf(dtype: str) -> None:
+    """Before hours of work: the package is there, and the type is one."""
+    from ..checkpoints.gguf import DTYPES
+    from ..checkpoints.gguf.model import require_gguf
+
+    require_gguf()
+    if dtype not in DTYPES:
+        raise ValueError(f"--gguf must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def _write_gguf(folder: Path, model: Any, tokenizer: Any, dtype: str) -> str:
+    """``model.gguf`` and a ``Modelfile`` in a folder. Returns what to do with them."""
+    from ..checkpoints.gguf import export_gguf, write_modelfile
+
+    export_gguf(model, tokenizer, folder / "model.gguf", dtype)
+    missing = write_modelfile(folder, tokenizer, "./model.gguf", generation=model.generation_config)
+    use = f"llama-cli -m {folder}/model.gguf, or ollama create NAME -f {folder}/Modelfile"
+    return use if missing is None else f"{use}. {missing}"
 
 
 @command(busy="Exporting")
 def export(
-    model: Annotated[str, typer.Argument(help="Model in NVFP4 (of quantize, or merge --to nvfp4), or a dense one.")],
+    model: Annotated[str, typer.Argument(help="Model in NVFP4 (of quantize, or merge --to nvfp4), a dense one; gguf: an adapter.")],
     output: Output,
-    layout: Annotated[str, typer.Option(help="compressed-tensors (vLLM) or modelopt (TensorRT-LLM).")] = "compressed-tensors",
+    layout: Annotated[str, typer.Option(help="compressed-tensors (vLLM), modelopt (TensorRT-LLM) or gguf.")] = "compressed-tensors",
     layers: Layers = None,
 ) -> Outcome:
-    """Write an NVFP4 model in the layout of a serving engine."""
+    """Write an NVFP4 model in the layout of a serving engine, or an adapter for llama.cpp and Ollama."""
     from ..checkpoints import export_checkpoint
     from ..quantization.freeze import freeze_model, frozen_modules
     from ._run import models
 
     with new_folder(output) as path:
+        if layout == "gguf":
+            return _export_adapter(model, path)
         packed, tokenizer = models.load(model, "stored", layers)
         if not frozen_modules(packed):
             freeze_model(packed, "nvfp4")
@@ -165,6 +189,27 @@ def export(
     inexact = f"; {len(report.inexact)} global scales are off by one unit in the last place" if report.inexact else ""
     kind = f"{layout}, {report.scheme}, {len(report.dense)} linears dense{inexact}"
     return Outcome({**content, "report": asdict(report)}, [words, kind])
+
+
+def _export_adapter(adapter: str, folder: Path) -> Outcome:
+    """``adapter.gguf`` and a ``Modelfile`` in a folder."""
+    from ..checkpoints.gguf import export_gguf_adapter, write_modelfile
+    from ..checkpoints.gguf.model import require_gguf
+    from ._run import models
+
+    require_gguf()
+    if not (Path(adapter) / models.ADAPTER).is_file():
+        raise ValueError(
+            f"{adapter} is no adapter, which --layout gguf writes. A model: llama.cpp's convert_hf_to_gguf.py; an adapter with "
+            "its base: peft-nvfp4 merge ADAPTER --gguf bf16"
+        )
+    adapted, tokenizer = models.load_with_adapter(None, adapter, "bf16", None)
+    file = export_gguf_adapter(adapted, folder / "adapter.gguf")
+    base = adapted.get_base_model()
+    missing = write_modelfile(folder, tokenizer, "./base.gguf", file.name, base.generation_config)
+    words = [f"{file}: {decimal(file.stat().st_size)}, for a GGUF file of {base.name_or_path}"]
+    words += [f"llama-cli -m BASE.gguf --lora {file}; Modelfile takes the base from {folder}/base.gguf"]
+    return Outcome({"folder": str(folder), "bytes": file.stat().st_size}, words if missing is None else [*words, missing])
 
 
 @command(busy="Inspecting")
