@@ -8,6 +8,7 @@
 | ``LoraModel._unload_and_optionally_merge`` | after a merge, frozen linears without an adapter become dense as well |
 | ``LoraModel.merge_adapter`` | a dense weight that another layer shares is not changed under it |
 | ``LoraConfig.save_pretrained`` | notes which frozen base an adapter was trained on, in a file of its own |
+| ``PeftModel.save_pretrained`` | writes ``generation_config.json``, too: where answers end, after training |
 | ``PreTrainedModel.save_pretrained`` | writes how a frozen model is to be loaded (:mod:`peft_nvfp4.transformers.saving`) |
 | ``PeftConfig.from_pretrained`` | reads that note, so that a base of another format gets a warning |
 | ``PeftModel.parameters`` | a faster walk for a model with our config: Trainer takes two in every step |
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +87,7 @@ def register() -> None:
         wrap(PeftModel, "parameters", _parameters)
         wrap(BaseTuner, "inject_adapter", _inject_adapter)
         wrap(LoraConfig, "save_pretrained", _save_config)
+        wrap(PeftModel, "save_pretrained", _save_model)
         wrap(PeftConfigMixin, "from_pretrained", _read_config)
     except Exception:
         unwrap_all()  # all hooks or none
@@ -118,6 +121,15 @@ def _prepare_model(original: Callable, self: BaseTuner, peft_config: LoraConfig,
 def _save_config(original: Callable, self: LoraConfig, save_directory: str, **kwargs: Any) -> None:
     original(self, save_directory, **kwargs)
     write(self, save_directory)
+
+
+def _save_model(original: Callable, self: PeftModel, save_directory: str, **kwargs: Any) -> None:
+    """With ``generation_config.json``: a trainer may have set where answers end, and the base's own file does not say so."""
+    original(self, save_directory, **kwargs)
+    base = self.get_base_model()
+    generation = getattr(base, "generation_config", None)
+    if generation is not None and kwargs.get("is_main_process", True) and frozen_modules(base):
+        generation.to_json_file(Path(save_directory, "generation_config.json"))
 
 
 def _read_config(original: Callable, cls: type, folder: str, subfolder: str | None = None, **kwargs: Any) -> Any:

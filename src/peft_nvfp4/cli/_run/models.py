@@ -12,7 +12,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ...checkpoints.settings import published_method
 from ...lora.config import NVFP4LoraConfig
@@ -21,6 +21,7 @@ from ...transformers.config import METHOD, PactConfig
 from .options import FILE, read_yaml
 
 ADAPTER, TOKENIZER = "adapter_config.json", ("tokenizer.json", "tokenizer_config.json")
+GENERATION = "generation_config.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -221,7 +222,8 @@ def load_base(
     base = base_of(adapter, name)
     config = NVFP4LoraConfig.from_pretrained(adapter, calibration=calibration)
     tokenizer = load_tokenizer(base, adapter)
-    return config, *load(base, dtype, layers or trained_layers(adapter), config.options, tokenizer=tokenizer)
+    pinned = {"revision": config.revision} if name is None and config.revision else {}
+    return config, *load(base, dtype, layers or trained_layers(adapter), config.options, tokenizer=tokenizer, **pinned)
 
 
 def tokenizer_of(name: str | None, adapter: str | None) -> Any:
@@ -258,4 +260,6 @@ def load_with_adapter(
     else:
         config, base, tokenizer = load_base(adapter, name, dtype, layers, calibration)
         model = put_on(base, adapter, config)
+        if (Path(adapter) / GENERATION).is_file():  # a trainer may have set where answers end
+            base.generation_config = model.generation_config = GenerationConfig.from_pretrained(adapter)
     return model.to(default_device()), tokenizer
