@@ -4,13 +4,14 @@ VENV ?= .venv
 OLDEST ?= .venv-oldest
 DOCS ?= .venv-docs
 SERVING ?= .venv-serving
+LLAMA ?= .venv-llama
 TORCH ?= torch==2.13.0
 CUTLASS = nvidia-cutlass==4.2.0.0
 BIN = $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PEFT_NVFP4_BUILD ?= 0# the CUDA extension takes minutes: make build-ext
 
-.PHONY: demo fetch test test-narrow test-oldest test-serving peer-tests mutants dataflow audit build-ext dist docs lint clean
+.PHONY: demo fetch test test-narrow test-oldest test-serving test-llama peer-tests mutants dataflow audit build-ext dist docs lint clean
 
 # PyTorch first: on a machine without CUDA a smaller CPU build may be wanted, see README
 $(VENV)/.base: pyproject.toml
@@ -76,6 +77,19 @@ $(SERVING)/.base: pyproject.toml
 test-serving: $(SERVING)/.base
 	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/serving $(PYTEST_ARGS)
 
+# GGUF files in llama.cpp itself, which is compiled first: half an hour on one core
+CMAKE_ARGS ?= -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
+$(LLAMA)/.base: pyproject.toml
+	$(PYTHON) -m venv $(LLAMA)
+	$(LLAMA)/bin/python -m pip install -q --upgrade pip
+	$(LLAMA)/bin/python -m pip install -q "$(TORCH)"
+	$(LLAMA)/bin/python -m pip install -q -e ".[test]"
+	CMAKE_ARGS="$(CMAKE_ARGS)" $(LLAMA)/bin/python -m pip install -q llama-cpp-python==0.3.36
+	touch $@
+
+test-llama: $(LLAMA)/.base
+	OMP_NUM_THREADS=1 $(LLAMA)/bin/python -m pytest tests/llama_cpp $(PYTEST_ARGS)
+
 # would a test notice? one change of the arithmetic at a time, an hour or more: make mutants MUTANT_ARGS="ops/matrix.py --count 20"
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutation/run.py $(MUTANT_ARGS)
@@ -116,4 +130,4 @@ lint: $(VENV)/.base
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(OLDEST) $(SERVING) $(DOCS) demo-out dist build/site
+	rm -rf $(VENV) $(VENV)-audit $(OLDEST) $(SERVING) $(LLAMA) $(DOCS) demo-out dist build/site

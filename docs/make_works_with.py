@@ -112,7 +112,29 @@ ROWS = (  # with what, what was done, how close, the test
         "tests/integration/test_compile.py::test_inductor",
     ),
 )
+LLAMA = "tests/llama_cpp/test_llama_cpp.py::test_"
+ROWS += (
+    (
+        "llama.cpp (llama-cpp-python 0.3.36, `make test-llama`)",
+        "GGUF files of eight families, FP32, BF16 and Q8_0: logits",
+        "1e-6 of their norm in FP32 (Gemma 1e-4)",
+        LLAMA + "logits",
+    ),
+    (
+        "llama.cpp",
+        "an adapter as GGUF on a GGUF base, against the merged model",
+        "1e-6 of the logits' norm (Gemma 1e-4)",
+        LLAMA + "an_adapter_on_a_base_and_the_merged_model_agree",
+    ),
+    (
+        "llama.cpp",
+        "tokens of byte-level and of SentencePiece BPE",
+        "the same",
+        LLAMA + "tokens",
+    ),
+)
 NOT_RUN = (
+    "Ollama: it takes the GGUF files above, and a Modelfile whose template was compared with the Jinja template.",
     "Generation by a serving engine inside GRPO or RLOO (`use_vllm=True`): vLLM is not installed where the tests run.",
     "The trainers above on a GPU, in BF16, or with several processes: these rows are of a CPU, one process, FP32.",
     "sentence-transformers and Unsloth's trainers.",

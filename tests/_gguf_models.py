@@ -19,7 +19,7 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.
 LLAMA3 |= dict(original_max_position_embeddings=64)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
 GEMMA_ROPE = dict(sliding_attention=dict(rope_type="default", rope_theta=1e4))
-LONG = dict(rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75, original_max_position_embeddings=32)
+LONG = dict(rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75, original_max_position_embeddings=256)
 LONG |= dict(short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 2.0], long_factor=[1.0, 1.5, 2.0, 4.0, 8.0, 16.0])
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, head_dim=16)
 
@@ -67,7 +67,7 @@ MODELS = {
     "phi3": of("Phi3"),
     "phi3-window": of("Phi3", sliding_window=48),
     "phi3-partial": of("Phi3", rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
-    "phi3-longrope": of("Phi3", rope_parameters=LONG, max_position_embeddings=128, original_max_position_embeddings=32),
+    "phi3-longrope": of("Phi3", rope_parameters=LONG, max_position_embeddings=1024, original_max_position_embeddings=256),
     "glm4": of("Glm4", head_dim=16, attention_bias=True),
 }
 """Name -> a function of settings that makes a model in FP32."""
@@ -88,14 +88,17 @@ def tokenizer(split="gpt-2", chat_template="{{ messages }}"):
     return hf.PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=chat_template, **special)
 
 
-PIECES = ("▁", *"abcdehlnorstwy!?0123456789", "he", "ll", "▁w", "or", "ello", "llo", "hello", "▁wor", "▁world", "ld", "th", "▁th", "▁the")
+PIECES = ("▁", *"abcdehlnorstwy!?0123456789", "he", "ll", "▁w", "or", "ello", "llo", "hello", "▁wor", "▁world", "ld", "th", "▁th")
+PIECES += ("▁the", "▁▁")
 
 
-def sentencepiece(spaces="gemma", pieces=PIECES, **special):
-    """SentencePiece BPE, as transformers converts one: every way to join two pieces to a third is a merge, by the third's rank."""
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", **special}
-    vocabulary = {token: i for i, token in enumerate([*special.values(), *(f"<0x{b:02X}>" for b in range(256)), *pieces])}
-    merges = [(p[:i], p[i:]) for p in pieces for i in range(1, len(p)) if p[:i] in pieces and p[i:] in pieces]
+def sentencepiece(spaces="gemma", **more):
+    """SentencePiece BPE, as transformers converts one: every way to join two pieces to a third is a merge, by the third's
+    rank."""
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokens = [*special.values(), *more.values(), *(f"<0x{b:02X}>" for b in range(256)), *PIECES]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [(p[:i], p[i:]) for p in PIECES for i in range(1, len(p)) if p[:i] in PIECES and p[i:] in PIECES]
     inner = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     replace = normalizers.Replace(" ", "▁")
     if spaces == "gemma":

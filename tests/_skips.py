@@ -16,6 +16,7 @@ KNOWN = (
     r"Triton is not installed|No module named 'triton'",  # not with CPU builds of PyTorch
     r"this machine has WordNet itself",
     r"vLLM is not installed",  # make test-serving, in an environment of its own
+    r"llama_cpp is not installed \(make test-llama\)",  # minutes of compiling: an environment of its own
 )
 """Regular expressions of reasons that lie in the machine."""
 

@@ -1,5 +1,5 @@
-"""The folder of a trained adapter holds what a served model needs: tokenizer and chat template, where answers end, and the base by
-the name that was loaded, with the revision if ``get_peft_model`` was told (a model does not know its own)."""
+"""The folder of a trained adapter holds what a served model needs: tokenizer and chat template, where answers end, and the base
+by the name that was loaded, with the revision if ``get_peft_model`` was told (a model does not know its own)."""
 
 import json
 

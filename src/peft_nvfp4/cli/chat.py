@@ -26,7 +26,7 @@ def chat(
 ) -> Outcome:
     """Talk to a model, with the adapter that was just trained.
 
-    /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer. Without a terminal every line of the input is a question.
+    /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer. Without a terminal, lines of the input are questions.
     """
     from ._run import chatting, models
 

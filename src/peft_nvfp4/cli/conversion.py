@@ -168,9 +168,9 @@ def _write_gguf(folder: Path, model: Any, tokenizer: Any, dtype: str) -> str:
 
 @command(busy="Exporting")
 def export(
-    model: Annotated[str, typer.Argument(help="Model in NVFP4 (of quantize, or merge --to nvfp4), a dense one; gguf: an adapter.")],
+    model: Annotated[str, typer.Argument(help="Model in NVFP4 (of quantize, or merge --to nvfp4), or dense; gguf: adapter.")],
     output: Output,
-    layout: Annotated[str, typer.Option(help="compressed-tensors (vLLM), modelopt (TensorRT-LLM) or gguf.")] = "compressed-tensors",
+    layout: Annotated[str, typer.Option(help="compressed-tensors (vLLM), modelopt (TensorRT-LLM), gguf.")] = "compressed-tensors",
     layers: Layers = None,
 ) -> Outcome:
     """Write an NVFP4 model in the layout of a serving engine, or an adapter for llama.cpp and Ollama."""

@@ -7,8 +7,8 @@
 
 The ``gguf`` package (of llama.cpp) knows names of tensors and metadata and writes the file; what remains are the facts of an
 architecture (:mod:`.families`) and of a tokenizer (:mod:`.tokenizer`). Only what was compared with llama.cpp itself is written
-(``make test-llama``: logits, tokens); everything else is refused with a message that names ``convert_hf_to_gguf.py`` of llama.cpp,
-which converts the folder that ``save_pretrained`` writes.
+(``make test-llama``: logits, tokens). Everything else is refused with a message that names ``convert_hf_to_gguf.py`` of
+llama.cpp, which converts the folder that ``save_pretrained`` writes.
 """
 
 from .adapter import export_gguf_adapter

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .families import CONVERTER, Family, added_tensors, family_of, rows, write_sizes
-from .tokenizer import read_vocabulary, write_vocabulary
+from .tokenizer import read_vocabulary, strips_like_phi3, write_vocabulary
 
 DTYPES = ("f32", "f16", "bf16", "q8_0")
 
@@ -40,7 +40,7 @@ def export_gguf(model: nn.Module, tokenizer: Any, path: str | Path, dtype: str =
     with written(path, family.architecture) as writer:
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'f32' else 'MOSTLY'}_{dtype.upper()}"])
-        writer.add_name(type(model).__name__.removesuffix("ForCausalLM"))
+        writer.add_name("Phi-3" if strips_like_phi3(tokenizer) else type(model).__name__.removesuffix("ForCausalLM").rstrip("3"))
         write_sizes(writer, config, family)
         write_vocabulary(writer, vocabulary, tokenizer)
         for name, tensor in _tensors(model, family):

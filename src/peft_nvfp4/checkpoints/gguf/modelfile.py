@@ -44,17 +44,19 @@ class Turns:
 
     def go(self) -> str:
         """The template of Ollama. A system's message is used where there is one, and it is not empty."""
+        around = lambda turn, content: _go(turn[0]) + "{{ " + content + " }}" + _go(turn[1])
         return (
-            f"{{{{ if .System }}}}{_go(self.with_system[0])}{{{{ .System }}}}{_go(self.with_system[1])}"
-            f"{{{{ else }}}}{_go(self.without_system)}{{{{ end }}}}"
+            "{{ if .System }}" + around(self.with_system, ".System") + "{{ else }}" + _go(self.without_system) + "{{ end }}"
             "{{ range .Messages }}"
-            f'{{{{ if eq .Role "user" }}}}{_go(self.user[0])}{{{{ .Content }}}}{_go(self.user[1])}'
-            f'{{{{ else if eq .Role "assistant" }}}}{_go(self.assistant[0])}{{{{ .Content }}}}{_go(self.assistant[1])}{{{{ end }}}}'
-            f"{{{{ end }}}}{_go(self.prompt)}"
+            '{{ if eq .Role "user" }}' + around(self.user, ".Content") + ""
+            '{{ else if eq .Role "assistant" }}' + around(self.assistant, ".Content") + "{{ end }}"
+            "{{ end }}" + _go(self.prompt)
         )
 
 
-def write_modelfile(folder: str | Path, tokenizer: Any, model: str, adapter: str | None = None, generation: Any = None) -> str | None:
+def write_modelfile(
+    folder: str | Path, tokenizer: Any, model: str, adapter: str | None = None, generation: Any = None
+) -> str | None:
     """Write ``Modelfile`` into a folder.
 
     Args:

@@ -8,7 +8,7 @@ is a merge and the merges of a piece follow each other; both are checked.
 
 Where transformers puts the "▁" of SentencePiece before the first word alone (``prepend_scheme="first"``), none is put: llama.cpp
 would put one after every special token. So chats, which start with such a token, give the tokens of transformers; a plain text
-gives them with a space before it.
+gives them with a space before it. A token that takes spaces beside it away is known for Phi-3 alone (:func:`strips_like_phi3`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _scores(tokens: list[str], types: list[int], pairs: list[tuple[str, ...]]) -
     for rank, pair in enumerate(pairs):
         joined = "".join(pair)
         if joined != last and joined in ranks:
-            raise ValueError(f"the merges of {joined!r} do not follow each other, llama.cpp's scores cannot say that. {CONVERTER}")
+            raise ValueError(f"the merges of {joined!r} do not follow each other, which scores cannot say. {CONVERTER}")
         last = joined
         ranks.setdefault(joined, rank)
     for piece in known:
@@ -163,6 +163,14 @@ def write_vocabulary(writer: Any, vocabulary: Vocabulary, tokenizer: Any) -> Non
     writer.add_add_eos_token(len(ids) > 1 and ids[-1] == tokenizer.eos_token_id)
     if isinstance(template := getattr(tokenizer, "chat_template", None), str):
         writer.add_chat_template(template)
+
+
+def strips_like_phi3(tokenizer: Any) -> bool:
+    """Do special tokens take the spaces after them away, but for those of Phi-3 that do not? llama.cpp goes by the model's name:
+    of one with "phi3" or "phi-3" in it, and of no other, it takes all these tokens to do so, and to be there."""
+    kept = {"<unk>", "<s>", "<|endoftext|>"}
+    strips = {token.content: token.rstrip for token in tokenizer.added_tokens_decoder.values()}
+    return {*kept, "</s>"} <= strips.keys() and all(strip == (name not in kept) for name, strip in strips.items())
 
 
 def adds_bos(tokenizer: Any) -> bool:

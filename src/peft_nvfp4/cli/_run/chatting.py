@@ -68,8 +68,8 @@ class Chat:
 
     Args:
         system: the system's message.
-        template: of a prompt, with ``{text}`` where the question goes, for a tokenizer without a chat template. Then every question
-            is a prompt of its own.
+        template: of a prompt, with ``{text}`` where the question goes, for a tokenizer without a chat template. Then every
+            question is a prompt of its own.
         how: settings of ``generate``, instead of the model's.
 
     Attributes:
