@@ -143,8 +143,10 @@ def test_an_adapter_on_a_base_and_the_merged_model_agree(name, tmp_path):
     one = theirs(tmp_path / "merged.gguf")
     two = theirs(tmp_path / "base.gguf", lora_path=str(tmp_path / "adapter.gguf"))
     limit = bound(merged, "f32")
+    found = distance(one, expected), distance(two, expected), distance(two, one)
+    print(f"{name}: {max(found):.2e}, bound {limit:.2e}")
     assert distance(base, expected) > 0.1, "the adapter does nothing"
-    assert distance(one, expected) < limit and distance(two, expected) < limit and distance(two, one) < limit
+    assert max(found) < limit
 
 
 @pytest.mark.parametrize("dtype", ("bf16", "q8_0"))
