@@ -34,6 +34,7 @@ pickled and deep-copied tensors.
 
 from __future__ import annotations
 
+import operator
 import re
 import threading
 from collections.abc import Sequence
@@ -159,8 +160,10 @@ def _traced_version(x: Tensor) -> int:
 
 
 def _note_version(context: Any) -> None:
-    """Runs in the compiler: looks at ``x`` of :func:`_traced_version`."""
-    _TRACED_VERSIONS.noted = context.get_local("x").as_fake()._version
+    """Runs in the compiler: looks at ``x`` of :func:`_traced_version`. ``x[i] = 3.0`` is not among the versions that PyTorch 2.10
+    counts while it traces, so all such lines of the graph are, whatever they are about."""
+    uncounted = sum(node.target is operator.setitem for node in context.graph().nodes)
+    _TRACED_VERSIONS.noted = context.get_local("x").as_fake()._version + uncounted
 
 
 @torch.compiler.assume_constant_result

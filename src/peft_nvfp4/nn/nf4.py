@@ -19,7 +19,6 @@ Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
@@ -57,12 +56,17 @@ def _on_default_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(default)
 
 
-def _in_blocks(state: bnb.functional.QuantState) -> bnb.functional.QuantState:
-    """The same weight as rows of one block each, or as one row where its last block is not full."""
-    size, block = state.shape.numel(), state.blocksize
-    state = copy.copy(state)
-    state.shape = torch.Size((1, size) if size % block else (size // block, block))
-    return state
+def _in_blocks(shape: torch.Size, block: int) -> torch.Size:
+    """The shape of rows of one block each, or of one row where the last block is not full."""
+    size = shape.numel()
+    return torch.Size((1, size) if size % block else (size // block, block))
+
+
+def _read_as(state: bnb.functional.QuantState, shape: torch.Size, dtype: torch.dtype) -> bnb.functional.QuantState:
+    """The same weight in another shape and dtype. (Not by ``copy``, which compilers of older PyTorch do not trace.)"""
+    return bnb.functional.QuantState(
+        state.absmax, shape, state.code, state.blocksize, state.quant_type, dtype, state.offset, state.state2
+    )
 
 
 @functools.cache
@@ -86,7 +90,7 @@ def _rows_are_right(k: int, dtype: torch.dtype, blocksize: int) -> bool:
     if right(state):
         return True
     fault = f"bitsandbytes {bnb.__version__} dequantises NF4 wrongly on this CPU"
-    if not right(_in_blocks(state)):
+    if not right(_read_as(state, _in_blocks(state.shape, blocksize), dtype)):
         raise RuntimeError(f"{fault} ({dtype}, rows of {k}): backend='nf4' needs a GPU or another version of bitsandbytes here")
     warnings.warn(f"{fault} where in_features is no multiple of {blocksize}; peft_nvfp4 reads such weights rightly", stacklevel=2)
     return False
@@ -99,9 +103,9 @@ def _avoids_rows(device: str, k: int, dtype: torch.dtype, blocksize: int) -> boo
 
 def _dequantize(packed: Tensor, state: bnb.functional.QuantState, dtype: torch.dtype) -> Tensor:
     """The weight, shape ``state.shape``, computed by bitsandbytes in ``dtype`` and in a shape that it reads rightly."""
-    read_as = _in_blocks(state) if _avoids_rows(packed.device.type, state.shape[1], dtype, state.blocksize) else copy.copy(state)
-    read_as.dtype = dtype
-    return bnb.functional.dequantize_4bit(packed, read_as).view(state.shape)
+    avoids_rows = _avoids_rows(packed.device.type, state.shape[1], dtype, state.blocksize)
+    shape = _in_blocks(state.shape, state.blocksize) if avoids_rows else state.shape
+    return bnb.functional.dequantize_4bit(packed, _read_as(state, shape, dtype)).view(state.shape)
 
 
 class _MatmulInBlocks(torch.autograd.Function):
