@@ -17,7 +17,7 @@ from low_level import adapted_model
 from peft import get_peft_model
 
 from peft_nvfp4 import NVFP4LoraConfig, detach, disable_cuda_graphs, enable_cuda_graphs, graph_status
-from peft_nvfp4.training import cuda_graphs
+from peft_nvfp4.training import recorded_sizes
 from peft_nvfp4.training.steps import slow_down_steps
 
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -71,7 +71,7 @@ def test_replays_are_bit_equal_to_eager_steps(device, settings):
 
 @on_devices
 def test_the_shapes_that_are_met_most_often_are_recorded(device, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(recorded_sizes, "MAX_GRAPHS", 2)
     model, eager = tuned(device), tuned(device, False)
     batches = [batch(device, length=n) for n in (16, 12, 16, 8, 8, 12)]  # 12 gives way to 8, and 8 does not to 12
     with pytest.warns(UserWarning, match="2 combinations of input shapes are recorded"):
@@ -89,7 +89,7 @@ def test_longer_batches_than_any_before_are_recorded_once_they_pay():
         losses_and_gradients(model, [batch(length=n) for n in (14, 16, 14, 14, 14, 14, 14)], 1)
     assert [entry.tokens for entry in forward.entries.values()] == [24, 16]
     losses_and_gradients(model, [batch(length=n) for n in (14, 12)], 1)  # the eighth: four for each recording
-    assert forward.tokens == 32 and [entry.tokens for entry in forward.entries.values()] == [28, 24]
+    assert forward.sizes.largest == 32 and [entry.tokens for entry in forward.entries.values()] == [28, 24]
 
 
 @on_devices

@@ -31,9 +31,9 @@ from peft_nvfp4.quantization.freeze import frozen_bytes, frozen_layers
 from peft_nvfp4.quantization.layouts import keep_layouts
 from peft_nvfp4.training import memory_level
 from peft_nvfp4.training.callbacks import settings_of
-from peft_nvfp4.training.cuda_graphs import GraphedForward
 from peft_nvfp4.training.memory_level import MemoryLevel, set_level
 from peft_nvfp4.training.offload.enable import offloaded
+from peft_nvfp4.training.recorded_sizes import RecordedSizes
 
 LAYERS = 2
 
@@ -393,9 +393,9 @@ def test_a_step_that_runs_out_of_memory_is_that_of_the_next_level(monkeypatch, p
 @pytest.mark.parametrize("place", ["cast_adapters", "_input_gradient"])
 def test_recordings_go_first(monkeypatch, place):
     """A batch a little longer than what is recorded runs without a recording, and finds too little memory beside the others."""
-    monkeypatch.setattr(GraphedForward, "_finds_room_for", lambda *args: False)
+    monkeypatch.setattr(RecordedSizes, "_finds_room_for", lambda *args: False)
     length = lambda step: 12 + (step == 1)
-    monkeypatch.setattr("peft_nvfp4.training.cuda_graphs._rounded_up", lambda tokens: tokens)
+    monkeypatch.setattr("peft_nvfp4.training.recorded_sizes.rounded_up", lambda tokens: tokens)
     reference, model = adapted("fast", True), adapted(recorded=True)
     injected = []
     expected = trained(reference, length=length, accumulation=1)
@@ -556,7 +556,7 @@ def freed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_gpu_that_runs_out_of_memory(capped, recorded, monkeypatch):
-    monkeypatch.setattr(GraphedForward, "_finds_room_for", lambda *args: False)  # rows are recorded as long as they are
+    monkeypatch.setattr(RecordedSizes, "_finds_room_for", lambda *args: False)  # rows are recorded as long as they are
     peaks, model = {}, None
     for level in ("fast", "small"):
         model = None

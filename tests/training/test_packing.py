@@ -12,7 +12,7 @@ from _rehearsal import Rehearsal
 from low_level import adapted_model
 
 from peft_nvfp4 import disable_cuda_graphs, enable_cuda_graphs, graph_status
-from peft_nvfp4.training import cuda_graphs
+from peft_nvfp4.training import recorded_sizes
 from peft_nvfp4.training.packed_attention import attention
 from peft_nvfp4.training.packing import (
     disable_packing,
@@ -227,7 +227,7 @@ def test_sizes_of_recordings():
 
 def test_rows_are_filled_up_to_recordings_that_are_there_and_leave_room_for_longer_ones(monkeypatch):
     """Tokens of batches, and of the recordings that served them."""
-    monkeypatch.setattr(cuda_graphs, "FILLING", 150)
+    monkeypatch.setattr(recorded_sizes, "FILLING", 150)
     model, eager = tuned(), tuned()
     enable_cuda_graphs(model)
     forward = packed_forward(model).inner

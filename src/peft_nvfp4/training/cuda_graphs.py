@@ -42,7 +42,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from ..memory.device import free_bytes
 from .decoding import Decoding, DecodingStatus
 from .evaluation import Evaluation, EvaluationStatus
 from .graph_recording import (
@@ -62,19 +61,8 @@ from .graph_state import baked_in
 from .host_pass import pass_goes_to_host, pass_is_short_of_memory
 from .offload.layers import ATTRIBUTE
 from .packing import PackedForward, Replicate, decoder_of, packed_forward, put_back
+from .recorded_sizes import RecordedSizes, rounded_up
 
-MAX_GRAPHS = 32
-"""Combinations of input shapes that are recorded at one time: those that are met most often."""
-NEAR = 1.5
-"""A packed row is filled up to the tokens of a recording that is there, up to this factor,"""
-FILLING = 20_000
-"""until so many tokens were computed for nothing: they take about as long as recording the row's own size (0.5 s, and 0.015 ms a
-token, for 1B of parameters on an H200)."""
-HEADROOM = 1.5
-"""A packed row longer than all recordings is filled up by this factor, where the memory is there: the recordings share a pool of
-the longest one's size, so a longer one drops them all. This way that happens a handful of times, and not for each longest row."""
-RECORDING_COST = 4
-"""Of a recording, in what an eager step takes longer than a replay: 0.55 s and 0.14 s for 1B of parameters on an H200."""
 CAUSAL = "peft_nvfp4_causal"
 """SDPA without transformers' mask code, which under capture makes a dense mask (and loses flash attention) even where all tokens
 are real. An attention function without an entry in transformers' table of mask functions gets no mask."""
@@ -114,12 +102,6 @@ def _addresses(memory: list[Tensor]) -> list[int]:
     return [t.data_ptr() for t in memory]
 
 
-def _rounded_up(tokens: int) -> int:
-    """To a multiple of an eighth of a power of two, and of 64."""
-    step = max(64, 1 << max(0, tokens.bit_length() - 4))
-    return -(-tokens // step) * step
-
-
 def _tokens(tensors: dict[str, Tensor]) -> int:
     """Tokens of a batch, padding counts."""
     return next((t.shape[0] * t.shape[1] for name, t in tensors.items() if name in ("input_ids", "inputs_embeds")), 0)
@@ -135,11 +117,7 @@ class GraphedForward:
         self.plain = plain  # somebody else's hook on the instance
         self.status, self.shared = GraphStatus(), SharedMemory()
         self.entries: dict[tuple, _Entry | str] = {}  # a reason where it cannot be recorded
-        self.met: Counter = Counter()  # how often an input's shapes were
-        self.filled: Counter = Counter()  # tokens that were filled up for want of a recording of a size
-        self.tokens = 0  # of the largest recording
-        self.pool_bytes = 0  # of the pool, as the largest recording left it
-        self.longer: list[int] = []  # tokens of batches since then that were longer
+        self.sizes = RecordedSizes()
         self.state: tuple = ()  # of the model that they were made of
         self.pending: weakref.ref[Ticket] | None = None
         self.decoding, self.evaluation = Decoding(decoder), Evaluation(decoder)
@@ -208,10 +186,11 @@ class GraphedForward:
                 return self._counted(key, tensors, output)
             del output
         if (state := baked_in(self.decoder)) != self.state:
-            self.status.discarded += any(isinstance(entry, _Entry) for entry in self.entries.values())
-            self.entries, self.state, self.tokens, self.longer = {}, state, 0, []
+            self.status.discarded += bool(self._recorded())
+            self.entries, self.state = {}, state
+            self.sizes.forget_recordings()
         if key not in self.entries:
-            self._make_room(key, tensors)
+            self._make_room(key, _tokens(tensors))
             try:
                 self.entries[key] = self._record(tensors, constants)
             except Unsupported as reason:
@@ -223,7 +202,7 @@ class GraphedForward:
         return self._counted(key, tensors, self._play(entry, tensors))
 
     def _counted(self, key: tuple, tensors: dict[str, Tensor], output: ModelOutput) -> ModelOutput:
-        self.met[key] += 1
+        self.sizes.met[key] += 1
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         self.status.graphs[shapes] = self.status.graphs.get(shapes, 0) + 1
         return output
@@ -265,12 +244,11 @@ class GraphedForward:
     def forget(self) -> bool:
         """Free all recordings, of generation and evaluation as well; they are made anew where they are met again. Returns whether
         there were any."""
-        freed = any(isinstance(entry, _Entry) for entry in self.entries.values())
-        freed |= bool(self.decoding.states or self.evaluation.states)
+        freed = bool(self._recorded() or self.decoding.states or self.evaluation.states)
         self.decoding.release()
         self.evaluation.release()
         self.entries, self.state, self.shared = {}, (), SharedMemory()
-        self.tokens, self.pool_bytes, self.longer = 0, 0, []
+        self.sizes.forget_recordings()
         return freed
 
     @property
@@ -284,50 +262,22 @@ class GraphedForward:
         return not of_gpu or next(self.decoder.parameters()).device.type == "cuda"
 
     def recorded_size(self, tokens: int) -> int:
-        """To how many a packed row of so many tokens is filled up: an eighth of a power of two (6 % on average), so that few
-        recordings serve all batches; more where that saves a recording (:data:`NEAR`, :data:`HEADROOM`)."""
+        """To how many a packed row of so many tokens is filled up."""
         if not torch.is_grad_enabled():
-            return self.evaluation.filled_size(tokens, _rounded_up(tokens))
-        size, recorded = _rounded_up(tokens), {entry.tokens for entry in self.entries.values() if isinstance(entry, _Entry)}
-        if size in recorded or not recorded:
-            return size
-        if size > max(recorded):
-            longer = _rounded_up(int(HEADROOM * size))
-            return longer if self._finds_room_for(longer) else size
-        nearest = min(n for n in recorded if n >= size)
-        if nearest > NEAR * tokens or self.filled[size] + nearest - size > FILLING:
-            return size
-        self.filled[size] += nearest - size
-        return nearest
+            return self.evaluation.filled_size(tokens, rounded_up(tokens))
+        return self.sizes.filled_size(tokens, self._recorded())
 
-    def _finds_room_for(self, tokens: int) -> bool:
-        """Whether a pool for so many tokens fits on the GPU in the place of today's, and a tenth to spare."""
-        if not torch.cuda.is_available():
-            return True
-        free = free_bytes(torch.device("cuda", torch.cuda.current_device()))
-        return tokens / self.tokens * self.pool_bytes < 0.9 * (free + self.pool_bytes)
+    def _recorded(self) -> dict[tuple, int]:
+        """Of every recording its number of tokens."""
+        return {key: entry.tokens for key, entry in self.entries.items() if isinstance(entry, _Entry)}
 
-    def _make_room(self, key: tuple, tensors: dict[str, Tensor]) -> None:
-        """For one more recording: the one that is met least gives way to one that is met more often. A recording of more tokens
-        than any before finds no free memory of its size in the pool that they share. So all are dropped, and made anew in a
-        larger pool when they are met again; but if it is little longer, not before eager steps of such batches have cost as much
-        as that will."""
-        recorded = [k for k, entry in self.entries.items() if isinstance(entry, _Entry)]
-        if (tokens := _tokens(tensors)) > self.tokens:
-            self.longer.append(tokens)
-            if tokens < HEADROOM * self.tokens and len(self.longer) < RECORDING_COST * len(recorded):
-                raise Unsupported("it has more tokens than all batches that are recorded, and few batches do")
-            self.tokens, self.longer = max(self.longer), []
-            for k in recorded:
-                del self.entries[k]
-            if recorded and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # the pool of the recordings that were dropped
-        elif len(recorded) >= MAX_GRAPHS:
-            self.met[key] += 1
-            rarest = min(recorded, key=self.met.__getitem__)
-            if self.met[key] <= self.met[rarest]:
-                raise Unsupported(f"{MAX_GRAPHS} combinations of input shapes are recorded, and met more often than this one")
-            del self.entries[rarest]
+    def _make_room(self, key: tuple, tokens: int) -> None:
+        """For one more recording."""
+        recorded, largest = self._recorded(), self.sizes.largest
+        for k in self.sizes.giving_way(key, tokens, recorded):
+            del self.entries[k]
+        if recorded and self.sizes.largest > largest and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the pool of the recordings that were dropped
 
     def _record(self, tensors: dict[str, Tensor], constants: dict[str, Any]) -> _Entry:
         parameters = [p for p in self.decoder.parameters() if p.requires_grad]
@@ -349,7 +299,7 @@ class GraphedForward:
             kinds.add(type(output))
             return output.last_hidden_state
 
-        first = not any(isinstance(entry, _Entry) for entry in self.entries.values())
+        first = not self._recorded()
         if first:
             # not the pool of discarded ones: PyTorch gives up while something of it is still held (the last step's loss does
             # that), and then cannot draw random numbers on the device any more
@@ -358,7 +308,7 @@ class GraphedForward:
         with capturing(device, tape), substituted(self.decoder, parameters, aliases):
             recording = self.recorder(run, tensors, aliases, self.shared)
         if first and device.type == "cuda":
-            self.pool_bytes = max(0, torch.cuda.memory_reserved(device) - reserved)
+            self.sizes.pool_bytes = max(0, torch.cuda.memory_reserved(device) - reserved)
         memory = [*self.decoder.parameters(), *self.decoder.buffers()]
         return _Entry(recording, tape, kinds.pop(), parameters, _tokens(tensors), memory, _addresses(memory))
 
