@@ -1,9 +1,10 @@
 """Write a model with frozen NVFP4 linears as other tools read it: plain transformers, vLLM and their like.
 
-What is written is the weights' own bytes. By default the settings say W4A16, so a reader multiplies D(W) by unquantised inputs;
-in transformers that are, bit for bit, the logits of ``model.dequantize()``. (A second term and an offset bring the quantised
-input close to the unquantised one, which such a reader has: nothing need be folded into the weights.) Where every linear came
-with a calibrated input scale from another tool (:mod:`.load`), the scales are written again and the settings say W4A4.
+What is written is the weights' own bytes, and D(W) of the few linears that engines take dense only (:mod:`.engines`). By default
+the settings say W4A16, so a reader multiplies D(W) by unquantised inputs; in transformers that are, bit for bit, the logits of
+``model.dequantize()``. (A second term and an offset bring the quantised input close to the unquantised one, which such a reader
+has: nothing need be folded into the weights.) Where every linear came with a calibrated input scale from another tool
+(:mod:`.load`), the scales are written again and the settings say W4A4.
 
 The model's own ``save_pretrained`` writes the files: shards, renamed and tied weights, remote code, generation settings.
 """
@@ -30,6 +31,7 @@ from ..nn.experts.frozen_experts import FrozenExperts, frozen_experts
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..numerics.formats import BLOCK, QuantizedMatrix
+from .engines import taken_dense, warn_of_fused
 from .layouts import LAYOUTS, MODELOPT, Layout
 from .settings import write_hf_quant_config, write_settings
 
@@ -70,10 +72,12 @@ def export_checkpoint(
             stacklevel=2,
         )
     mixtures = [ExpertNames(model, name, experts) for name, experts in frozen_experts(model)]
-    packed = {name: layer for name, layer in layers.items() if name not in narrow}
+    stay = {*narrow, *taken_dense(model, layers)}
+    packed = {name: layer for name, layer in layers.items() if name not in stay}
     scales = {name: getattr(layer, "published_input_scale", None) for name, layer in packed.items()}
     inputs = bool(packed) and not mixtures and None not in scales.values()
-    linears = (n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in packed)
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in packed]
+    warn_of_fused(layers, packed, linears)
     routers = (router for mixture in mixtures for router in mixture.routers)
     settings = write_settings(names, dense := (*linears, *routers), inputs, __version__)
     state, inexact = _state_dict(model, layers, packed, names, scales if inputs else {})

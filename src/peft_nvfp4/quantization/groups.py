@@ -2,7 +2,8 @@
 
 A *shared-input group* is one producer of activations and the linears it feeds. Two facts about it matter before a model has run:
 
-* Linears of one group should share their weight's global scale, because serving engines fuse them into one GEMM (q/k/v, gate/up).
+* Linears of one group should share their weight's global scale, because serving engines fuse them into one GEMM (q/k/v, gate/up),
+  which has one.
 * A linear fed by a norm deserves two NVFP4 terms more than one fed by attention or by the MLP's product: quantising norm
   outputs costs most of what 4-bit activations cost (in a simulation on a 135M model; two thirds at the input of gate/up).
 
@@ -19,8 +20,11 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("wi_0", "wi_1"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # latent attention
+    ("in_proj_qkv", "in_proj_z"),  # linear attention
+    ("in_proj_b", "in_proj_a"),
 )
-"""Sibling linears that read the same input."""
+"""Sibling linears that read the same input, and that engines compute as one matrix."""
 
 INTERIOR = frozenset(
     "o_proj out_proj down_proj dense_4h_to_h fc2 fc_out c_proj w2 wo to_out o proj attn_out ff_out "
