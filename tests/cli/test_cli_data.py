@@ -1,6 +1,7 @@
 """What the command line reads and how it scores: data files, what is learned of them, options, metrics."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,6 +174,19 @@ def test_flags_over_file_over_defaults(tmp_path):
     assert config.r == 4 and config.use_rslora is True and config.target_modules == "all-linear" and config.backend == "nvfp4"
     found.targets, found.backend = "q_proj, v_proj", "nf4"
     assert options.adapter_config(found).target_modules == {"q_proj", "v_proj"} and options.adapter_config(found).backend == "nf4"
+
+
+def test_the_file_with_qloras_own_settings():
+    """Of the paper: rank, alpha, dropout, optimizer, rate, schedule, clipping and rows of a step; a flag changes the format."""
+    file = Path(__file__).parents[2] / "examples" / "qlora.yaml"
+    found = options.gathered({"model": "m", "dataset": "d", "output": "o", "backend": "nvfp4"}, file)
+    config = options.adapter_config(found)
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.target_modules) == (64, 16, 0.1, "all-linear")
+    assert config.backend == "nvfp4"
+    arguments = training._arguments(found, torch.device("cpu"), assistant_only_loss=False, scored=False)
+    assert (arguments.optim, arguments.learning_rate, arguments.lr_scheduler_type) == ("paged_adamw_32bit", 2e-4, "constant")
+    assert (arguments.max_grad_norm, arguments.adam_beta2, arguments.warmup_steps, arguments.max_steps) == (0.3, 0.999, 0, 1875)
+    assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 16
 
 
 def test_resuming_reads_what_the_run_was(tmp_path):

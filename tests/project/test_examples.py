@@ -57,7 +57,7 @@ def check(printed, out, backend, layers):
     "script, backend, options",
     [
         ("finetune_trainer.py", "nvfp4", []),
-        ("finetune_trainer.py", "nf4", ["--gradient_checkpointing"]),
+        ("finetune_trainer.py", "nf4", ["--gradient_checkpointing", "--optim", "paged_adamw_8bit"]),
         ("finetune_sft.py", "nvfp4", ["--gradient_checkpointing"]),
         ("finetune_classification.py", "nvfp4", ["--held_out", "8"]),
     ],
@@ -155,4 +155,5 @@ def test_images_are_drawn_and_answers_learned(tiny, tmp_path, monkeypatch, image
 
 def test_every_example_is_listed():
     listed = (EXAMPLES / "README.md").read_text()
-    assert [p.name for p in EXAMPLES.glob("*.py") if f"[{p.name}]({p.name})" not in listed] == []
+    files = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.yaml")]
+    assert [p.name for p in files if f"[{p.name}]({p.name})" not in listed] == []
