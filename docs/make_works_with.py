@@ -40,6 +40,12 @@ ROWS = (  # with what, what was done, how close, the test
         TRL + "nothing_grows",
     ),
     (
+        "GRPO, RLOO",
+        "log-probabilities of sampled tokens: `generate` and the training forward",
+        "rounding (5e-5)",
+        "tests/integration/test_rollouts.py::test_the_training_forward_gives_the_log_probabilities_of_generate",
+    ),
+    (
         "transformers `Trainer`",
         "loss at supervised positions, accumulation, evaluation with metrics",
         "1e-5 of a logged number",
@@ -52,6 +58,12 @@ ROWS = (  # with what, what was done, how close, the test
         "tests/fusion/test_loss_training.py::test_sft_trainer",
     ),
     (
+        "TRL `SFTTrainer` with `packing=True`, with `padding_free=True`",
+        "samples in one row, without flash attention, beside a padded batch",
+        "1e-5 of a logged number",
+        "tests/integration/test_sft_packed.py::test_packed_samples_are_trained_as_each_by_itself",
+    ),
+    (
         "collators that pack (`position_ids`, `cu_seq_lens_q`)",
         "one recording serves every packing",
         "the same loss",
@@ -62,6 +74,12 @@ ROWS = (  # with what, what was done, how close, the test
         "gradient accumulation",
         "the same losses",
         "tests/training/test_graphs.py::test_trainer_with_accumulation_gives_the_same_losses",
+    ),
+    (
+        "accelerate, a loop of one's own",
+        "`Accelerator.prepare`, `accumulate`, `backward`",
+        "the same losses",
+        "tests/integration/test_accelerate.py::test_a_loop_of_accelerate_is_the_loop_without",
     ),
     (
         "accelerate, FSDP2",
@@ -92,6 +110,12 @@ ROWS = (  # with what, what was done, how close, the test
         "the leading singular part goes to the adapter",
         "requantised base",
         "tests/lora/test_inits.py::test_pissa_takes_the_leading_singular_part",
+    ),
+    (
+        "PEFT EVA",
+        "`initialize_lora_eva_weights`, with and without moving ranks between layers",
+        "leading directions of the inputs",
+        "tests/lora/test_eva.py::test_eva_takes_the_leading_directions_of_the_inputs",
     ),
     (
         "PEFT trainable tokens",
