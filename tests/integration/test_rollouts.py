@@ -1,7 +1,7 @@
 """Rollouts and training agree: the log-probabilities of sampled tokens that `generate` gives are those of the training forward.
 
-Reinforcement learning takes them for the same numbers. Here they are: one frozen base, codes with a scale for each token, so neither
-the batch nor the padding nor the length counts. What is left is rounding: attention over a cache, products of other shapes.
+Reinforcement learning takes them for the same numbers. Here they are: one frozen base, codes with a scale for each token, so
+neither the batch nor the padding nor the length counts. What is left is rounding: attention over a cache, products of other shapes.
 """
 
 import pytest
@@ -48,9 +48,9 @@ def training_logits(model, sequences, mask):
 
 @pytest.mark.parametrize("backend, accuracy", [("nvfp4", "high"), ("nvfp4", "paper"), ("nf4", "high"), ("bf16", "high")])
 def test_the_training_forward_gives_the_log_probabilities_of_generate(backend, accuracy):
-    """In FP32 both compute the same sums in another order: some 64 roundings of 2**-24 of the largest logit, in the token's logit
-    and in the normaliser. Of nvfp4, a value within that noise of a rounding threshold (3 of 10**6) gets the neighbouring code, and
-    its row is further off: one row of 8 may be."""
+    """In FP32 both compute the same sums in another order: some 64 roundings of 2**-24 of the largest logit, in the token's
+    logit and in the normaliser. Of nvfp4, a value within that noise of a rounding threshold (3 of 10**6) gets the neighbouring
+    code, and its row is further off: one row of 8 may be."""
     if backend == "nf4":
         pytest.importorskip("bitsandbytes")
     model = policy(backend, accuracy=accuracy)

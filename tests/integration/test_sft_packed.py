@@ -21,14 +21,15 @@ PAIRS = {
 def logged(folder, backend, rows, **packing):
     """Loss, gradient norm and accuracy of 3 steps that see all samples."""
     settings = trl.SFTConfig(
-        str(folder), max_steps=3, per_device_train_batch_size=rows, logging_steps=1, use_cpu=True, learning_rate=0.05, optim="sgd",
-        report_to=[], disable_tqdm=True, save_strategy="no", bf16=False, gradient_checkpointing=False, **packing,
+        str(folder), max_steps=3, per_device_train_batch_size=rows, logging_steps=1, use_cpu=True, learning_rate=0.05,
+        optim="sgd", report_to=[], disable_tqdm=True, save_strategy="no", bf16=False, gradient_checkpointing=False, **packing,
     )  # fmt: skip
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = "</s>"
     lora = NVFP4LoraConfig(r=4, target_modules="all-linear", backend=backend, task_type="CAUSAL_LM")
     data = datasets.Dataset.from_dict(PAIRS)
-    trainer = trl.SFTTrainer(tiny_llama(vocab_size=64), settings, train_dataset=data, processing_class=tokenizer, peft_config=lora)
+    model = tiny_llama(vocab_size=64)
+    trainer = trl.SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer, peft_config=lora)
     trainer.train()
     assert packing_status(trainer.model).calls >= 3, packing_status(trainer.model)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]

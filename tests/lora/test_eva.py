@@ -14,8 +14,8 @@ IDS = torch.arange(96).reshape(4, 24) * 7 % 128
 
 @pytest.mark.parametrize("rho", [1.0, 2.0])
 def test_eva_takes_the_leading_directions_of_the_inputs(backend, rho):
-    """One batch, so PEFT's incremental PCA is the PCA of its tokens: the span of A holds as much of the centred inputs' variance as
-    that of an SVD. PEFT's SVD is a randomised one, so a few percent may be missing; a random span holds far less. With
+    """One batch, so PEFT's incremental PCA is the PCA of its tokens: the span of A holds as much of the centred inputs' variance
+    as that of an SVD. PEFT's SVD is a randomised one, so a few percent may be missing; a random span holds far less. With
     rho > 1 ranks move between layers, some lose their adapter, and the sum stays."""
     config = peft.EvaConfig(rho=rho, use_label_mask=False)
     lora = NVFP4LoraConfig(backend=backend, r=R, target_modules="all-linear", init_lora_weights="eva", eva_config=config)
