@@ -1,7 +1,7 @@
 """Rollouts and training agree: the log-probabilities of sampled tokens that `generate` gives are those of the training forward.
 
 Reinforcement learning takes them for the same numbers. Here they are: one frozen base, codes with a scale for each token, so
-neither the batch nor the padding nor the length counts. What is left is rounding: attention over a cache, products of other shapes.
+neither the batch nor the padding nor the length counts. What is left is rounding: attention over a cache, other products' shapes.
 """
 
 import pytest

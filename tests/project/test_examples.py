@@ -110,9 +110,10 @@ def test_preferences_and_rewards(script, method, backend, tiny, tmp_path, monkey
 def test_reward_of_checkable_answers():
     source = (EXAMPLES / "grpo.py").read_text()
     names = {}
-    exec("import re\n" + source[source.index("def correct") : source.index("Trainer, Config = ")], names)
-    chat = [{"role": "assistant", "content": "it is 12"}]
-    assert names["correct"]([" 12", "12 3", "3 12", "none", chat], ["12"] * 5) == [1.0, 1.0, 0.0, 0.0, 1.0]
+    exec(source[source.index("def correct") : source.index("Trainer, Config = ")], names)
+    chat = [{"role": "assistant", "content": "12"}]
+    found = names["correct"]([" 12", "12\n3", chat, "12 3", "123", "12,", "it is 12", "\n12", ""], ["12"] * 9)
+    assert found == [1.0] * 3 + [0.0] * 6
 
 
 image = pytest.fixture(images_or_skip)
