@@ -4,6 +4,7 @@ nvcc takes minutes, so a file of a few bytes stands for the library here; that t
 ``tests/kernels/test_extension.py``.
 """
 
+import json
 import os
 import re
 import shutil
@@ -105,3 +106,18 @@ def test_metadata():
         for extra in match.split(",")
     }
     assert mentioned and mentioned <= set(extras)
+
+
+def test_containers_agree_with_the_rest():
+    """The images build what make builds, from files that .dockerignore lets through."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert re.search(r"^CUTLASS = (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)[1] in text
+    sources = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for name in line.split()]
+    let_through = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.M))
+    assert sources and all((ROOT / name).exists() for name in sources) and set(sources) == let_through
+    configuration = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    development = (ROOT / ".devcontainer" / configuration["build"]["dockerfile"]).read_text(encoding="utf-8")
+    first = lambda dockerfile: re.search(r"^FROM (\S+)", dockerfile, re.M)[1]
+    assert first(development) == first(text)
+    (target,) = re.findall(r"make (\S+)", configuration["postCreateCommand"])
+    assert f"$(VENV)/{Path(target).name}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
