@@ -6,7 +6,7 @@
 Neither a GPU nor the network is asked. Needed: nvcc >= 12.8 (``CUDA_HOME``, ``PATH``, or PyPI's ``nvidia-cuda-nvcc`` with
 ``nvidia-cuda-runtime`` and ``nvidia-cuda-cccl``) and the headers of CUTLASS from 4.2 on (``PEFT_NVFP4_CUTLASS_DIR``, or
 ``pip install --no-deps nvidia-cutlass==4.2.0.0``). Environment: ``PEFT_NVFP4_ARCHS`` (default ``12.0a``, and ``12.1a``
-where nvcc knows it; ``12.0f`` is one program for both, in half the time), ``PEFT_NVFP4_JOBS`` (2; one takes up to 3 GB),
+where nvcc knows it; ``12.0f`` is one program for both, in half the time), ``PEFT_NVFP4_JOBS`` (2; one takes up to 3.5 GB),
 ``PEFT_NVFP4_BUILD=0`` (setup.py skips all this).
 
 The library holds the CUDA runtime of its nvcc: one of CUDA 13 needs a driver from 580 on, one of 12.9 runs on older and newer

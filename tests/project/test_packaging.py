@@ -4,6 +4,7 @@ nvcc takes minutes, so a file of a few bytes stands for the library here; that t
 ``tests/kernels/test_extension.py``.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -106,6 +107,15 @@ def test_metadata():
         for extra in match.split(",")
     }
     assert mentioned and mentioned <= set(extras)
+
+
+def test_releasing_knows_the_instances_of_the_library():
+    spec = importlib.util.spec_from_file_location("generate_of_packaging", ROOT / "csrc" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = generate  # its dataclass looks itself up
+    spec.loader.exec_module(generate)
+    text = (ROOT / "RELEASING.md").read_text(encoding="utf-8")
+    assert f"all {len(generate.instances())} instances of `csrc/generate.py`" in text
 
 
 def test_containers_agree_with_the_rest():
