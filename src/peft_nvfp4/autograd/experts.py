@@ -27,8 +27,9 @@ from ..numerics.formats import QuantizedMatrix
 from ..numerics.grouped import GroupedDgrad, GroupedFprop, Routing
 from ..ops import grouped
 from .activation_cache import QuantizedInput, dequantized
-from .frozen_linear import flatten, no_autocast, unflatten
+from .frozen_linear import no_autocast
 from .seeds import draw_seed
+from .trees import flatten, unflatten
 
 
 class ExpertsBranch(NamedTuple):

@@ -14,19 +14,9 @@ from torch import Tensor
 from ..numerics.formats import QuantizedMatrix
 from ..numerics.reference import mm
 from .activation_cache import dequantized
-from .frozen_linear import (
-    Adapters,
-    Branch,
-    add_dropped,
-    cast_adapters,
-    flatten,
-    gradients_of_a,
-    gradients_of_b,
-    hidden_of,
-    no_autocast,
-    unflatten,
-)
+from .frozen_linear import Adapters, Branch, add_dropped, cast_adapters, gradients_of_a, gradients_of_b, hidden_of, no_autocast
 from .seeds import draw_seed
+from .trees import flatten, unflatten
 
 
 class LoraBranch(torch.autograd.Function):

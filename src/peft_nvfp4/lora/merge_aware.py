@@ -38,14 +38,13 @@ from ..autograd.activation_cache import dequantized, quantized_input
 from ..autograd.frozen_linear import (
     autocast_input,
     cast_adapters,
-    flatten,
     frozen_linear,
     gradients_of_a,
     gradients_of_b,
     hidden_of,
     no_autocast,
-    unflatten,
 )
+from ..autograd.trees import flatten, unflatten
 from ..nn.frozen_linear import FrozenLinear
 from ..nn.nvfp4 import NVFP4FrozenLinear, next_power_of_two
 from ..nn.plain import Obstacle

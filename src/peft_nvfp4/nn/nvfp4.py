@@ -21,15 +21,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..autograd.activation_cache import QuantizedInput, quantized_input
-from ..autograd.frozen_linear import (
-    Branch,
-    Linear,
-    StraightThrough,
-    autocast_input,
-    frozen_linear,
-    no_autocast,
-    total_constant,
-)
+from ..autograd.frozen_linear import Branch, Linear, StraightThrough, autocast_input, frozen_linear, no_autocast, total_constant
 from ..kernels import dispatch
 from ..numerics import reference
 from ..numerics.formats import E2M1_MAX, E4M3_MAX, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
