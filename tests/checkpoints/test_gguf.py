@@ -12,8 +12,10 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from peft_nvfp4 import NVFP4LoraConfig, freeze_model
 from peft_nvfp4.checkpoints.gguf import export_gguf
-from peft_nvfp4.checkpoints.gguf.families import FAMILIES, neighbours
+from peft_nvfp4.checkpoints.gguf.families import FAMILIES, neighbours, rows
+from peft_nvfp4.checkpoints.gguf.model import gguf_name
 from peft_nvfp4.checkpoints.gguf.tokenizer import SPLITS
+from peft_nvfp4.nn.frozen_linear import FrozenLinear
 
 gguf = pytest.importorskip("gguf", reason="not run: gguf is not installed")
 
@@ -98,7 +100,8 @@ def test_a_merged_model_from_the_command_line(tmp_path, monkeypatch):
     again = read_back(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(logits(again), logits(saved))
     refused = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "other"), "--to", "nvfp4", "--gguf", "bf16"])
-    assert refused.exit_code != 0 and "--gguf writes a dense model" in refused.output and not (tmp_path / "other").exists()
+    assert refused.exit_code != 0 and "merged --to nvfp4 is written as --gguf nvfp4" in refused.output
+    assert not (tmp_path / "other").exists()
 
 
 def words():
@@ -134,7 +137,7 @@ def unlike_gemma(**settings):
         (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=1, n_head=4)), tokenizer, "gpt2.*glm4 are.*convert_hf"),
         (llama, lambda: sentencepiece("always"), "SentencePiece BPE.*convert_hf_to_gguf"),
         (lambda: llama(hidden_act="gelu"), tokenizer, "hidden_act='gelu'.*convert_hf_to_gguf"),
-        (lambda: freeze_model(llama(), progress=False), tokenizer, "is packed: merge to 'bf16'"),
+        (lambda: freeze_model(llama(), progress=False), tokenizer, "is packed: write dtype='nvfp4'"),
         (lambda: get_peft_model(llama(), NVFP4LoraConfig(target_modules=["q_proj"])).base_model.model, tokenizer, "adapter"),
         (lambda: llama().model, tokenizer, "LlamaModel.*convert_hf_to_gguf"),
     ),
@@ -255,3 +258,41 @@ def test_merges_that_scores_cannot_say(merges, message, tmp_path):
     own = hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
     with pytest.raises(ValueError, match=message):
         export_gguf(llama(), own, tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ("llama", "llama-biases", "mistral", "qwen3"))
+def test_nvfp4_has_the_codes_and_scales_of_the_model(name, tmp_path):
+    """By gguf's own dequantisation, bit for bit: codes times block scales, which the global scale multiplies (a power of two, so
+    that is exact). What is dense is BF16; what has no multiple of 64 inputs, too."""
+    model = freeze_model(MODELS[name](), progress=False)
+    frozen = {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
+    export_gguf(model, tokenizer(), tmp_path / "model.gguf", "nvfp4")
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    family, packed = FAMILIES[model.config.model_type], 0
+    for n, layer in frozen.items():
+        target = gguf_name(f"{n}.weight", model.config, family)
+        ((_, expected),) = rows(f"{n}.weight", layer.dequantize(torch.float32), model.config, family)
+        found = torch.tensor(gguf.quants.dequantize(tensors[target].data, tensors[target].tensor_type))
+        if layer.in_features % 64 == 0:
+            packed += 1
+            assert tensors[target].tensor_type.name == "NVFP4"
+            found = found * torch.tensor(tensors[target.replace(".weight", ".scale")].data)
+        assert torch.equal(found, expected), n
+    assert packed and tensors["token_embd.weight"].tensor_type.name == "BF16"
+    assert len([t for t in tensors if t.endswith(".scale")]) == packed
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    (
+        (lambda: MODELS["llama"](), "writes a model frozen in NVFP4"),
+        (lambda: freeze_model(MODELS["llama"](), "nf4", progress=False), "writes a model frozen in NVFP4"),
+        (lambda: freeze_model(MODELS["qwen3-moe"](), progress=False), "leave out global scales.*write 'q8_0'"),
+        (lambda: freeze_model(MODELS["gemma3"](), progress=False), "it has them for llama, mistral, qwen3"),
+    ),
+    ids=("dense", "nf4", "experts", "gemma3"),
+)
+def test_what_is_no_nvfp4(make, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export_gguf(make(), tokenizer(), tmp_path / "model.gguf", "nvfp4")
+    assert not list(tmp_path.iterdir())

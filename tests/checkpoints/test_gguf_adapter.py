@@ -60,7 +60,7 @@ def test_what_an_adapter_file_cannot_hold(name, settings, message, tmp_path):
 
 
 def test_from_the_command_line(tmp_path, monkeypatch):
-    """export ADAPTER --layout gguf: the file and a Modelfile for a base beside it. A model is no adapter."""
+    """export ADAPTER --layout gguf: the file and a Modelfile for a base beside it. A model is written in NVFP4."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     base = MODELS["llama"]()
     base.save_pretrained(tmp_path / "base")
@@ -72,5 +72,8 @@ def test_from_the_command_line(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["Modelfile", "adapter.gguf"]
     assert (tmp_path / "out" / "Modelfile").read_text().startswith("FROM ./base.gguf\nADAPTER ./adapter.gguf\n")
-    refused = run.invoke(app, ["export", str(tmp_path / "base"), "-o", str(tmp_path / "other"), "--layout", "gguf"])
-    assert refused.exit_code == 1 and "is no adapter" in refused.output
+    result = run.invoke(app, ["export", str(tmp_path / "base"), "-o", str(tmp_path / "model"), "--layout", "gguf"])
+    assert result.exit_code == 0, result.output
+    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == ["Modelfile", "model.gguf"]
+    reader = gguf.GGUFReader(tmp_path / "model" / "model.gguf")
+    assert {t.tensor_type.name for t in reader.tensors if "attn_q.weight" in t.name} == {"NVFP4"}

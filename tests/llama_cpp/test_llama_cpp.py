@@ -19,7 +19,7 @@ from conftest import tiny_llama
 from peft import get_peft_model
 from tokenizers import AddedToken
 
-from peft_nvfp4 import NVFP4LoraConfig, merge
+from peft_nvfp4 import NVFP4LoraConfig, dequantize_model, freeze_model, merge
 from peft_nvfp4.checkpoints.gguf import export_gguf, export_gguf_adapter, families
 from peft_nvfp4.checkpoints.gguf.tokenizer import SPLITS
 
@@ -83,6 +83,18 @@ def test_logits(name, dtype, tmp_path):
     found = distance(theirs(tmp_path / "model.gguf"), ours(rounded(model, dtype)))
     print(f"{name} {dtype}: {found:.2e}, bound {bound(model, dtype):.2e}")
     assert found < bound(model, dtype)
+
+
+@pytest.mark.parametrize("name", ("llama", "llama-biases", "mistral", "qwen3"))
+def test_logits_of_nvfp4(name, tmp_path):
+    """A frozen model's own codes and scales, against the dequantised model: llama.cpp rounds the inputs of packed matrices to
+    Q8_0 on a CPU."""
+    model = freeze_model(MODELS[name](intermediate_size=128), progress=False)
+    export_gguf(model, tokenizer(), tmp_path / "model.gguf", "nvfp4")
+    dense = rounded(dequantize_model(model), "bf16")
+    found, limit = distance(theirs(tmp_path / "model.gguf"), ours(dense)), bound(dense, "q8_0")
+    print(f"{name} nvfp4: {found:.2e}, bound {limit:.2e}")
+    assert found < limit
 
 
 def test_logits_of_long_factors(tmp_path):

@@ -105,7 +105,7 @@ def merge(
     model: Base = None,
     to: Annotated[str, typer.Option(help="bf16, fp16, fp32 or nvfp4.")] = "bf16",
     layout: Annotated[str, typer.Option(help="Of a model in nvfp4: compressed-tensors or modelopt.")] = "compressed-tensors",
-    gguf: Annotated[str | None, typer.Option(help="Write model.gguf and a Modelfile, too: bf16, q8_0, f16 or f32.")] = None,
+    gguf: Annotated[str | None, typer.Option(help="Write model.gguf and a Modelfile, too: bf16, q8_0, f16, f32, nvfp4.")] = None,
     probe: Annotated[str | None, typer.Option(help="Data on which to compare the logits: a file.")] = None,
     calibration: Calibration = None,
     dtype: Dtype = "auto",
@@ -118,10 +118,8 @@ def merge(
     from ..lora import merge as merging
     from ._run import models
 
-    if gguf and to == "nvfp4":
-        raise ValueError("--gguf writes a dense model: merge to bf16, fp16 or fp32")
     if gguf is not None:
-        _check_gguf(gguf)
+        _check_gguf(gguf, to)
     with new_folder(output) as path:
         rows = None
         if probe is not None:
@@ -146,14 +144,15 @@ def merge(
     return Outcome({**content, "report": asdict(report)}, shown)
 
 
-def _check_gguf(dtype: str) -> None:
-    """Before hours of work: the package is there, and the type is one."""
+def _check_gguf(dtype: str, to: str) -> None:
+    """Before hours of work: the package is there, and the type is one of what is merged."""
     from ..checkpoints.gguf import DTYPES
     from ..checkpoints.gguf.model import require_gguf
 
     require_gguf()
-    if dtype not in DTYPES:
-        raise ValueError(f"--gguf must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    known = ("nvfp4",) if to == "nvfp4" else DTYPES
+    if dtype not in known:
+        raise ValueError(f"a model merged --to {to} is written as --gguf {', '.join(known)}, got {dtype!r}")
 
 
 def _write_gguf(folder: Path, model: Any, tokenizer: Any, dtype: str) -> str:
@@ -179,11 +178,14 @@ def export(
     from ._run import models
 
     with new_folder(output) as path:
-        if layout == "gguf":
+        if layout == "gguf" and (Path(model) / models.ADAPTER).is_file():
             return _export_adapter(model, path)
         packed, tokenizer = models.load(model, "stored", layers)
         if not frozen_modules(packed):
             freeze_model(packed, "nvfp4")
+        if layout == "gguf":
+            words = _write_gguf(path, packed, tokenizer, "nvfp4")
+            return Outcome({"folder": str(path), "bytes": (path / "model.gguf").stat().st_size}, [words])
         report = export_checkpoint(packed, path, layout)
         content, words = _written(path, packed, tokenizer)
     inexact = f"; {len(report.inexact)} global scales are off by one unit in the last place" if report.inexact else ""
@@ -198,11 +200,6 @@ def _export_adapter(adapter: str, folder: Path) -> Outcome:
     from ._run import models
 
     require_gguf()
-    if not (Path(adapter) / models.ADAPTER).is_file():
-        raise ValueError(
-            f"{adapter} is no adapter, which --layout gguf writes. A model: llama.cpp's convert_hf_to_gguf.py; an adapter with "
-            "its base: peft-nvfp4 merge ADAPTER --gguf bf16"
-        )
     adapted, tokenizer = models.load_with_adapter(None, adapter, "bf16", None)
     file = export_gguf_adapter(adapted, folder / "adapter.gguf")
     base = adapted.get_base_model()

@@ -32,13 +32,15 @@ class Family:
     """llama.cpp knows the layers whose attention has a sliding window."""
     shift: float = 0.0
     """Added to the norms' weights: Gemma's are stored less one."""
+    global_scales: bool = False
+    """llama.cpp multiplies the products of packed MLPs by their global scale; for most architectures it leaves that out."""
 
 
 FAMILIES = {
-    "llama": Family("llama", pairs=True, scalings=("default", "linear", "yarn", "llama3")),
-    "mistral": Family("llama", pairs=True),
+    "llama": Family("llama", pairs=True, scalings=("default", "linear", "yarn", "llama3"), global_scales=True),
+    "mistral": Family("llama", pairs=True, global_scales=True),
     "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3"),
+    "qwen3": Family("qwen3", global_scales=True),
     "qwen3_moe": Family("qwen3moe"),
     "gemma3_text": Family("gemma3", activations=("gelu_pytorch_tanh",), scalings=("default", "linear"), windows=True, shift=1.0),
     "phi3": Family("phi3", scalings=("default", "longrope")),

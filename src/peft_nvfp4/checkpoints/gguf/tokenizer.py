@@ -94,7 +94,7 @@ def _tokens(content: dict[str, Any], count: int, sentencepiece: bool) -> tuple[l
 
 def _scores(tokens: list[str], types: list[int], pairs: list[tuple[str, ...]]) -> list[float]:
     """Of SentencePiece's pieces. Raises ValueError where scores would join other pieces than the merges do."""
-    known = {token for token, kind in zip(tokens, types) if kind == NORMAL}
+    known = dict.fromkeys(token for token, kind in zip(tokens, types) if kind == NORMAL)  # in their order
     ranks: dict[str, int] = {}
     merges, last = set(pairs), None
     for rank, pair in enumerate(pairs):
