@@ -78,7 +78,7 @@ test-serving: $(SERVING)/.base
 	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/serving $(PYTEST_ARGS)
 
 # GGUF files in llama.cpp itself, which is compiled first: half an hour on one core
-CMAKE_ARGS ?= -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
+CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DGGML_OPENMP=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
 $(LLAMA)/.base: pyproject.toml
 	$(PYTHON) -m venv $(LLAMA)
 	$(LLAMA)/bin/python -m pip install -q --upgrade pip
