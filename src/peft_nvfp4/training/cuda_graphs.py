@@ -400,7 +400,7 @@ def graph_status(model: nn.Module) -> GraphStatus:
 def recording_bytes(model: nn.Module) -> int:
     """Bytes of the pool that the recordings of training steps share, as the largest of them left it."""
     graphed = _graphed(model)
-    return 0 if graphed is None else graphed.pool_bytes
+    return 0 if graphed is None else graphed.sizes.pool_bytes
 
 
 def decoding_status(model: nn.Module) -> DecodingStatus:
