@@ -2,16 +2,34 @@
 
 vLLM multiplies NVFP4 weights on a GPU only. What it does before that runs here: it reads the settings, chooses the layers, makes
 their parameters, and loads and fuses the tensors of the files. For the product itself a test puts plain PyTorch in the place of
-the GPU kernel (``marlin``).
+the GPU kernel (``marlin``). With NVFP4 inputs vLLM has an emulation of its own, which it takes on a CPU as well (``emulation``).
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
-from _engines import ask, assert_same_model, compare, engine, prompts, save_base
+from _engines import (
+    SIZES,
+    ask,
+    assert_same_model,
+    compare,
+    drift,
+    engine,
+    lora_engine,
+    prompts,
+    request,
+    save_base,
+    train_adapter,
+)
+from _pact_models import load
+from conftest import tiny_llama
+from peft import PeftModel
+from published_checkpoints import write
 from transformers import AutoModelForCausalLM
-from vllm.model_executor.kernels.linear import MarlinNvFp4LinearKernel
-from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel, MarlinNvFp4LinearKernel
+from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype, ref_nvfp4_quant_dequant
+from vllm.platforms import current_platform
 
 from peft_nvfp4 import dequantize_model, export_checkpoint, freeze_model
 
@@ -36,8 +54,19 @@ def marlin(monkeypatch):
     monkeypatch.setattr(MarlinNvFp4LinearKernel, "apply_weights", multiply)
 
 
+@pytest.fixture
+def emulation(monkeypatch):
+    monkeypatch.setitem(linear._POSSIBLE_NVFP4_KERNELS, current_platform._enum, [EmulationNvFp4LinearKernel])
+
+
 def frozen(base: str):
-    return freeze_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), "nvfp4")
+    return freeze_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), "nvfp4", progress=False)
+
+
+def dense(base: str, dtype: torch.dtype, adapter=None):
+    """The frozen model's weights, unquantised inputs."""
+    model = dequantize_model(frozen(base)).to(dtype)
+    return (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -46,4 +75,42 @@ def test_weights_alone(base, tmp_path, marlin, layout):
     assert report.scheme == "W4A16"
     with engine(tmp_path) as llm:
         answers = ask(llm, prompts(20))
-    assert_same_model(compare(answers, *(dequantize_model(frozen(base)).to(dtype) for dtype in (torch.bfloat16, torch.float32))))
+    assert_same_model(compare(answers, dense(base, torch.bfloat16), dense(base, torch.float32)))
+
+
+def test_an_adapter_beside_the_exported_base_that_it_was_trained_on(base, tmp_path, marlin, record_property):
+    trained = train_adapter(base, tmp_path / "adapter", 3, backend="nvfp4")
+    export_checkpoint(frozen(base), tmp_path / "base")
+    with lora_engine(tmp_path / "base") as llm:
+        answers = ask(llm, prompts(20), request("nvfp4", 1, tmp_path / "adapter"))
+    adapted = (dense(base, dtype, tmp_path / "adapter") for dtype in (torch.bfloat16, torch.float32))
+    assert_same_model(compare(answers, *adapted))
+    found = drift(answers, trained)  # training quantises inputs, with two terms
+    record_property("on_nvfp4", found)
+    assert found.mean < 0.02 and found.agree > 0.99
+
+
+INPUT_SCALE = 0.01  # largest input / (6 * 448)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_and_inputs(tmp_path, emulation, layout):
+    """Scales of the inputs come from a published checkpoint, and are written again."""
+    write(tmp_path / "published", layout, tiny_llama(torch.bfloat16, **SIZES), input_scale=INPUT_SCALE)
+    report = export_checkpoint(load(tmp_path / "published"), tmp_path / "out", layout)
+    assert report.scheme == "W4A4"
+    with engine(tmp_path / "out") as llm:
+        answers = ask(llm, prompts(20))
+    expected = [with_quantised_inputs(load(tmp_path / "out").dequantize().to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    assert_same_model(compare(answers, *expected))
+
+
+def with_quantised_inputs(model):
+    def quantised(module, args):
+        x = args[0]
+        return (ref_nvfp4_quant_dequant(x.flatten(0, -2), torch.tensor(1 / INPUT_SCALE), 16).view_as(x),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(quantised)
+    return model.eval()
