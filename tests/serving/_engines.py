@@ -177,6 +177,12 @@ def drift(answers: list[Answer], model) -> Drift:
     return Drift(apart.max().item(), apart.mean().item(), (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item())
 
 
+def record(record_property, prefix: str, found: Comparison | Drift) -> None:
+    """Figures for docs/works-with.md, in the report of ``--junitxml``."""
+    for name, value in vars(found).items():
+        record_property(f"{prefix}_{name}", value)
+
+
 def in_bf16(base: str, adapter=None):
     """The model in BF16, as it was trained with ``backend="bf16"``."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)

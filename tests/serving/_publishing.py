@@ -24,8 +24,8 @@ def post(url: str, path: str, content: dict) -> tuple[int, str]:
 
 
 def train_and_publish(base: str, folder: Path, url: str, versions: tuple[int, ...], published) -> None:
-    """Train on an NVFP4 base; after each task (a step of counting) save the adapter and have the server load it under the same
-    name.
+    """Train on an NVFP4 base; after each task (a step of counting) save the adapter and have the server load it, under one name
+    for all versions, in place, and under a name of its own.
 
     To the queue ``published`` goes, for each version, (its folder, when the server was asked to load it, when it had done so), in
     seconds of ``time.monotonic``, one clock for all processes of a machine.
@@ -38,6 +38,7 @@ def train_and_publish(base: str, folder: Path, url: str, versions: tuple[int, ..
         version = folder / f"version-{number}"
         model.save_pretrained(version)
         asked = time.monotonic()
-        status, text = post(url, "/v1/load_lora_adapter", dict(lora_name=NAME, lora_path=str(version), load_inplace=number > 0))
-        assert status == 200, text
+        for adapter in (dict(lora_name=NAME, load_inplace=number > 0), dict(lora_name=f"{NAME}-{version.name}")):
+            status, text = post(url, "/v1/load_lora_adapter", {**adapter, "lora_path": str(version)})
+            assert status == 200, text
         published.put((version, asked, time.monotonic()))

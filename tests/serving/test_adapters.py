@@ -13,6 +13,7 @@ from _engines import (
     logprobs_of,
     lora_engine,
     prompts,
+    record,
     request,
     save_base,
     train_adapter,
@@ -51,10 +52,11 @@ def llm(base):
         yield llm
 
 
-def test_greedy_answers_are_those_of_the_trained_model(llm, base, folders, trained):
+def test_greedy_answers_are_those_of_the_trained_model(llm, base, folders, trained, record_property):
     answers = ask(llm, prompts(), request("one", 1, folders / "bf16-1"))
     found = compare(answers, trained[1], in_fp32(base, folders / "bf16-1"))
     assert_same_model(found)
+    record(record_property, "found", found)
     with trained[1].disable_adapter():  # the bound would show an adapter that is not there
         apart = max((answer.logprobs - logprobs_of(trained[1], answer)).abs().max().item() for answer in answers)
     assert apart > 100 * found.bf16
@@ -86,6 +88,6 @@ def test_an_adapter_that_was_trained_on_an_nvfp4_base(llm, base, folders, traine
     with lora_engine(folders / "rounded") as rounded:
         answers = ask(rounded, prompts(), adapter)
     on_rounded = drift(answers, trained_in_nvfp4)
-    record_property("on_file", on_file)
-    record_property("on_rounded", on_rounded)
+    record(record_property, "on_file", on_file)
+    record(record_property, "on_rounded", on_rounded)
     assert on_rounded.mean < 0.5 * on_file.mean and on_rounded.agree >= on_file.agree

@@ -3,22 +3,18 @@ request fails, and those that come after a version was loaded are answered by it
 
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from dataclasses import dataclass
 
 import pytest
 import torch
-from _engines import RANK, SLOTS, TOKENS, VOCABULARY, Answer, in_bf16, in_fp32, logprobs_of, prompts, save_base
+from _engines import TOKENS, VOCABULARY, Answer, in_bf16, in_fp32, logprobs_of, prompts, save_base
 from _publishing import NAME, post, train_and_publish
+from _server import PATIENCE, server
 from _tiny_models import tiny_tokenizer
 
 VERSIONS = (1, 5, 3)
-PATIENCE = 240  # seconds, for a server to start or for the training to end
 
 
 @pytest.fixture(scope="module")
@@ -30,30 +26,8 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(base):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = dict(port=port, host="127.0.0.1", dtype="bfloat16", max_model_len=64, max_lora_rank=RANK, max_loras=SLOTS)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={base}", *words]
-    environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    server = subprocess.Popen([*command, "--enable-lora", "--enforce-eager"], env=environment)
-    try:
-        yield _when_ready(f"http://127.0.0.1:{port}", server)
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def _when_ready(url: str, server: subprocess.Popen) -> str:
-    for _ in range(PATIENCE):
-        assert server.poll() is None, "the server did not start"
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return url
-        except OSError:
-            time.sleep(1)
-    raise TimeoutError(f"no server after {PATIENCE} s")
+    with server(base) as url:
+        yield url
 
 
 @dataclass
@@ -67,6 +41,14 @@ class Asked:
     tokens: list[int]
 
 
+def asked_of(url: str, adapter: str, row: list[int]) -> Asked:
+    content = dict(model=adapter, prompt=row, max_tokens=TOKENS, temperature=0, ignore_eos=True, return_token_ids=True)
+    start = time.monotonic()
+    status, text = post(url, "/v1/completions", content)
+    tokens = json.loads(text)["choices"][0]["token_ids"] if status == 200 else []
+    return Asked(start, time.monotonic(), status, row, tokens)
+
+
 class Client(threading.Thread):
     """Asks one prompt after another until it is told to stop."""
 
@@ -76,12 +58,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         while not self.stopping.is_set():
-            row = self.rows[len(self.asked) % len(self.rows)]
-            content = dict(model=NAME, prompt=row, max_tokens=TOKENS, temperature=0, ignore_eos=True, return_token_ids=True)
-            start = time.monotonic()
-            status, text = post(self.url, "/v1/completions", content)
-            tokens = json.loads(text)["choices"][0]["token_ids"] if status == 200 else []
-            self.asked.append(Asked(start, time.monotonic(), status, row, tokens))
+            self.asked.append(asked_of(self.url, NAME, self.rows[len(self.asked) % len(self.rows)]))
 
 
 def test_a_new_version_while_requests_are_answered(url, base, tmp_path, record_property):
@@ -107,6 +84,8 @@ def test_a_new_version_while_requests_are_answered(url, base, tmp_path, record_p
         own = [one for one in asked if loaded < one.start and one.end < end]
         assert len(own) >= 5, "requests between two versions"
         assert_answered_by(base, folder, own)
+        own_name = f"{NAME}-{folder.name}"  # which stays this version's
+        assert_answered_by(base, folder, [asked_of(url, own_name, row) for row in prompts(3, seed=7)])
     during = sum(one.start < end and one.end > end for one in asked for end in ends)
     record_property("requests", len(asked))
     record_property("during", during)

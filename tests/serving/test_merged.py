@@ -14,6 +14,7 @@ from _engines import (
     in_fp32,
     logprobs_of,
     new_model,
+    record,
     save_base,
 )
 from _tiny_models import tiny_tokenizer
@@ -44,7 +45,7 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-def test_a_merged_model(base, tmp_path, beside):
+def test_a_merged_model(base, tmp_path, beside, record_property):
     model = new_model(base, backend="nvfp4", **BESIDE[beside])
     count_in_steps(model, 3)
     model.save_pretrained(tmp_path / "adapter")
@@ -61,7 +62,9 @@ def test_a_merged_model(base, tmp_path, beside):
     assert {answer.prompt[1] for answer in answers} == {VOCABULARY, VOCABULARY + 1, VOCABULARY + 2}
     assert answers[0].logprobs.shape[1] == VOCABULARY + len(ADDED), "without the rows that vLLM pads a vocabulary with"
     merged = tmp_path / "merged"
-    assert_same_model(compare(answers, in_bf16(merged), in_fp32(merged)))
+    found = compare(answers, in_bf16(merged), in_fp32(merged))
+    assert_same_model(found)
+    record(record_property, beside, found)
     apart = torch.cat([answer.logprobs - logprobs_of(model, answer) for answer in answers]).abs().mean().item()
     with model.disable_adapter():
         without = torch.cat([answer.logprobs - logprobs_of(model, answer) for answer in answers]).abs().mean().item()

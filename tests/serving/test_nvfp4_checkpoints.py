@@ -17,6 +17,7 @@ from _engines import (
     engine,
     lora_engine,
     prompts,
+    record,
     request,
     save_base,
     train_adapter,
@@ -70,12 +71,14 @@ def dense(base: str, dtype: torch.dtype, adapter=None):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_alone(base, tmp_path, marlin, layout):
+def test_weights_alone(base, tmp_path, marlin, layout, record_property):
     report = export_checkpoint(frozen(base), tmp_path, layout)
     assert report.scheme == "W4A16"
     with engine(tmp_path) as llm:
         answers = ask(llm, prompts(20))
-    assert_same_model(compare(answers, dense(base, torch.bfloat16), dense(base, torch.float32)))
+    found = compare(answers, dense(base, torch.bfloat16), dense(base, torch.float32))
+    assert_same_model(found)
+    record(record_property, layout, found)
 
 
 def test_an_adapter_beside_the_exported_base_that_it_was_trained_on(base, tmp_path, marlin, record_property):
@@ -86,7 +89,7 @@ def test_an_adapter_beside_the_exported_base_that_it_was_trained_on(base, tmp_pa
     adapted = (dense(base, dtype, tmp_path / "adapter") for dtype in (torch.bfloat16, torch.float32))
     assert_same_model(compare(answers, *adapted))
     found = drift(answers, trained)  # training quantises inputs, with two terms
-    record_property("on_nvfp4", found)
+    record(record_property, "on_nvfp4", found)
     assert found.mean < 0.02 and found.agree > 0.99
 
 
@@ -94,7 +97,7 @@ INPUT_SCALE = 0.01  # largest input / (6 * 448)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_and_inputs(tmp_path, emulation, layout):
+def test_weights_and_inputs(tmp_path, emulation, layout, record_property):
     """Scales of the inputs come from a published checkpoint, and are written again."""
     write(tmp_path / "published", layout, tiny_llama(torch.bfloat16, **SIZES), input_scale=INPUT_SCALE)
     report = export_checkpoint(load(tmp_path / "published"), tmp_path / "out", layout)
@@ -102,7 +105,9 @@ def test_weights_and_inputs(tmp_path, emulation, layout):
     with engine(tmp_path / "out") as llm:
         answers = ask(llm, prompts(20))
     expected = [with_quantised_inputs(load(tmp_path / "out").dequantize().to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
-    assert_same_model(compare(answers, *expected))
+    found = compare(answers, *expected)
+    assert_same_model(found)
+    record(record_property, layout, found)
 
 
 def with_quantised_inputs(model):
