@@ -2,7 +2,7 @@
 
     python docs/make_works_with.py               # the page, from the rows below and benchmarks/results/works_with.json
     python docs/make_works_with.py --measure     # that file too: a minute of training tiny models (needs TRL)
-    .venv-serving/bin/python docs/make_works_with.py --measure-serving    # its figures of vLLM: minutes (after make test-serving)
+    .venv-serving/bin/python docs/make_works_with.py --measure-serving [FILE ...]    # of vLLM: minutes (after make test-serving)
 
 A row names the test that does it; `tests/project/test_works_with.py` holds the page to the rows and the rows to the tests.
 """
@@ -170,6 +170,19 @@ SERVED = (  # what, how it was served, the figures that its test reports, the te
         SERVING + "adapters.py::test_greedy_answers_are_those_of_the_trained_model",
     ),
     (
+        'SmolLM2-135M, adapter trained with `backend="nvfp4"` on film reviews',
+        "on its BF16 files",
+        "drift {on_file_mean:.3f} (of the adapter {effect:.2f}); {on_file_agree:.1%} of the tokens; e {on_file_found_bf16:.2f}, vLLM "
+        "{on_file_found_engine:.2f}",
+        SERVING + "real_model.py::test_an_adapter_of_film_reviews",
+    ),
+    (
+        "the same",
+        "on `dequantize_model`'s weights",
+        "drift {on_rounded_mean:.3f}; {on_rounded_agree:.1%} of the tokens",
+        SERVING + "real_model.py::test_an_adapter_of_film_reviews",
+    ),
+    (
         "two adapters and none, in one batch",
         "vLLM's LoRA",
         "the bound",
@@ -200,6 +213,12 @@ SERVED = (  # what, how it was served, the figures that its test reports, the te
         SERVING + "hot_swap.py::test_a_new_version_while_requests_are_answered",
     ),
     (
+        "GRPO of TRL, `backend=\"nvfp4\"`, 12 steps",
+        "a server generates and gets the adapter after each step ([vllm_adapters.py](../examples/vllm_adapters.py))",
+        "reward {first:.2f} to {last:.2f}; log-probability of a sampled token {apart:.3f} from training's",
+        SERVING + "grpo.py::test_it_learns_from_a_server_that_gets_adapters",
+    ),
+    (
         "`peft-nvfp4 merge`: tied embeddings, added tokens, a resized vocabulary",
         "with its tokenizer",
         "{tokens_positions:.0f} tokens, {tokens_other:.0f} others; e {tokens_bf16:.3f}, vLLM {tokens_engine:.3f}",
@@ -227,7 +246,7 @@ SERVED = (  # what, how it was served, the figures that its test reports, the te
 NOT_RUN = (
     "Ollama: it takes the GGUF files above, and a Modelfile whose template was compared with the Jinja template.",
     "NVFP4 in vLLM on a GPU: its products, experts, images. In the rows with (\\*) PyTorch multiplies in the place of Marlin.",
-    "GRPO or RLOO with `use_vllm=True`: TRL sends weights to vLLM by NCCL, between GPUs.",
+    "GRPO or RLOO with `use_vllm=True` as TRL does it: it sends weights by NCCL, between GPUs, and packed weights it cannot.",
     "The trainers above on a GPU, in BF16, or with several processes: these rows are of a CPU, one process, FP32.",
     "sentence-transformers and Unsloth's trainers.",
 )
@@ -246,18 +265,19 @@ def measure() -> dict:
     return {"versions": {name: version(name) for name in PACKAGES}, "trainers": found}
 
 
-def measure_serving() -> dict:
-    """Figures that the tests of serving report, by test."""
+def measure_serving(tests: list[str], before: dict) -> dict:
+    """Figures that the tests of serving report, by test: of these files or of all, the others as they were before."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/serving", f"--junitxml={report}"], cwd=ROOT, check=True)
+        command = [sys.executable, "-m", "pytest", "-q", *(tests or ["tests/serving"]), f"--junitxml={report}"]
+        subprocess.run(command, cwd=ROOT, check=True)
         cases = ElementTree.parse(report).iter("testcase")
         figures: dict[str, dict[str, float]] = {}
         for case in cases:
             test = f"{case.get('classname').replace('.', '/')}.py::{case.get('name').partition('[')[0]}"
             found = {p.get("name"): float(p.get("value")) for p in case.iter("property")}
             figures[test] = figures.get(test, {}) | found
-    return {"versions": {name: version(name) for name in SERVING_PACKAGES}, "figures": figures}
+    return {"versions": {name: version(name) for name in SERVING_PACKAGES}, "figures": before | figures}
 
 
 def named(versions: dict[str, str]) -> str:
@@ -273,8 +293,8 @@ def served(results: dict) -> list[str]:
         "Tiny random Llamas in BF16, greedy. e is the largest difference of a log-probability between transformers' BF16 and the",
         "same model in FP32, over the whole vocabulary at every position; beside it vLLM's. The tests ask that vLLM's is at most",
         "2 e, and that no token differs except where the two best are closer than 3 e (`tests/serving/_engines.py`). *Drift* is",
-        "the mean difference of a log-probability from the model that was trained, which had NVFP4 weights and inputs of two terms;",
-        "tokens are those on which both agree.",
+        "the mean difference of a log-probability from the model that was trained, whose weights were NVFP4 and whose inputs had",
+        "two terms; tokens are those on which both agree.",
         "",
         "| served | how | how close | test |",
         "|---|---|---|---|",
@@ -319,7 +339,8 @@ def main() -> None:
     if "--measure" in sys.argv[1:]:
         results |= measure()
     if "--measure-serving" in sys.argv[1:]:
-        results["serving"] = measure_serving()
+        tests = sys.argv[sys.argv.index("--measure-serving") + 1 :]
+        results["serving"] = measure_serving(tests, results.get("serving", {}).get("figures", {}))
     RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     PAGE.write_text(page(results), encoding="utf-8")
     print(PAGE.relative_to(ROOT))

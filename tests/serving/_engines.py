@@ -27,7 +27,7 @@ VOCABULARY = 128
 SIZES = dict(hidden_size=128, intermediate_size=256, vocab_size=VOCABULARY, max_position_embeddings=128)
 """Heads of 32: the smallest that vLLM's attention on a CPU takes."""
 TOKENS = 12  # of an answer
-GREEDY = dict(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+GREEDY = dict(temperature=0, ignore_eos=True, detokenize=False)
 SLOTS = 8  # for adapters
 RANK = 8  # the smallest of vLLM's ranks above 1
 
@@ -109,9 +109,9 @@ class Answer:
     logprobs: torch.Tensor  # (tokens, vocabulary), nats
 
 
-def ask(llm, rows, adapter: LoRARequest | list[LoRARequest | None] | None = None) -> list[Answer]:
+def ask(llm, rows, adapter: LoRARequest | list[LoRARequest | None] | None = None, tokens: int = TOKENS) -> list[Answer]:
     """One answer to each row of token ids, or text; one adapter for all of them, or one for each."""
-    sampling = vllm.SamplingParams(**GREEDY, logprobs=-1)
+    sampling = vllm.SamplingParams(**GREEDY, max_tokens=tokens, logprobs=-1)
     asked = [{"prompt": row} if isinstance(row, str) else {"prompt_token_ids": row} for row in rows]
     found = llm.generate(asked, sampling, lora_request=adapter, use_tqdm=False)
     return [Answer(list(one.prompt_token_ids), list(one.outputs[0].token_ids), _logprobs(one.outputs[0])) for one in found]

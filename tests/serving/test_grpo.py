@@ -51,9 +51,11 @@ def test_it_learns_from_a_server_that_gets_adapters(base, tmp_path, monkeypatch,
             peft_config=NVFP4LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", backend="nvfp4"),
         )
         trainer.train()
-    log = trainer.state.log_history
-    rewards = [line["reward"] for line in log if "reward" in line]
-    print(rewards, sorted(log[0]))
+    log = [line for line in trainer.state.log_history if "reward" in line]
+    rewards, apart = ([line[key] for line in log] for key in ("reward", "sampling/sampling_logp_difference/mean"))
     assert trainer.vllm_generation.version == 12, "one for each step"
     assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["11", "12"]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
+    assert max(apart) < 0.1, "the server has this step's adapter; what is left is its BF16 base"
+    for name, value in (("first", rewards[0]), ("last", rewards[-1]), ("apart", max(apart))):
+        record_property(name, value)
