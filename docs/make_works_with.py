@@ -213,7 +213,7 @@ SERVED = (  # what, how it was served, the figures that its test reports, the te
         SERVING + "hot_swap.py::test_a_new_version_while_requests_are_answered",
     ),
     (
-        "GRPO of TRL, `backend=\"nvfp4\"`, 12 steps",
+        "GRPO of TRL, `backend=\"nvfp4\"`, 20 steps",
         "a server generates and gets the adapter after each step ([vllm_adapters.py](../examples/vllm_adapters.py))",
         "reward {first:.2f} to {last:.2f}; log-probability of a sampled token {apart:.3f} from training's",
         SERVING + "grpo.py::test_it_learns_from_a_server_that_gets_adapters",
@@ -269,7 +269,8 @@ def measure_serving(tests: list[str], before: dict) -> dict:
     """Figures that the tests of serving report, by test: of these files or of all, the others as they were before."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", *(tests or ["tests/serving"]), f"--junitxml={report}"]
+        options = ["-q", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        command = [sys.executable, "-m", "pytest", *options, *(tests or ["tests/serving"])]
         subprocess.run(command, cwd=ROOT, check=True)
         cases = ElementTree.parse(report).iter("testcase")
         figures: dict[str, dict[str, float]] = {}

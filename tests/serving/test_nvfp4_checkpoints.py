@@ -103,19 +103,31 @@ def test_weights_and_inputs(tmp_path, emulation, layout, record_property):
     report = export_checkpoint(load(tmp_path / "published"), tmp_path / "out", layout)
     assert report.scheme == "W4A4"
     with engine(tmp_path / "out") as llm:
-        answers = ask(llm, prompts(20))
+        answers, (product,) = ask(llm, prompts(20)), llm.apply_model(first_product)
+    attention = load(tmp_path / "out").dequantize().float().model.layers[0].self_attn
+    weight = torch.cat([getattr(attention, f"{leaf}_proj").weight for leaf in "qkv"])
+    exact = quantised(some_inputs()).float() @ weight.T  # of one layer, where a code that rounds otherwise moves nothing after it
+    torch.testing.assert_close(product.float(), exact, rtol=2**-8, atol=2**-12 * exact.abs().max().item())  # rounded to BF16 once
     expected = [with_quantised_inputs(load(tmp_path / "out").dequantize().to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
     found = compare(answers, *expected)
     assert_same_model(found)
     record(record_property, layout, found)
 
 
-def with_quantised_inputs(model):
-    def quantised(module, args):
-        x = args[0]
-        return (ref_nvfp4_quant_dequant(x.flatten(0, -2), torch.tensor(1 / INPUT_SCALE), 16).view_as(x),)
+def some_inputs() -> torch.Tensor:
+    return torch.randn(7, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16()
 
+
+def first_product(model) -> torch.Tensor:
+    return model.model.layers[0].self_attn.qkv_proj(some_inputs())[0]
+
+
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    return ref_nvfp4_quant_dequant(x.flatten(0, -2), torch.tensor(1 / INPUT_SCALE), 16).view_as(x)
+
+
+def with_quantised_inputs(model):
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            module.register_forward_pre_hook(quantised)
+            module.register_forward_pre_hook(lambda _, args: (quantised(args[0]),))
     return model.eval()
