@@ -170,19 +170,6 @@ SERVED = (  # what, how it was served, the figures that its test reports, the te
         SERVING + "adapters.py::test_greedy_answers_are_those_of_the_trained_model",
     ),
     (
-        'SmolLM2-135M, adapter trained with `backend="nvfp4"` on film reviews',
-        "on its BF16 files",
-        "drift {on_file_mean:.3f} (of the adapter {effect:.2f}); {on_file_agree:.1%} of the tokens; "
-        "e {on_file_found_bf16:.2f}, vLLM {on_file_found_engine:.2f}",
-        SERVING + "real_model.py::test_an_adapter_of_film_reviews",
-    ),
-    (
-        "the same",
-        "on `dequantize_model`'s weights",
-        "drift {on_rounded_mean:.3f}; {on_rounded_agree:.1%} of the tokens",
-        SERVING + "real_model.py::test_an_adapter_of_film_reviews",
-    ),
-    (
         "two adapters and none, in one batch",
         "vLLM's LoRA",
         "the bound",
