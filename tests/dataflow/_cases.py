@@ -165,6 +165,9 @@ def cases(draw, most_acts: int = 3) -> Case:
         mode=draw(often("train", "eval", "no_grad", "inference_mode", "autocast", times=2)),
     )
     case = dataclasses.replace(case, acts=tuple(draw(st.lists(acts(case), max_size=most_acts))))
+    if any(act.how == "detached" for act in case.acts):
+        # PyTorch crashes: y = F.linear(x, w, b); y.detach().mul_(2); y.register_hook(...), with x of three dimensions
+        case = dataclasses.replace(case, acts=tuple(act for act in case.acts if act.kind != "tensor"))
     changes: dict = {"run": draw(st.sampled_from(RUNS))}
     if draw(st.integers(0, COMPILE)) == COMPILE:
         changes["run"] = "compile"
