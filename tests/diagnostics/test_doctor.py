@@ -81,9 +81,13 @@ def test_the_oracle_agrees_with_the_other_oracle():
     assert codes[0, :2].tolist() == [7 | 1 << 4, 3] and scales[0, 0] == 0x7E and exponents.tolist() == [0]
 
 
+def _index_below(quotient: torch.Tensor) -> torch.Tensor:
+    return torch.bucketize(quotient.abs(), torch.tensor(oracle.GRID[1:]))
+
+
 BROKEN_REFERENCE = {
     "e4m3 scales": ("e4m3_encode", lambda v: (v.clamp(max=448.0) * 0.99).to(torch.float8_e4m3fn).view(torch.uint8)),
-    "e2m1 codes": ("_round_to_grid", lambda mag, sg: torch.bucketize(mag / sg[..., None], torch.tensor(oracle.GRID[1:])).byte()),
+    "e2m1 codes": ("_nearest", lambda x, sg: torch.tensor(oracle.GRID)[_index_below(x / sg[..., None])].copysign(x)),
     "global scales": ("power_of_two_scale", lambda amax: torch.exp2(torch.floor(torch.log2(amax / 2688)))),
     "swizzled layout of scales": ("swizzle_scales", lambda s: torch.nn.functional.pad(s, (0, 1, 0, 123)).flatten()),
     "random bits": ("philox", lambda seed, count: torch.arange(count)),

@@ -3,6 +3,8 @@
 Which code and which scale exactly: test_reference_rounding.py. Bytes and their order: test_reference_layout.py.
 """
 
+import weakref
+
 import numpy as np
 import pytest
 import scalar_nvfp4 as scalar
@@ -203,3 +205,67 @@ def test_a_cpu_with_bf16_instructions_adds_two_terms_in_fp32(monkeypatch, has_bf
         assert_same_bits(y, torch.tensor([[36.0625, 0.0]]).to(dtype), "one term and a bias")
         assert_same_bits(reference.matmul(q[:1], w, None, dtype), torch.tensor([[36.0, 0.0]]).to(dtype), "one term")
     assert reference.CPU_OPERAND[torch.float32] == reference.CPU_OPERAND[torch.float16] == torch.float32
+
+
+# ---------------------------------------------------------------------------------------------- without looking up codes
+def values_of_every_kind(dtype) -> torch.Tensor:
+    """Ordinary blocks, ties, zeros of both signs, blocks that the row's largest makes vanish, NaN and Inf."""
+    x = torch.randn(8, 72, generator=torch.Generator().manual_seed(0))
+    x[1] = torch.arange(72) % 49 / 4.0 - 6.0
+    x[2], x[3, ::2], x[4, :16], x[5, 16:32] = 0.0, -0.0, 1e-30, 1e30
+    x[6, 3], x[7, 40] = float("nan"), -float("inf")
+    return x.to(dtype)
+
+
+def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit, the sign of zeros included; any NaN is a NaN."""
+    assert actual.dtype == expected.dtype and torch.equal(actual.isnan(), expected.isnan())
+    assert_same_bits(actual.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0), "values")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_were_never_codes_are_those_of_the_codes(dtype):
+    x, seed = values_of_every_kind(dtype), torch.tensor(3)
+    for fmt in (ACTIVATION, GRADIENT_STOCHASTIC):
+        q = reference.quantize(x, fmt, seed=seed)
+        assert_same_values(reference.rounded(x, fmt, seed), reference.dequantize(q))
+    for terms, offset in ((1, None), (2, None), (1, x[0].float()), (2, x[0].float())):
+        parts, values = reference.quantize_dequantize_terms(x, offset, terms, dtype)
+        expected = reference.quantize_terms(x, offset, terms)
+        for part, other in zip(parts, expected, strict=True):
+            assert_same_matrix(part, other)
+        assert_same_values(values, reference.dequantize_terms(expected, offset, dtype))
+
+
+# ---------------------------------------------------------------------------------------------- weights that stay dequantised
+def test_values_of_a_weight_are_kept_until_it_changes():
+    x, weight = sample("normal", 4, 64), sample("normal", 32, 64)
+    w = reference.quantize(weight, NVFP4Format())
+    before = reference.matmul(reference.quantize_terms(x, None, 2), w, None, torch.float32)
+    assert reference.kept_values(w) is None
+    reference.keep_values(w)
+    kept = reference.kept_values(w)
+    assert_same_bits(kept, reference.dequantize(w), "kept values")
+    assert_same_bits(reference.matmul(reference.quantize_terms(x, None, 2), w, None, torch.float32), before, "product")
+    assert reference.kept_values(w._replace(gscale=w.gscale.clone())) is None  # another tensor
+    for edited in w[:3]:
+        reference.keep_values(w)
+        assert reference.kept_values(w) is not None
+        edited.add_(0)
+        assert reference.kept_values(w) is None
+
+
+def test_values_go_with_their_weight():
+    w = reference.quantize(sample("normal", 32, 64), NVFP4Format())
+    reference.keep_values(w)
+    values = weakref.ref(reference.kept_values(w))
+    del w
+    assert values() is None
+
+
+def test_values_are_not_kept_of_a_scale_that_is_no_power_of_two():
+    """Its significand multiplies the sum, not the operand."""
+    w = reference.quantize(sample("normal", 32, 64), NVFP4Format())
+    w = w._replace(gscale=w.gscale * 1.5)
+    reference.keep_values(w)
+    assert reference.kept_values(w) is None

@@ -18,6 +18,7 @@ other BF16 neighbour. ``act(gate) * up`` is rounded once here and twice there, w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from . import reference
 from .formats import ACTIVATION, BLOCK, QuantizedMatrix, padded_k
 from .philox import dropout_mask
-from .reference import dequantize_terms, quantize_terms
+from .reference import dequantize_terms, fold_blocks, quantize_dequantize_terms, quantize_terms
 
 GAMMA_RANGE = (2.0**-14, 2.0**64)
 """Outside this range of a norm's |weight|, the channel's share of the backward's correction term is dropped: D(y) / weight would
@@ -45,11 +46,8 @@ _EXPONENT_RANGE = (48, 254)  # biased; below 2**-79 the resolution stays at 2**-
 def row_sum(values: Tensor) -> Tensor:
     """Sum of every row of (M, K) float32, the same for any order of adding. A row with Inf or NaN gives the larger of them."""
     rows, k = values.shape
-    v = F.pad(values, (0, padded_k(k) - k)).view(rows, padded_k(k) // BLOCK, BLOCK)
-    while v.shape[-1] > 1:
-        half = v.shape[-1] // 2
-        v = v[..., :half] + v[..., half:]
-    partial = v[..., 0]
+    padded = values if k == padded_k(k) else F.pad(values, (0, padded_k(k) - k))
+    partial = fold_blocks(padded.view(rows, padded_k(k) // BLOCK, BLOCK), torch.add)
     largest = (partial.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # magnitudes compare like their bits, NaN last
     finite = largest < 0x7F800000
     exponent = (largest >> 23).clamp(*_EXPONENT_RANGE)
@@ -63,7 +61,7 @@ def reciprocal(d: Tensor, cleared: int = 1) -> Tensor:
     """1 / d, IEEE-rounded, of d with its last bits cleared. A kernel gets that from an approximate reciprocal (off by an ulp) and
     Newton steps, 7 instructions instead of 20: with one bit cleared two steps, correct for every mantissa except the one of 24
     ones; with three bits one step, correct for every mantissa. Both checked over all of them."""
-    return 1.0 / (d.view(torch.int32) & -(1 << cleared)).view(torch.float32)
+    return (d.view(torch.int32) & -(1 << cleared)).view(torch.float32).reciprocal()
 
 
 # ---------------------------------------------------------------------------------------------- RMSNorm
@@ -95,8 +93,7 @@ def rmsnorm(x: Tensor, gamma: Tensor, eps: float, plus_one: bool) -> tuple[Tenso
 def rmsnorm_quantize(x: Tensor, gamma: Tensor, offset: Tensor | None, eps: float, plus_one: bool, terms: int) -> NormOutput:
     """RMSNorm of x, quantised: x (M, d), gamma (d,), offset (d,) float32."""
     y, rstd = rmsnorm(x, gamma, eps, plus_one)
-    parts = quantize_terms(y, offset, terms)
-    return NormOutput(parts, dequantize_terms(parts, offset, x.dtype), rstd)
+    return NormOutput(*quantize_dequantize_terms(y, offset, terms, x.dtype), rstd)
 
 
 def rmsnorm_backward(
@@ -127,7 +124,7 @@ EXP2_SPAN, EXP2_TOP = 64.0, 44.0
 EXP2_SCALE, EXP2_START = 1.4426950408889634 / EXP2_SPAN, EXP2_TOP / EXP2_SPAN
 EXP2_MAGIC = 12582912.0 + EXP2_TOP  # 1.5 * 2**23: adding it rounds to an integer, which then stands in the low bits
 
-SIGMOID_CHUNK = 1 << 15
+SIGMOID_CHUNK = 1 << 17
 """Elements at a time on a CPU, whose caches then hold the FP64 temporaries: half the time."""
 
 GELU_C0 = 1.5957691216057308  # 2 * sqrt(2 / pi)
@@ -142,21 +139,29 @@ def sigmoid(z: Tensor) -> Tensor:
     """
     if z.is_cpu and z.numel() > SIGMOID_CHUNK:
         return torch.cat([sigmoid(part) for part in z.reshape(-1).split(SIGMOID_CHUNK)]).view(z.shape)
-    v = (z * EXP2_SCALE + EXP2_START).clamp_(0.0, 1.0)
-    magic = v * -EXP2_SPAN + EXP2_MAGIC
-    f = (v * -EXP2_SPAN - (magic - EXP2_MAGIC)).double()
-    p = torch.full_like(f, EXP2_COEFFICIENTS[0])
+    v = (z * EXP2_SCALE).add_(EXP2_START).clamp_(0.0, 1.0)
+    magic = (v * -EXP2_SPAN).add_(EXP2_MAGIC)
+    minus_f = (magic - EXP2_MAGIC).add_(v, alpha=EXP2_SPAN).double()
+    p, wide = minus_f * -EXP2_COEFFICIENTS[0], None
     for c in (*EXP2_COEFFICIENTS[1:], 1.0):
-        p = p.mul_(f).add_(c).float().double()
-    exponent = magic.view(torch.int32) << 23  # the integer; the bits of 1.5 * 2**23 itself leave at the top
-    return reciprocal((p.float().view(torch.int32) + exponent).view(torch.float32) + 1.0, 3)
+        p = p.add_(c) if wide is None else torch.addcmul(_double(c, z.device), wide, minus_f, value=-1.0, out=p)
+        rounded = p.float()
+        wide = rounded.double() if wide is None else wide.copy_(rounded)
+    exponent = magic.view(torch.int32).bitwise_left_shift_(23)  # the integer; the bits of 1.5 * 2**23 itself leave at the top
+    return reciprocal(rounded.view(torch.int32).add_(exponent).view(torch.float32).add_(1.0), 3)
 
 
-def _gate(g: Tensor, act: str) -> tuple[Tensor, Tensor | float]:
-    """(sigma, slope) with act(g) = g * sigma(k(g)) and slope = k'(g). silu: k = g; gelu_tanh: k = 2 sqrt(2/pi) (g + .044715 g^3),
-    since (1 + tanh(k / 2)) / 2 = sigma(k)."""
+@functools.lru_cache
+def _double(value: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float64, device=device)
+
+
+def _gate(g: Tensor, act: str) -> tuple[Tensor, Tensor | None]:
+    """(sigma, slope) with act(g) = g * sigma(k(g)) and slope = k'(g), None for 1. silu: k = g; gelu_tanh: k = 2 sqrt(2/pi) (g +
+    .044715 g^3), since (1 + tanh(k / 2)) / 2 = sigma(k)."""
     if act == "silu":
-        return sigmoid(g), 1.0
+        return sigmoid(g), None
     square = g * g
     return sigmoid(g * (square * GELU_C1 + GELU_C0)), square * (3.0 * GELU_C1) + GELU_C0
 
@@ -165,7 +170,7 @@ def gated_product(gate: Tensor, up: Tensor, act: str, dtype: torch.dtype) -> Ten
     """act(gate) * up in FP32, rounded once to ``dtype``."""
     g = gate.float()
     sigma, _ = _gate(g, act)
-    return ((g * sigma) * up.float()).to(dtype)
+    return sigma.mul_(g).mul_(up.float()).to(dtype)
 
 
 class GatedOutput(NamedTuple):
@@ -177,8 +182,11 @@ class GatedOutput(NamedTuple):
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, offset: Tensor | None, act: str, terms: int, keep_h: bool = True) -> GatedOutput:
     """h = act(gate) * up, rounded once to gate's dtype and quantised, with the copies of gate and up that backward needs."""
-    parts = quantize_terms(gated_product(gate, up, act, gate.dtype), offset, terms)
-    h = dequantize_terms(parts, offset, gate.dtype) if keep_h else gate.new_empty(0)
+    product = gated_product(gate, up, act, gate.dtype)
+    if keep_h:
+        parts, h = quantize_dequantize_terms(product, offset, terms, gate.dtype)
+    else:
+        parts, h = quantize_terms(product, offset, terms), gate.new_empty(0)
     return GatedOutput(parts, h, reference.quantize(gate, ACTIVATION), reference.quantize(up, ACTIVATION))
 
 
@@ -196,8 +204,11 @@ def silu_mul_backward(dh: Tensor, gate: QuantizedMatrix, up: QuantizedMatrix, ac
     g, u, d = reference.dequantize(gate), reference.dequantize(up), dh.float()
     sigma, slope = _gate(g, act)
     a = g * sigma
-    dgate = ((d * u) * (sigma * ((g * (1.0 - sigma)) * slope + 1.0))).to(dh.dtype)
-    return GatedGrads(dgate, (d * a).to(dh.dtype))
+    factor = (1.0 - sigma).mul_(g)
+    if slope is not None:
+        factor = factor.mul_(slope)
+    dgate = factor.add_(1.0).mul_(sigma).mul_(u.mul_(d))
+    return GatedGrads(dgate.to(dh.dtype), a.mul_(d).to(dh.dtype))
 
 
 def gated_values(
@@ -206,7 +217,7 @@ def gated_values(
     """D(h~) (M, f) of h = act(D(gate)) * D(up): the input of the MLP's last linear as backward can recompute it from the codes of
     gate and up. Not quite the forward's h~, whose gate and up had not been quantised."""
     h = gated_product(reference.dequantize(gate), reference.dequantize(up), act, dtype)
-    return dequantize_terms(quantize_terms(h, offset, terms), offset, dtype)
+    return quantize_dequantize_terms(h, offset, terms, dtype)[1]
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:

@@ -21,11 +21,14 @@ The file is long because the definition is one piece: quantise, dequantise, and 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .formats import (
     ACTIVATION,
@@ -78,24 +81,33 @@ def power_of_two_scale(amax: Tensor) -> Tensor:
 
     2688 = 1.3125 * 2**11, so the exponent follows from amax's own exponent and one comparison of its mantissa: no logarithm.
     """
-    bits = amax.view(torch.int32)
-    exponent = (bits >> 23) - 127 - 11 + ((bits & 0x7FFFFF) > 0x280000).int()  # 0x280000: mantissa of 1.3125
-    exponent = exponent.clamp(*GSCALE_EXPONENTS)
-    return torch.where(amax > 0, ((exponent + 127) << 23).view(torch.float32), 1.0)
+    bits = amax.view(torch.int32) + (0x7FFFFF - 0x280000)  # carries into the exponent where the mantissa is above 1.3125
+    lowest, highest = ((exponent + 127) << 23 for exponent in GSCALE_EXPONENTS)
+    bits = bits.bitwise_and_(0x7F800000).sub_(11 << 23).clamp_(lowest, highest)
+    return torch.where(amax > 0, bits.view(torch.float32), 1.0)
+
+
+def fold_blocks(x: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Every block of x (R, nb, 16) combined by halving (16 -> 8 -> 4 -> 2 -> 1): (R, nb). After the first halving all runs of 8
+    numbers are combined, in that order, and every eighth run is a block. A CPU vectorises that, and needs a quarter of the time
+    of ``amax``."""
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[:2])
+    runs = combine(x[..., :8], x[..., 8:]).reshape(-1)
+    for distance in (4, 2, 1):
+        runs = combine(runs[:-distance], runs[distance:])
+    return runs[::8].reshape(x.shape[:2])
 
 
 def _squared_error(mag_g: Tensor, s: Tensor, weights: Tensor | None) -> Tensor:
     """Sum over each block of (mag/g - nearest * s)**2, summed by halving, or of its products with weights (nb, 16). mag_g
     (R, nb, 16), s (R, nb)."""
-    nearest = torch.where((s > 0)[..., None], _nearest_magnitude(mag_g, s), 0.0)
-    d = mag_g - nearest * s[..., None]
-    e = d * d
-    if weights is not None:
-        return (e * weights).sum(-1)
-    while e.shape[-1] > 1:
-        half = e.shape[-1] // 2
-        e = e[..., :half] + e[..., half:]
-    return e[..., 0]
+    nearest = _nearest(mag_g, s)
+    if not _all(s.amin() > 0.0 if s.numel() else None):
+        nearest = torch.where((s > 0)[..., None], nearest, 0.0)
+    d = torch.sub(mag_g, nearest.mul_(s[..., None]), out=nearest)
+    e = d.mul_(d)
+    return fold_blocks(e, torch.add) if weights is None else e.mul_(weights).sum(-1)
 
 
 @functools.lru_cache
@@ -105,30 +117,23 @@ def _grid(device: torch.device) -> Tensor:
         return torch.tensor(E2M1_GRID, dtype=torch.float32, device=device)
 
 
-def _binade(quotient: Tensor) -> Tensor:
-    """1, 2 or 4, the largest power of two that is not above the quotient (at least 1), as FP32 bits (int32). Neighbouring E2M1
-    magnitudes are half of it apart."""
-    return quotient.clamp(1.0, 4.0).view(torch.int32).bitwise_and_(0x7F800000)
+def _nearest(x: Tensor, sg: Tensor) -> Tensor:
+    """E2M1 value nearest to x / sg, ties to the even code, saturating; -0 stays -0; anything where sg is 0. x (R, nb, 16) of
+    either sign and sg = s * g (R, nb), FP32."""
+    quotient = (x / sg[..., None]).clamp_(-E2M1_MAX, E2M1_MAX)
+    # The largest power of two that is not above |quotient|, at least 1, by its exponent's bits: 1, 2 or 4. Neighbouring
+    # magnitudes are half of it apart, so that dividing and multiplying by that half is exact.
+    binade = quotient.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=0x3F800000)
+    step = binade.view(torch.float32).mul_(0.5)
+    return quotient.div_(step).round_().mul_(step)
 
 
-def _nearest_magnitude(mag: Tensor, sg: Tensor) -> Tensor:
-    """E2M1 magnitude nearest to mag / sg, ties to the even code, saturating; anything where sg is 0. mag (R, nb, 16) and
-    sg = s * g (R, nb), FP32."""
-    quotient = mag / sg[..., None]
-    step = _binade(quotient).view(torch.float32).mul_(0.5)  # a power of two: what follows is exact
-    return quotient.div_(step).round_().mul_(step).clamp_(max=E2M1_MAX)
-
-
-def _round_to_grid(mag: Tensor, sg: Tensor) -> Tensor:
-    """Index 0..7 (uint8) of :func:`_nearest_magnitude`. Seven operations that a CPU vectorises, where seven comparisons take
-    four times as long: adding 2**22 binades rounds to a multiple of half a binade, of which the last bits of the sum are the
-    number; with one more binade (2) and the exponent (254 for 1, twice over) they are the index."""
-    quotient = (mag / sg[..., None]).clamp_(max=E2M1_MAX)
-    binade = _binade(quotient)
-    total = binade.view(torch.float32) * (2.0**22 + 1.0)
-    total += quotient
-    index = binade.bitwise_right_shift_(22).add_(total.view(torch.int32))
-    return index.to(torch.int8).bitwise_and_(7).view(torch.uint8)
+def _packed_codes(values: Tensor) -> Tensor:
+    """Codes, two a byte (R, K/2), of E2M1 values (R, K) in FP32. FP16's exponent, two bits of it and one of the mantissa, are
+    E2M1's where the values are times 2**-14: 0.5 is subnormal in both."""
+    half = (values * 2.0**-14).to(torch.float16).view(torch.int16)
+    magnitude = (half >> 9).bitwise_and_(7)
+    return _pack16(half.bitwise_right_shift_(12).bitwise_and_(8).bitwise_or_(magnitude))
 
 
 def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weights: Tensor | None = None) -> Tensor:
@@ -161,15 +166,21 @@ def choose_scales(mag: Tensor, amax: Tensor, g: Tensor, fmt: NVFP4Format, weight
 # ---------------------------------------------------------------------------------------------- quantise
 
 
-def _largest(mag: Tensor) -> Tensor:
-    """Largest value of every block (R, nb, 16) -> (R, nb): by halving, and then of all runs of 8 numbers, of which every eighth
-    counts. A CPU vectorises that, and needs a quarter of the time of ``amax``."""
-    if mag.numel() == 0:
-        return mag.new_zeros(mag.shape[:2])
-    runs = torch.maximum(mag[..., :8], mag[..., 8:]).reshape(-1)
-    for distance in (4, 2, 1):
-        runs = torch.maximum(runs[:-distance], runs[distance:])
-    return runs[::8].reshape(mag.shape[:2])
+class _Rounded(NamedTuple):
+    """A quantised matrix before its codes are packed."""
+
+    values: Tensor  # (R, nb, 16) float32: E2M1 values, K padded
+    bits: Tensor  # (R, nb) uint8: E4M3 block scales
+    gscale: Tensor  # (R,) or (1,) float32
+    k: int
+
+    def packed(self) -> QuantizedMatrix:
+        return QuantizedMatrix(_packed_codes(self.values.flatten(1)), self.bits, self.gscale, self.k)
+
+    def scaled(self) -> Tensor:
+        """What :func:`dequantize` makes of the codes, in FP32, in place of the values."""
+        sg = e4m3_decode(self.bits) * self.gscale[:, None]
+        return self.values.mul_(sg[..., None]).flatten(1)[:, : self.k]
 
 
 def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Tensor | None = None) -> QuantizedMatrix:
@@ -179,27 +190,57 @@ def quantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None, seed: Te
         gscale: (1,) or (R,) FP32, a power of two to use instead of the one computed from amax (weights of q/k/v share one).
         seed: int64 scalar, needed for ``fmt.stochastic``; the same seed gives the same codes on every device.
     """
+    return _round(x, fmt, gscale, seed).packed()
+
+
+def quantize_dequantize(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None = None) -> tuple[QuantizedMatrix, Tensor]:
+    """Q(x) of :func:`quantize`, and D(Q(x)) (R, K) in FP32, which takes two operations then, where codes are looked up in six."""
+    rounded = _round(x, fmt, gscale, None)
+    return rounded.packed(), rounded.scaled()
+
+
+def rounded(x: Tensor, fmt: NVFP4Format, seed: Tensor | None = None) -> Tensor:
+    """D(Q(x)) (R, K) in FP32, where nobody needs the codes."""
+    return _round(x, fmt, None, seed).scaled()
+
+
+def _round(x: Tensor, fmt: NVFP4Format, gscale: Tensor | None, seed: Tensor | None) -> _Rounded:
     rows, k = x.shape
     padded = (F.pad(x.float(), (0, -k % K_ALIGN)) if k % K_ALIGN else x.float()).contiguous()
     blocks = padded.view(rows, padded.shape[1] // BLOCK, BLOCK)
     mag = blocks.abs()
-    amax = _largest(mag)  # NaN and Inf propagate
-    finite = amax.isfinite()
-    amax = torch.where(finite, amax, 0.0)
+    amax = fold_blocks(mag, torch.maximum)  # NaN and Inf propagate
+    finite = None if _all(amax.amax() < math.inf if amax.numel() else None) else amax < math.inf
+    if finite is not None:
+        amax = torch.where(finite, amax, 0.0)
     if gscale is None:
-        largest = amax.amax(-1) if k else amax.new_zeros(rows)
+        largest = _row_max(amax) if k else amax.new_zeros(rows)
         if fmt.global_scale == "tensor":
             largest = largest.amax().reshape(1) if rows else largest.new_zeros(1)
         gscale = power_of_two_scale(largest)
     g = gscale[:, None]
     bits = choose_scales(mag, amax, g, fmt)
     sg = e4m3_decode(bits) * g
-    index = _round_stochastically(mag, sg, seed) if fmt.stochastic else _round_to_grid(mag, sg)
-    sign = (blocks.view(torch.int32) >> 28).to(torch.int8).bitwise_and_(8).view(torch.uint8)
-    codes, representable = index.bitwise_or_(sign), (sg > 0) & finite
-    if not (codes.is_cpu and representable.all()):  # a GPU would wait for the answer
-        codes *= representable[..., None]
-    return QuantizedMatrix(pack(codes.view_as(padded)), torch.where(finite, bits, E4M3_NAN), gscale, k)
+    if fmt.stochastic:
+        values = torch.copysign(_grid(mag.device)[_round_stochastically(mag, sg, seed).int()], blocks)
+    else:
+        values = _nearest(blocks, sg)
+    if not _all(sg.amin() > 0.0 if sg.numel() else None) or finite is not None:
+        representable = sg > 0.0 if finite is None else (sg > 0.0) & finite
+        values = torch.where(representable[..., None], values, 0.0)
+    return _Rounded(values, bits if finite is None else torch.where(finite, bits, E4M3_NAN), gscale, k)
+
+
+def _all(condition: Tensor | None) -> bool:
+    """Whether a condition is known to hold: a CPU looks, a GPU would wait for the answer. None of a matrix without elements."""
+    return condition is None or condition.is_cpu and bool(condition)
+
+
+def _row_max(x: Tensor) -> Tensor:
+    """Largest value of every row of (R, n): by halving first, which a CPU vectorises."""
+    while x.shape[1] % 2 == 0:
+        x = torch.maximum(*x.chunk(2, dim=1))
+    return x.amax(-1)
 
 
 def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -212,7 +253,7 @@ def dequantize(q: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor
     values = torch.index_select(_pair_table(dtype, q.codes.device), 0, q.codes.reshape(-1).int()).view(dtype)
     s = (e4m3_decode(q.scales) * q.gscale[:, None]).to(dtype)
     blocks = q.scales.shape[1]
-    return (values.view(rows, blocks, BLOCK) * s[..., None]).view(rows, blocks * BLOCK)[:, : q.k]
+    return values.view(rows, blocks, BLOCK).mul_(s[..., None]).view(rows, blocks * BLOCK)[:, : q.k]
 
 
 @functools.lru_cache
@@ -223,6 +264,31 @@ def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
         byte = torch.arange(256, device="cpu")
         pairs = torch.stack([grid[byte & 15], grid[byte >> 4]], dim=1)
         return pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1).to(device)
+
+
+# ---------------------------------------------------------------------------------------------- weights that stay dequantised
+
+_KEPT = WeakTensorKeyDictionary()
+"""Codes of a weight -> (:func:`_stamps` of the matrix, D(w)). An entry goes with its codes."""
+
+
+def keep_values(w: QuantizedMatrix) -> None:
+    """Keep D(w) (N, K) in FP32 for :func:`matmul`, at 4 bytes a value: a product on a CPU dequantises its weight otherwise, at
+    every call. Not of a weight that is elsewhere, that counts no edits (an inference tensor), or whose global scale is no power
+    of two."""
+    if w.codes.is_cpu and not w.codes.is_inference() and powers_of_two(w.gscale):
+        _KEPT[w.codes] = _stamps(w), dequantize(w).contiguous()
+
+
+def kept_values(w: QuantizedMatrix) -> Tensor | None:
+    """D(w), if it is kept and w has not been edited or exchanged since."""
+    stamps, values = _KEPT.get(w.codes, (None, None)) if _KEPT else (None, None)
+    return values if stamps is not None and stamps == _stamps(w) else None
+
+
+def _stamps(w: QuantizedMatrix) -> tuple:
+    """What edits in place change, and what a new tensor in the place of an old one does."""
+    return tuple([(t._version, t.data_ptr()) for t in w[:3]])
 
 
 def _round_stochastically(mag: Tensor, sg: Tensor, seed: Tensor | None) -> Tensor:
@@ -246,8 +312,12 @@ def _round_stochastically(mag: Tensor, sg: Tensor, seed: Tensor | None) -> Tenso
 
 def pack(codes: Tensor) -> Tensor:
     """Two codes a byte: (R, K) uint8 in 0..15, K even -> (R, K/2), low nibble = even k."""
-    pairs = codes.reshape(-1).view(torch.int16)  # even + 256 * odd
-    return (pairs | pairs >> 4).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2)
+    return _pack16(codes.to(torch.int16))
+
+
+def _pack16(codes: Tensor) -> Tensor:
+    pairs = codes.reshape(-1).view(torch.int32)  # even + 65536 * odd
+    return (pairs >> 12).bitwise_or_(pairs).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2)
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -274,19 +344,39 @@ def quantize_terms(x: Tensor, offset: Tensor | None, terms: int) -> tuple[Quanti
     """
     if offset is not None:
         x = x.float() - offset
-    first = quantize(x, ACTIVATION)
     if terms == 1:
-        return (first,)
-    residual = x.float() - dequantize(first)
-    return first, quantize(residual, ACTIVATION, first.gscale.clone())  # results share no memory
+        return (quantize(x, ACTIVATION),)
+    first, values = quantize_dequantize(x, ACTIVATION)
+    return first, quantize(_difference(x, values), ACTIVATION, first.gscale.clone())  # results share no memory
+
+
+def quantize_dequantize_terms(
+    x: Tensor, offset: Tensor | None, terms: int, dtype: torch.dtype
+) -> tuple[tuple[QuantizedMatrix, ...], Tensor]:
+    """x~ of :func:`quantize_terms`, and what :func:`dequantize_terms` makes of it in ``dtype``, without looking up the codes."""
+    if offset is not None:
+        x = x.float() - offset
+    first, total = quantize_dequantize(x, ACTIVATION)
+    parts = (first,)
+    if terms == 2:
+        second, values = quantize_dequantize(_difference(x, total.clone()), ACTIVATION, first.gscale.clone())
+        parts, total = (first, second), total.add_(values)
+    if offset is not None:
+        total = total.add_(offset)
+    return parts, total.to(dtype).contiguous()
+
+
+def _difference(x: Tensor, values: Tensor) -> Tensor:
+    """x - values in FP32, in place of the values."""
+    return torch.sub(x.float(), values, out=values)
 
 
 def dequantize_terms(terms: Sequence[QuantizedMatrix], offset: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The sum of the terms and the offset (K,), in FP32 and in this order, rounded once to ``dtype``: (M, K)."""
     total = dequantize(terms[0])
     for term in terms[1:]:
-        total = total + dequantize(term)
-    return (total if offset is None else total + offset).to(dtype).contiguous()
+        total = total.add_(dequantize(term))
+    return (total if offset is None else total.add_(offset)).to(dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------- global scales of other tools
@@ -343,6 +433,11 @@ def add_mm(y: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(y.to(operand), a.to(operand), b.to(operand)).to(y.dtype)
 
 
+def _add_low_rank(y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """y + a @ b in FP32, into y (FP32)."""
+    return y.addmm_(a.float(), b.float()) if y.is_cpu else y.add_(mm(a, b, torch.float32))
+
+
 def matmul(
     terms: Sequence[QuantizedMatrix],
     w: QuantizedMatrix,
@@ -361,17 +456,19 @@ def matmul(
     multiplies the FP32 sum, as in the epilogue of an FP4 kernel.
 
     Args:
-        values: sum_t D(x_t), if the caller has it in ``dtype`` without rounding (one term, or FP32).
+        terms: may be empty where their values are given.
+        values: sum_t D(x_t), if the caller has it unrounded: in ``dtype`` or FP32.
         factor: significand of w's global scale. A CPU looks; a GPU would wait, and believes the caller.
     """
-    split = factor != 1.0 or w.gscale.is_cpu and not powers_of_two(w.gscale)
+    dense = kept_values(w) if w.codes.is_cpu else None
+    split = factor != 1.0 or dense is None and w.gscale.is_cpu and not powers_of_two(w.gscale)
     if split:
         power, scale_factors = split_scale(w.gscale)
         w = w._replace(gscale=power)
-    short = w.codes.is_cpu and len(terms) == 1 and constant is None and not split
+    short = w.codes.is_cpu and len(terms) <= 1 and constant is None and not split
     operand = CPU_OPERAND[dtype] if short else torch.float32
     x = values.to(operand) if values is not None else sum(dequantize(t, operand) for t in terms)
-    wd = dequantize(w, operand)
+    wd = dequantize(w, operand) if dense is None else dense.to(operand)
     if split:
         y = (x @ wd.T).mul_(scale_factors)
         return (y if constant is None else y.add_(constant)).to(dtype)
@@ -399,17 +496,18 @@ def fprop(p: Fprop, matmul: Callable = matmul, dequantize_terms: Callable = dequ
     for weight, constant, factor, adapters in p.linears:
         y = matmul(p.terms, weight, constant, torch.float32 if adapters else p.dtype, p.values, factor)
         for adapter in adapters:
-            y += mm(adapter.hidden, adapter.up.T, torch.float32)
+            y = _add_low_rank(y, adapter.hidden, adapter.up.T)
         ys.append(y.to(p.dtype))
     return ys if h is None else [*ys, h]
 
 
-def dgrad(p: Dgrad, matmul: Callable = matmul, quantize: Callable = quantize) -> Tensor:
+def dgrad(p: Dgrad, matmul: Callable = matmul, quantize: Callable | None = None) -> Tensor:
     """dx (M, K) in the gradients' dtype: every dy is quantised, multiplied by its backward layout, and summed in FP32. ``matmul``
-    and ``quantize``: other implementations of the functions of this module."""
+    and ``quantize``: other implementations of the functions of this module. (Here nobody reads the codes, so there are none.)"""
     dtype, single, dx = p.linears[0].dy.dtype, len(p.linears) == 1 and p.g is None, None
     for dy, weight, seed in p.linears:
-        q = quantize(dy, GRADIENT if seed is None else GRADIENT_STOCHASTIC, None, seed)
-        part = matmul([q], weight, None, dtype if single else torch.float32)
+        fmt = GRADIENT if seed is None else GRADIENT_STOCHASTIC
+        terms, values = ((), rounded(dy, fmt, seed)) if quantize is None else ([quantize(dy, fmt, None, seed)], None)
+        part = matmul(terms, weight, None, dtype if single else torch.float32, values)
         dx = part if dx is None else dx.add_(part)
-    return (dx if p.g is None else dx.add_(mm(p.g, p.a, torch.float32))).to(dtype)
+    return (dx if p.g is None else _add_low_rank(dx, p.g, p.a)).to(dtype)
