@@ -53,6 +53,7 @@ from ..quantization.layouts import keep_layouts
 from ..quantization.options import MEMORY, Options, gpu_is_here
 from ..training import distributed, metrics
 from ..training.cuda_graphs import disable_cuda_graphs
+from ..training.host_level import follow_host_memory
 from ..training.memory_level import follow_memory, forget_memory, too_large_for_the_gpu
 from ..training.offload.enable import disable_offload, enable_offload, offloaded
 from ..training.steps import slow_down_steps, speed_up_steps
@@ -338,6 +339,8 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
             if automatic and gpu_is_here():
                 known = Settings(**vars(asked[0]) | {"rank": config.r, "memory": "auto"})
                 follow_memory(model, known, "smallest" if line else level, line)
+            elif automatic:
+                follow_host_memory(model)
         return result
     modules, flags = dict(model.named_modules()), [(p, p.requires_grad) for p in model.parameters()]
     result = original(self, model, adapter_name, *args, **kwargs)

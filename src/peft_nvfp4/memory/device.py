@@ -1,9 +1,10 @@
-"""The GPU that is here: what the estimator has to know about it, and what is free on it."""
+"""The GPU that is here: what the estimator has to know about it, and what is free on it and on the host."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 
 from ..kernels import dispatch, implementations
@@ -36,6 +37,11 @@ def free_bytes(device: torch.device) -> int | None:
     reserved = torch.cuda.memory_reserved(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
+
+
+def free_host_bytes() -> int:
+    """Bytes of the host's memory that are free, or soon would be."""
+    return psutil.virtual_memory().available
 
 
 def step_bytes(shape: ModelShape, settings: Settings) -> int:

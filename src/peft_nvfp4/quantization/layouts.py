@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
 
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
+from ..numerics.formats import QuantizedMatrix
 from .freeze import frozen_modules
 
 BACKWARD = ("backward_weight", "backward_scales", "backward_gscale")
+
+
+def layouts(model: nn.Module) -> Iterator[QuantizedMatrix]:
+    """W_f and, where it is kept, W_b of every frozen linear in NVFP4 that is no expert of a mixture."""
+    for _, module in frozen_modules(model):
+        if module.backend == "nvfp4" and not isinstance(module, FrozenExperts):
+            yield module.forward_layout
+            if module.backward_layout is not None:
+                yield module.backward_layout
 
 
 def keep_layouts(model: nn.Module, weight_layouts: str) -> None:

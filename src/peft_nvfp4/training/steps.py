@@ -30,6 +30,7 @@ from .host_checkpoints import (
     enable_host_checkpoints,
     host_checkpoint_status,
 )
+from .host_level import HostLevel, host_level
 from .memory_level import MemoryLevel, memory_level
 from .packing import PackingStatus, decoder_of, disable_packing, enable_packing, packing_status
 
@@ -40,6 +41,7 @@ class StepReport:
     Attributes:
         loss, packing, recordings, decoding, evaluation, checkpoints: the reports of the parts.
         memory: what ``memory="auto"`` has chosen; None with another word.
+        values: what it has chosen on a CPU, where NVFP4 weights are multiplied dequantised.
     """
 
     def __init__(self, model: nn.Module):
@@ -73,8 +75,13 @@ class StepReport:
     def memory(self) -> MemoryLevel | None:
         return memory_level(self.model)
 
+    @property
+    def values(self) -> HostLevel | None:
+        return host_level(self.model)
+
     def __str__(self) -> str:
         parts = (self.loss, self.packing, self.recordings, self.decoding, self.evaluation, self.checkpoints, self.memory)
+        parts += (self.values,)
         return "\n".join(str(part) for part in parts if part is not None)
 
 
