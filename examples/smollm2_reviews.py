@@ -249,6 +249,17 @@ class Score(NamedTuple):
     nll: float  # mean over rows, nats, between the two labels
 
 
+class RowScores(NamedTuple):
+    """Of every row, in the order of the examples."""
+
+    hits: Tensor  # (N,) bool
+    nll: Tensor  # (N,) nats, between the two labels
+
+    def mean(self, rows: int | None = None) -> Score:
+        """Of the first so many rows."""
+        return Score(self.hits[:rows].double().mean().item(), self.nll[:rows].double().mean().item())
+
+
 def encode(tokenizer, examples: list[Example], max_tokens: int = 96) -> list[tuple[list[int], int]]:
     """Rows (token ids of the prompt, label). A text too long loses its end, never the question that follows it."""
     question = tokenizer(PROMPT, add_special_tokens=False).input_ids
@@ -281,18 +292,24 @@ def label_logits(model, ids: Tensor, last: Tensor, labels: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model, tokenizer, examples: list[Example], batch_size: int = 32) -> Score:
+def row_scores(model, tokenizer, examples: list[Example], batch_size: int = 32) -> RowScores:
     was_training, device, ids = model.training, next(model.parameters()).device, label_ids(tokenizer)
     model.eval()
-    rows = sorted(encode(tokenizer, examples), key=lambda row: len(row[0]))  # padding would be half of the work
-    hits = nll = 0.0
+    rows = encode(tokenizer, examples)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))  # padding would be half of the work
+    scores = RowScores(torch.empty(len(rows), dtype=torch.bool), torch.empty(len(rows)))
     for start in range(0, len(rows), batch_size):
-        inputs, last, labels = collate(rows[start : start + batch_size], tokenizer.pad_token_id, device)
+        here = order[start : start + batch_size]
+        inputs, last, labels = collate([rows[i] for i in here], tokenizer.pad_token_id, device)
         logits = label_logits(model, inputs, last, ids)
-        hits += (logits.argmax(1) == labels).sum().item()
-        nll += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        scores.hits[here] = (logits.argmax(1) == labels).cpu()
+        scores.nll[here] = nn.functional.cross_entropy(logits, labels, reduction="none").cpu()
     model.train(was_training)
-    return Score(hits / len(rows), nll / len(rows))
+    return scores
+
+
+def evaluate(model, tokenizer, examples: list[Example], batch_size: int = 32) -> Score:
+    return row_scores(model, tokenizer, examples, batch_size).mean()
 
 
 def training_batches(rows: list, batch_size: int, seed: int) -> Iterator[list]:

@@ -39,8 +39,8 @@ class Options:
             weight; the first training step keeps both in as many layers as leave room for a step with a quarter more tokens, and
             does as ``"small"`` in the others. A step that runs out of memory is repeated with less: ``"small"``, then decoder
             layers are checkpointed, then weights are on the host (where they stay from the start if one layout of each does not
-            fit the GPU). One line says which and why (:mod:`peft_nvfp4.training.memory_level`). Without a GPU it is ``"fast"``, and
-            the FP32 values of NVFP4 weights are kept between steps where the host has room
+            fit the GPU). One line says which and why (:mod:`peft_nvfp4.training.memory_level`). Without a GPU it is ``"fast"``,
+            and the FP32 values of NVFP4 weights are kept between steps where the host has room
             (:mod:`peft_nvfp4.training.host_level`).
             ``"fast"``: (nvfp4) a forward and a backward layout of every weight, 9 bits a weight; (nf4, bf16) activations as they
             are. ``"small"``: (nvfp4) one layout of 4.5 bits, the backward one is made at each use with the same bits, and the
