@@ -255,6 +255,17 @@ def test_values_of_a_weight_are_kept_until_it_changes():
         assert reference.kept_values(w) is None
 
 
+def test_values_in_inference_mode():
+    """Its views count no edits, so they do not match."""
+    w = reference.quantize(sample("normal", 32, 64), NVFP4Format())
+    reference.keep_values(w)
+    with torch.inference_mode():
+        view = w._replace(gscale=w.gscale.view(torch.int32).view(torch.float32))
+        assert reference.kept_values(view) is None and reference.kept_values(w) is not None
+        reference.keep_values(view)  # refused
+    assert reference.kept_values(w) is not None
+
+
 def test_values_go_with_their_weight():
     w = reference.quantize(sample("normal", 32, 64), NVFP4Format())
     reference.keep_values(w)

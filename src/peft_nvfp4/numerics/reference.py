@@ -276,7 +276,7 @@ def keep_values(w: QuantizedMatrix) -> None:
     """Keep D(w) (N, K) in FP32 for :func:`matmul`, at 4 bytes a value: a product on a CPU dequantises its weight otherwise, at
     every call. Not of a weight that is elsewhere, that counts no edits (an inference tensor), or whose global scale is no power
     of two."""
-    if w.codes.is_cpu and not w.codes.is_inference() and powers_of_two(w.gscale):
+    if w.codes.is_cpu and not any(t.is_inference() for t in w[:3]) and powers_of_two(w.gscale):
         _KEPT[w.codes] = _stamps(w), dequantize(w).contiguous()
 
 
@@ -287,8 +287,9 @@ def kept_values(w: QuantizedMatrix) -> Tensor | None:
 
 
 def _stamps(w: QuantizedMatrix) -> tuple:
-    """What edits in place change, and what a new tensor in the place of an old one does."""
-    return tuple([(t._version, t.data_ptr()) for t in w[:3]])
+    """What edits in place change, and what a new tensor in the place of an old one does. Views that inference mode makes count
+    no edits: they are never those that values were kept for."""
+    return tuple([(None if t.is_inference() else t._version, t.data_ptr()) for t in w[:3]])
 
 
 def _round_stochastically(mag: Tensor, sg: Tensor, seed: Tensor | None) -> Tensor:
