@@ -113,7 +113,7 @@ def train_and_score(backend: str, dense: torch.nn.Module, tokenizer, args, train
     config = NVFP4LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", backend=backend)
     model = get_peft_model(copy.deepcopy(dense), config)
     few = test[: args.curve_rows]
-    curve = Curve(lambda: score_rows(model, tokenizer, few).mean().nll, every=max(args.steps // 6, 1), last=args.steps)
+    curve = Curve(lambda: score_rows(model, tokenizer, few).mean().nll, every=max(args.steps // 4, 1), last=args.steps)
     curve.score(0)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:

@@ -1,5 +1,7 @@
 """``memory="auto"`` without a GPU: values of NVFP4 weights that a CPU keeps between steps."""
 
+import copy
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -53,6 +55,15 @@ def test_the_first_training_step_keeps_the_values(llama, monkeypatch):
     for a, b in zip(with_values, step(without), strict=True):
         assert torch.equal(a, b)
     assert not any(kept(without)) and "made anew at each use" in without.base_model.nvfp4_steps.values.line
+
+
+def test_a_copy_keeps_values_of_its_own(llama):
+    model = adapted(llama)
+    step(model)
+    copied = copy.deepcopy(model)
+    assert not any(kept(copied))
+    step(copied)
+    assert all(kept(copied)) and all(kept(model))
 
 
 def test_half_of_the_free_memory_is_left(llama, monkeypatch):

@@ -44,6 +44,9 @@ class HostLevel:
             self.choose(forward.decoder)
         return forward.unguarded(*args, **kwargs)
 
+    def __reduce__(self):
+        return HostLevel, ()  # a copy has weights of its own, of which nothing is kept yet
+
     def __str__(self) -> str:
         return self.line or "memory='auto': values of weights are made anew until the first training step"
 
