@@ -7,13 +7,14 @@ import platform
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 
 def environment() -> dict[str, str]:
     """GPU, driver, processor, package versions and commit, as strings."""
-    stamp = {"python": platform.python_version(), "machine": platform.machine(), "commit": commit()}
+    stamp = {"python": platform.python_version(), "machine": platform.machine(), "processor": processor(), "commit": commit()}
     for package in ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger_kernel"):
         try:
             stamp[package] = version(package)
@@ -25,6 +26,13 @@ def environment() -> dict[str, str]:
         stamp["gpu"], stamp["driver"], stamp["max_sm_clock"] = first
         stamp["cuda"] = str(torch.version.cuda)
     return stamp
+
+
+def processor() -> str:
+    """Name of the CPU, from the kernel where it says so."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 @cache

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import runpy
 import sys
 import tempfile
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     path = args.out / f"grpo_{args.device.type}.json"
     content = json.loads(path.read_text()) if path.is_file() else {**common.head(args), "runs": []}
-    content["environment"] |= {"trl": version("trl"), "processor": processor(), "threads": torch.get_num_threads()}
+    content["environment"] |= {"trl": version("trl"), "threads": torch.get_num_threads()}
     done = {row["seed"] for row in content["runs"]}
     for seed in [] if args.draw else [seed for seed in args.seeds if seed not in done]:
         content["runs"].append(run(args, seed))
@@ -95,13 +94,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in content["runs"]:
         first, last = (sum(part) / WINDOW for part in (row["reward"][:WINDOW], row["reward"][-WINDOW:]))
         print(f"seed {row['seed']}: {first:.3f} to {last:.3f}, greedy {row['greedy_before']:.2f} to {row['greedy_after']:.2f}")
-
-
-def processor() -> str:
-    """Name of the CPU, from the kernel where it says so."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A policy samples continuations of film reviews (SmolLM2-135M, temperature 1, nothing cut off). Then the trained model scores the
 same tokens in one forward. Reinforcement learning takes both for the same numbers; where they differ, it is off-policy:
 
-* one frozen base for rollouts and training (`nvfp4`, `nf4`, `bf16`): rounding;
+* one frozen base for rollouts and training (`nvfp4`, `nf4`, `bf16`): rounding, and codes that rounding moves;
 * rollouts on the dense BF16 base, or on the adapter merged into it, and training on NF4 or NVFP4: what a serving engine beside a
   4-bit trainer amounts to.
 
@@ -36,7 +36,7 @@ PAIRS = (  # rollouts on, trained on
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("--adapter", help="folder of a saved adapter (default: a fresh one, which changes nothing)")
-    parser.add_argument("--rows", type=int, default=16, help="continuations (%(default)s)")
+    parser.add_argument("--rows", type=int, default=8, help="continuations (%(default)s)")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt (%(default)s)")
     parser.add_argument("--new", type=int, default=32, help="tokens sampled for each (%(default)s)")
     parser.add_argument("--accuracy", default="high", choices=["high", "balanced", "paper"], help="of nvfp4 (%(default)s)")
@@ -96,15 +96,14 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     _, tokenizer = data.load_smollm2(layers=0)
     texts = [ids for ids in (tokenizer(example.text).input_ids for example in data.movie_reviews()[1]) if len(ids) >= args.prompt]
     prompts = torch.tensor([ids[: args.prompt] for ids in texts[: args.rows]], device=args.device)
-    rolled = {base: rollouts(policy(args, base), prompts, args.new) for base in dict.fromkeys(pair[0] for pair in PAIRS)}
+    models = {base: policy(args, base) for base in dict.fromkeys(base for pair in PAIRS for base in pair)}
+    rolled = {base: rollouts(models[base], prompts, args.new) for base in dict.fromkeys(source for source, _ in PAIRS)}
     rows = []
-    for base in ("nvfp4", "nf4", "bf16"):
-        model = policy(args, base)
-        for source in (source for source, trained in PAIRS if trained == base):
-            sequences, logps = rolled[source]
-            found = drift(logps, training_logps(model, sequences, args.new), sequences[:, args.prompt :])
-            rows.append({"rollouts": source, "trained": base, **found})
-            print(rows[-1], flush=True)
+    for source, trained in PAIRS:
+        sequences, logps = rolled[source]
+        found = drift(logps, training_logps(models[trained], sequences, args.new), sequences[:, args.prompt :])
+        rows.append({"rollouts": source, "trained": trained, **found})
+        print(rows[-1], flush=True)
     common.write_json(args.out / f"rollout_drift_{args.dtype}_{args.device.type}.json", {**common.head(args), "rows": rows})
     return rows
 

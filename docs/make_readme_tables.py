@@ -30,10 +30,11 @@ from measured_tables import (
     roofline,
     steps,
 )
+from reinforcement_tables import grpo, rollouts
 
 MARK = re.compile(r"(<!-- made by docs/make_readme_tables\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MEASURED = (dropin, dropin_all, steps, larger, presets, accuracies, perplexities, estimator, demo, loss_curve, roofline)
-TABLES = {make.__name__: make for make in (*MEASURED, fits, fits_all, longest_rows)}
+TABLES = {make.__name__: make for make in (*MEASURED, fits, fits_all, longest_rows, grpo, rollouts)}
 
 
 def pages() -> list[Path]:

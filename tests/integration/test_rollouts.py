@@ -2,6 +2,7 @@
 
 Reinforcement learning takes them for the same numbers. Here they are: one frozen base, codes with a scale for each token, so
 neither the batch nor the padding nor the length counts. What is left is rounding: attention over a cache, other products' shapes.
+Two layers show that alone. In deep models the rounding moves some codes to their neighbour, and grows (docs/dpo-and-grpo.md).
 """
 
 import pytest
