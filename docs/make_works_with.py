@@ -194,6 +194,20 @@ SERVED = (  # what, how it was served, the figures that its test reports, the te
         SERVING + "nvfp4_checkpoints.py::test_an_adapter_beside_the_exported_base_that_it_was_trained_on",
     ),
     (
+        'SmolLM2-135M, adapter trained with `backend="nvfp4"`, 8 steps on film reviews; 20 prompts',
+        "on the BF16 base",
+        "drift {on_file_mean:.2f} (of the adapter {effect:.2f}); {on_file_agree:.0%} of the tokens; e {on_file_found_bf16:.2f}, "
+        "vLLM {on_file_found_engine:.2f}",
+        SERVING + "real_model.py::test_an_adapter_of_film_reviews",
+    ),
+    (
+        "the same",
+        "on `dequantize_model`'s weights, saved in BF16",
+        "drift {on_rounded_mean:.2f}; {on_rounded_agree:.0%} of the tokens; e {on_rounded_found_bf16:.2f}, "
+        "vLLM {on_rounded_found_engine:.2f}",
+        SERVING + "real_model.py::test_an_adapter_of_film_reviews",
+    ),
+    (
         "three versions of an adapter, from a training process",
         "a server, in place, between and during requests",
         "{requests:.0f} requests, {during:.0f} of them during a swap: none failed",
