@@ -12,6 +12,7 @@ from peft_nvfp4.fusion import rope
 from peft_nvfp4.memory import Settings
 from peft_nvfp4.ops import fused
 from peft_nvfp4.ops import linear as linear_ops
+from peft_nvfp4.training import host_level
 
 WEIGHTS = ("frozen linears, forward layout", "frozen linears, backward layout")
 COMMON = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=64)
@@ -57,7 +58,8 @@ def adapted(base, **fields):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Rotary embeddings in one Function, as a kernel computes them: without, a CPU keeps what they multiply with as well. And
-    both terms of an input in the same tensors, as a kernel writes them."""
+    both terms of an input in the same tensors, as a kernel writes them; and no values of weights beside their codes."""
+    monkeypatch.setattr(host_level, "SHARE", 0.0)
     monkeypatch.setattr(rope, "_on_a_kernel", lambda x: True)
     together = lambda terms: linear_ops.matrices(*linear_ops.stacked(terms), terms[0].k)
     quantize, multiply = linear_ops.quantize_input.reference, fused.silu_mul_quantize.reference
