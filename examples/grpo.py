@@ -23,7 +23,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", help="a folder or a name on the Hub (the packaged SmolLM2-135M)")
 parser.add_argument("--data", help="a .json or .jsonl file of rows as above (sums up to nine)")
 parser.add_argument("--backend", default="nvfp4", choices=["nvfp4", "nf4", "bf16"])
-parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--batch", type=int, default=16)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--method", default="grpo", choices=["grpo", "rloo"])
@@ -57,7 +57,7 @@ trainer = Trainer(
         output_dir=args.out,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch,
-        learning_rate=3e-4,
+        learning_rate=1e-4,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=5,
         seed=args.seed,
