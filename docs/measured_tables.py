@@ -270,8 +270,8 @@ def demo() -> str:
     threads, minutes = report["environment"]["threads"], report["total_seconds"] / 60
     how = paragraph(
         f"""What it printed on a CPU: {settings["steps"]} steps of {settings["batch_size"]} sentences, peak learning rate
-        {settings["lr"]:g}, {threads} thread{"s" * (threads > 1)}, FP32, {minutes:.0f} minutes in all. The machine's two cores had
-        other work as well, so compare the seconds of the two rows only (`benchmarks/results/cpu_demo`)."""
+        {settings["lr"]:g}, {threads} thread{"s" * (threads > 1)}, FP32, {minutes:.1f} minutes in all, on two cores
+        of a server with nothing else to do (`benchmarks/results/cpu_demo`)."""
     )
     header = (f"{settings['rows']} held-out sentences", "accuracy", "NLL", "training", "frozen linears")
     return f"{how}\n\n{table(header, rows)}"
