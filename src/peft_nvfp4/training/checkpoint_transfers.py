@@ -14,10 +14,10 @@ import sys
 import weakref
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
+from ..memory.device import free_host_bytes
 from .offload.host_memory import HostBuffer
 
 LEFT_TO_OTHERS = 1 << 30
@@ -49,7 +49,7 @@ class Buffers:
         size = rounded(bytes_)
         self.free = [buffer for buffer in self.free if buffer.data.numel() >= bytes_]  # shorter ones make room first
         wanted = max(0, count - len(self.free)) * size
-        available = psutil.virtual_memory().available - LEFT_TO_OTHERS
+        available = free_host_bytes() - LEFT_TO_OTHERS
         if wanted > max(available, 0):
             raise HostMemoryShort(
                 f"the checkpoints of {count} layers take {count * size / 1e9:.1f} GB of the host's memory, {wanted / 1e9:.1f} GB "

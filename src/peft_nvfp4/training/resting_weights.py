@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import psutil
 import torch
 from torch import Tensor, nn
 
-from ..memory.device import free_bytes
+from ..memory.device import free_bytes, free_host_bytes
 from .checkpoint_transfers import LEFT_TO_OTHERS
 from .offload.host_memory import HostBuffer
 
@@ -86,7 +85,7 @@ class RestingWeights:
         """None where the host has no room."""
         home = self.homes.get(id(p))
         if home is None or home.parameter is not p or (home.version, home.address) != (p._version, p.data_ptr()):
-            if p.nbytes > psutil.virtual_memory().available - LEFT_TO_OTHERS:
+            if p.nbytes > free_host_bytes() - LEFT_TO_OTHERS:
                 return None
             buffer = HostBuffer(p.nbytes)
             if p.is_cuda:
