@@ -194,6 +194,8 @@ class GraphedForward:
             try:
                 self.entries[key] = self._record(tensors, constants)
             except Unsupported as reason:
+                if not self._recorded():
+                    self.shared = SharedMemory()  # gradients that nothing will be written to
                 if self.needs_memory and isinstance(reason.__cause__, torch.OutOfMemoryError):
                     raise reason.__cause__ from None
                 self.entries[key] = str(reason)
