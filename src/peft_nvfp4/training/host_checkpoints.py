@@ -58,6 +58,7 @@ class HostCheckpointStatus:
         enabled: for long sequences (``"automatic"``), for all of them (``"always"``), or not (``"no"``).
         passes: forward passes whose checkpoints went to the host; ``last_bytes``: of the last of them.
         host_bytes: of the buffers; ``pinned``: the GPU reads them by itself.
+        rested: times that embedding and head left the GPU, too, in forward or in backward.
         reason: why a pass that was long enough kept its checkpoints on the GPU, the last time.
     """
 
@@ -66,6 +67,7 @@ class HostCheckpointStatus:
     last_bytes: int = 0
     host_bytes: int = 0
     pinned: bool = False
+    rested: int = 0
     reason: str = ""
 
     def __str__(self) -> str:
@@ -106,7 +108,7 @@ class HostCheckpoints:
         tokens = _rows(kwargs.get("inputs_embeds")) if inputs is None else inputs.numel()
         parameter = next(decoder.parameters())
         bytes_ = tokens * decoder.config.get_text_config().hidden_size * parameter.dtype.itemsize
-        if not bytes_ or self.automatic and len(layers) * bytes_ <= _device_memory(parameter.device) // SHARE:
+        if not bytes_ or not self.wants(len(layers) * bytes_, parameter.device):
             return
         if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in decoder.parameters()):  # FSDP2, ZeRO-3
             self.status.reason = "the weights are sharded"
@@ -128,6 +130,10 @@ class HostCheckpoints:
         for norm in running.norms:
             norm.forward = partial(_norm_in_tiles, weakref.ref(norm))
         RUNNING.set(running)
+
+    def wants(self, bytes_: int, device: torch.device) -> bool:
+        """Whether checkpoints of so many bytes, of all layers, are to go to the host."""
+        return not self.automatic or bytes_ > _device_memory(device) // SHARE
 
     def host_checkpoints_end(self, decoder: nn.Module, args: tuple, output: Any) -> None:
         """After it, or where it has raised."""
@@ -266,7 +272,7 @@ def host_checkpoint_status(model: nn.Module) -> HostCheckpointStatus:
     if (watching := _watching(model)) is None:
         return HostCheckpointStatus()
     status, buffers = watching.status, watching.buffers.all
-    status.enabled = "automatic" if watching.automatic else "always"
+    status.enabled, status.rested = "automatic" if watching.automatic else "always", watching.resting.times
     status.host_bytes, status.pinned = sum(b.data.nbytes for b in buffers), bool(buffers) and all(b.pinned for b in buffers)
     return status
 

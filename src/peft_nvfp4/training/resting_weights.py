@@ -49,9 +49,11 @@ class RestingWeights:
     Attributes:
         away: those that point to their host's copies now, and their devices.
         bytes: of the host's copies.
+        times: that they have left.
     """
 
     def __init__(self) -> None:
+        self.times = 0
         self.homes: dict[int, Home] = {}
         self.away: list[tuple[nn.Parameter, torch.device]] = []
         self.task = -1  # backward that has decided
@@ -67,6 +69,7 @@ class RestingWeights:
             return
         self.task = task
         if is_short(needed, device):
+            self.times += 1
             self._leave(parameters)
         if self.away and task != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.come_back)
