@@ -1,11 +1,15 @@
 """Experts as gpt-oss has them: weights transposed, gate and up in turn, biases, a clamped gate of its own. What is packed are the
 matrices of linears, and results are those of frozen linears with these biases."""
 
+import json
+
 import pytest
 import torch
 from _frozen_experts import BACKEND, OPTIONS, adapted, assert_equal, experts_of, logits, plain, routed
-from _mixtures import IDS, gpt_oss
+from _mixtures import COMMON, IDS, gpt_oss
 from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, merge
 from peft_nvfp4.nn.experts.frozen_experts import FrozenExperts, frozen_experts, linear_of
@@ -157,3 +161,32 @@ def test_weights_in_mxfp4_are_taken_over_exactly():
         assert bool(wrong.any()) != exact
         largest = weight.view(64, -1, 16).abs().amax(-1)
         assert bool((largest[wrong] < 2.0**-14).all())
+
+
+def save_in_mxfp4(folder) -> None:
+    """A tiny gpt-oss with its experts as they are published: two codes a byte, an exponent of 8 bits for 32 of them."""
+    torch.manual_seed(0)
+    sizes = dict(intermediate_size=64, num_local_experts=4, num_experts_per_tok=2)
+    config = GptOssConfig(**COMMON, **sizes, layer_types=["full_attention", "sliding_attention"])
+    tensors = dict(GptOssForCausalLM(config).bfloat16().state_dict())
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, k, n = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(127 - 14, 127, (experts, n, k // 32), dtype=torch.uint8)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    method = {"quantization_config": {"quant_method": "mxfp4"}, "architectures": ["GptOssForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | method))
+
+
+def test_logits_are_those_of_the_published_weights(tmp_path):
+    """With the weights that are stored: the bits of transformers' dequantised model. Packed, inputs are rounded as well: two
+    terms of NVFP4 are as 8 bits, and 0.02 to 0.03 of the logits are left through two layers of random weights."""
+    save_in_mxfp4(tmp_path)
+    model = GptOssForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+    )
+    published = logits(model)
+    freeze_model(model, skip_modules=["self_attn"], progress=False)
+    packed = logits(model)
+    assert 0 < (packed - published).float().norm() < 0.06 * published.float().norm()
+    assert torch.equal(logits(dequantize_model(model)), published)
