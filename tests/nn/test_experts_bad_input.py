@@ -1,4 +1,4 @@
-"""Mixtures that are given something wrong: a frozen one answers as the dense one does, or with an error that names what is wrong."""
+"""Mixtures that are given something wrong: a frozen one answers as the dense one does, or by an error that names what it is."""
 
 import pytest
 import torch

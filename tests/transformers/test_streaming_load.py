@@ -14,7 +14,7 @@ from _broken_checkpoints import assert_refused, change, truncate
 from conftest import tiny_llama
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from peft_nvfp4 import PactConfig
 from peft_nvfp4.quantization.freeze import frozen_layers
@@ -78,7 +78,7 @@ MEASURE = """
 import json, sys, threading, time
 import torch
 torch.set_num_threads(1)
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import transformers.models.llama.modeling_llama, transformers.models.qwen3_moe.modeling_qwen3_moe
 from peft_nvfp4 import PactConfig, freeze_model
 from peft_nvfp4.transformers import quantizer
