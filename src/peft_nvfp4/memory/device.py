@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -39,9 +40,27 @@ def free_bytes(device: torch.device) -> int | None:
     return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
 
 
+CONTROL_GROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where Linux says what a container may use (control groups of version 2, and 1): the folder, files of the limit and of what
+is used, and what of that is pages of files, which it lets go of."""
+
+
 def free_host_bytes() -> int:
-    """Bytes of the host's memory that are free, or soon would be."""
-    return psutil.virtual_memory().available
+    """Bytes of the host's memory that are free, or soon would be, for this process: a container that takes more than its limit
+    is killed."""
+    available = psutil.virtual_memory().available
+    for folder, limit, used, files in CONTROL_GROUPS:
+        try:
+            allowed, taken, rest = (Path(folder, name).read_text() for name in (limit, used, "memory.stat"))
+        except OSError:  # another version, or no container
+            continue
+        if allowed.strip() != "max":
+            cached = dict(line.split() for line in rest.splitlines() if line).get(files, 0)
+            available = min(available, int(allowed) - int(taken) + int(cached))
+    return max(0, available)
 
 
 def step_bytes(shape: ModelShape, settings: Settings) -> int:

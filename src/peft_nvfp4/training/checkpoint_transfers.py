@@ -18,14 +18,10 @@ import torch
 from torch import Tensor
 
 from ..memory.device import free_host_bytes
-from .offload.host_memory import HostBuffer
+from .offload.host_memory import HostBuffer, HostMemoryShort
 
 LEFT_TO_OTHERS = 1 << 30
 """Bytes of the host's free memory that are not taken."""
-
-
-class HostMemoryShort(RuntimeError):
-    """The host has not enough free memory for a step's checkpoints; nothing was computed."""
 
 
 class Buffers:
@@ -42,13 +38,14 @@ class Buffers:
         return [*self.free, *self.taken]
 
     def prepare(self, count: int, bytes_: int, device: torch.device) -> None:
-        """Raises :class:`HostMemoryShort` unless there is room for ``count`` checkpoints of so many bytes, from ``device``."""
+        """Have room for ``count`` checkpoints of so many bytes, from ``device``, or raise :class:`HostMemoryShort`."""
         if device != self.device:
             self.free, self.device = [], device
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         size = rounded(bytes_)
         self.free = [buffer for buffer in self.free if buffer.data.numel() >= bytes_]  # shorter ones make room first
-        wanted = max(0, count - len(self.free)) * size
+        missing = max(0, count - len(self.free))
+        wanted = missing * size
         available = free_host_bytes() - LEFT_TO_OTHERS
         if wanted > max(available, 0):
             raise HostMemoryShort(
@@ -56,6 +53,7 @@ class Buffers:
                 f"more than they have, and {max(available, 0) / 1e9:.1f} GB are free: train with shorter sequences, free some of "
                 "the host's memory, or keep checkpoints on the GPU (peft_nvfp4.disable_host_checkpoints(model))"
             )
+        self.free += [HostBuffer(size) for _ in range(missing)]
 
     def take(self, bytes_: int) -> HostBuffer:
         at = next((i for i, buffer in enumerate(self.free) if buffer.data.numel() >= bytes_), None)

@@ -38,8 +38,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..autograd.tiles import in_tiles
 from ..fusion.norm import looks_like_rmsnorm, plus_one
 from ..fusion.probe import innermost, watched
-from .checkpoint_transfers import Buffers, HostMemoryShort
+from .checkpoint_transfers import Buffers
 from .host_pass import RUNNING, CheckpointFunction, Pass, replaceable
+from .offload.host_memory import HostMemoryShort
 from .packed_attention import attention
 from .packing import decoder_of
 from .resting_weights import RestingWeights

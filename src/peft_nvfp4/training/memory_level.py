@@ -44,6 +44,7 @@ from ..quantization.layouts import keep_layouts
 from .cuda_graphs import GraphedForward
 from .host_pass import restart_pass
 from .offload.enable import enable_offload, find_layers, offloaded
+from .offload.host_memory import HostMemoryShort
 from .packing import packed_forward
 from .repeating import RepeatableCall, RepeatedBackward, can_be_cut, recorded
 
@@ -245,7 +246,7 @@ class MemoryLevel:
             return None
         try:
             enable_offload(decoder)
-        except ValueError as reason:
+        except (ValueError, HostMemoryShort) as reason:
             logger.info("memory='auto': weights cannot be offloaded: %s", reason)
             return None
         if graphed is not None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..memory.device import free_bytes, free_host_bytes
 from .checkpoint_transfers import LEFT_TO_OTHERS
-from .offload.host_memory import HostBuffer
+from .offload.host_memory import HostBuffer, HostMemoryShort
 
 BACKWARD, CONSTANT = 10, 1 << 30
 """A layer's backward takes so many times its input, and so many bytes besides."""
@@ -90,7 +90,10 @@ class RestingWeights:
         if home is None or home.parameter is not p or (home.version, home.address) != (p._version, p.data_ptr()):
             if p.nbytes > free_host_bytes() - LEFT_TO_OTHERS:
                 return None
-            buffer = HostBuffer(p.nbytes)
+            try:
+                buffer = HostBuffer(p.nbytes)
+            except HostMemoryShort:
+                return None
             if p.is_cuda:
                 buffer.pin(p.device)
             values = buffer.data.view(p.dtype).view(p.shape)

@@ -43,6 +43,7 @@ from torch import nn
 from ...quantization.freeze import frozen_modules
 from ..cuda_graphs import disable_cuda_graphs, records_steps
 from .frozen_methods import ON_DEVICE, packed_parameters
+from .host_memory import HostMemoryShort
 from .layers import ATTRIBUTE
 from .transfers import Offload, OffloadStatus
 
@@ -54,6 +55,7 @@ def enable_offload(model: nn.Module) -> None:
     Raises:
         ValueError: there is no list of decoder layers with frozen linears, or something excludes it: CUDA graphs, sharding
             (FSDP), a model spread over devices (``device_map``), layers that share weights.
+        HostMemoryShort: the host has no memory for the weights. The model is as it was.
     """
     layers = find_layers(model)
     if not layers:
@@ -65,7 +67,11 @@ def enable_offload(model: nn.Module) -> None:
         return _move_the_rest(owner)
     _refuse(model, layers)
     disable_cuda_graphs(model)  # those that nobody asked for
-    Offload(layers, next(p for p in _packed(layers[0])).device)
+    try:
+        Offload(layers, next(p for p in _packed(layers[0])).device)
+    except HostMemoryShort:
+        disable_offload(model)
+        raise
     return None
 
 

@@ -16,6 +16,10 @@ from torch import Tensor
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}  # Windows has no flags
 
 
+class HostMemoryShort(RuntimeError):
+    """The host has not enough memory. Nothing was computed, and nothing has changed."""
+
+
 class _Pages(mmap.mmap):
     """Pages that are unlocked before they are given back. (Tensors made from them keep them alive.)"""
 
@@ -29,7 +33,7 @@ class _Pages(mmap.mmap):
 
 
 class HostBuffer:
-    """``bytes_`` bytes on the host.
+    """``bytes_`` bytes on the host. Raises :class:`HostMemoryShort` where the system does not give them.
 
     Attributes:
         data: the bytes, ``uint8``.
@@ -37,7 +41,13 @@ class HostBuffer:
     """
 
     def __init__(self, bytes_: int):
-        self._pages = _Pages(-1, max(bytes_, 1), **_PRIVATE)
+        try:
+            self._pages = _Pages(-1, max(bytes_, 1), **_PRIVATE)
+        except OSError as error:
+            raise HostMemoryShort(
+                f"the system refused {bytes_ / 1e9:.2f} GB of the host's memory ({error.strerror}): free some of it, or raise "
+                "the limit of this process (ulimit -v)"
+            ) from error
         with torch.inference_mode(False):
             self.data: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)[:bytes_]
         self.pinned, self._asked = False, False
