@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import dispatch
+
 CHUNK_BYTES = 128 << 20  # of FP32 logits: 256 positions of a 128k vocabulary, where the GEMM is no longer memory bound
 TRACED_CHUNKS = 8  # of a loss that a compiler traces: it unrolls the loop, and need not know the number of positions
 
@@ -141,14 +143,15 @@ class _SupervisedLoss(torch.autograd.Function):
         total, fold = hidden.new_zeros((), dtype=_wide(dtype)), _folded(targets.denominator, dtype)
         for at in _chunks(targets, chunk or max(1, CHUNK_BYTES // (4 * len(weight)))):
             h = (hidden[at] if targets.positions is None else hidden.index_select(0, targets.positions[at])).to(dtype)
-            y, t = transform.forward(F.linear(h, w, b))
-            labels, valid = targets.labels[at], None if targets.valid is None else targets.valid[at]
-            losses, logp = _losses(y, labels)
-            total += (losses if valid is None else torch.where(valid, losses, 0)).sum()
+            valid = None if targets.valid is None else targets.valid[at]
+            factor = None
             if wants or any(wanted):
-                factor = fold if valid is None else torch.where(valid, fold, 0.0)[:, None]
-                dz = transform.backward(_dlogits(logp, labels, factor, y.dtype), t)
+                factor = fold if valid is None else torch.where(valid, fold, 0.0)
+            losses, dz = _chunk_of_loss(h, w, b, transform, targets.labels[at], factor)
+            total += (losses if valid is None else torch.where(valid, losses, 0)).sum()
+            if dz is not None:
                 _linear_backward(dz, h, w, dh[at] if wants else None, *sums)
+            del dz  # before the next chunk's logits are there
         ctx.save_for_backward(targets.positions, dh, *sums)
         ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.rest = targets.denominator * fold if dtype == torch.float16 else None
@@ -192,6 +195,22 @@ def _chunks(targets: Targets, chunk: int) -> list[slice]:
     return [slice(n * i // pieces, n * (i + 1) // pieces) for i in range(pieces)]
 
 
+def _chunk_of_loss(
+    h: Tensor, w: Tensor, b: Tensor | None, transform: Transform, labels: Tensor, factor: Tensor | float | None
+) -> tuple[Tensor, Tensor | None]:
+    """(loss of each row, (n,); gradient of the logits that the head gives, (n, V), times ``factor``, one or (n,); None for None)."""
+    y, t = transform.forward(F.linear(h, w, b))
+    if (in_place := dispatch.cross_entropy_of(y)) is not None:
+        losses = in_place(labels, factor if not isinstance(factor, float) else y.new_full((1,), factor, dtype=torch.float32))
+        dy = None if factor is None else y
+    else:
+        losses, logp = _losses(y, labels)
+        dy = None
+        if factor is not None:
+            dy = _dlogits(logp, labels, factor[:, None] if isinstance(factor, Tensor) and factor.ndim else factor, y.dtype)
+    return losses, None if dy is None else transform.backward(dy, t)
+
+
 def _losses(y: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(loss of each row, log-probabilities), in FP32."""
     logp = F.log_softmax(y, dim=1, dtype=_wide(y.dtype))
@@ -207,7 +226,7 @@ def _dlogits(logp: Tensor, labels: Tensor, factor: Tensor | float, dtype: torch.
 def _linear_backward(dz: Tensor, h: Tensor, w: Tensor, dh: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
     with torch.autocast(dz.device.type, enabled=False):
         if dh is not None:
-            dh.copy_(dz @ w)
+            torch.mm(dz, w, out=dh)
         if dw is not None and dz.is_cuda and dz.dtype in (torch.float16, torch.bfloat16):
             torch.addmm(dw, dz.T, h, out_dtype=torch.float32, out=dw)  # chunks rounded to BF16 would add up their errors
         elif dw is not None:

@@ -149,6 +149,17 @@ def few_rows_module(x: torch.Tensor) -> ModuleType | None:
     return module if 0 < x.shape[0] <= module.ROWS else None
 
 
+def cross_entropy_of(logits: torch.Tensor) -> Callable | None:
+    """What computes the cross-entropy of such logits (n, V), and its gradient in their place; None: PyTorch's own operators do. It
+    takes 16 bits, on a GPU that runs the Triton kernels."""
+    if not logits.is_cuda or logits.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
+        return None
+    if _loaded != "" or _obstacle():
+        return None
+    function = importlib.import_module(f"{__package__}.triton.cross_entropy").cross_entropy
+    return lambda *args: _on_its_device(logits.device, function, (logits, *args))
+
+
 def load() -> None:
     """Give the operators their CUDA implementations. Called when the package is imported; a second call does nothing. An unknown
     value of ``PEFT_NVFP4_KERNELS`` raises ValueError."""

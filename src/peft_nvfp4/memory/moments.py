@@ -25,8 +25,8 @@ from .shapes import ModelShape
 
 FULL_LOSS = 12
 """Bytes a logit in the backward of transformers' loss: log-probabilities, their gradient, the logits' gradient, all FP32."""
-CHUNK_LOSS = 8
-"""The same in a chunk of :mod:`peft_nvfp4.fusion.loss`: logits and their gradient in BF16, probabilities in FP32."""
+CHUNK_LOSS = 2
+"""The same in a chunk of :mod:`peft_nvfp4.fusion.loss`: logits in BF16, overwritten by their gradient."""
 CHUNK_BYTES = 128 << 20
 OPERAND_ROWS, OPERAND_BYTES = 2048, 48 << 20
 GROUPED_BYTES = 1 << 30
