@@ -343,16 +343,20 @@ def test_a_model_without_checkpointed_layers_is_refused():
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_gpu_gradients_are_the_same_and_memory_does_not_grow_with_layers():
-    """2 and 6 layers of a sequence of 16k tokens take the same activations: their inputs are not there. Attention's backward adds
-    atomically, and products of fewer rows sum in another order, so results differ in last places, which codes make larger: by no
-    more than a few times what two runs of the same differ by, or 2^-6. A copy that is late would change everything."""
+    """2 and 6 layers of a sequence of 16k tokens take the same activations: their inputs are not there. Products of fewer rows, in
+    tiles, sum in another order, so results differ in last places, which codes make larger. How much larger, a step of which one
+    embedding in a hundred is a unit of BF16 away shows: results differ by no more than a few times that, most of it in queries
+    and keys. A copy that is late would change everything."""
 
-    def step(layers, host):
+    def step(layers, host, nudged=False):
         model = tuned("nvfp4 cached", None, layers, device="cuda")
         attach(model)
         model.gradient_checkpointing_enable()
         if host:
             enable_host_checkpoints(model)
+        if nudged:
+            weight = model.get_input_embeddings().weight
+            weight.data.view(torch.int16).view(-1)[::100] ^= 1
         ids = torch.randint(0, 128, (1, 16384), generator=torch.Generator().manual_seed(1)).cuda()
         gradients(model, ids)
         torch.cuda.reset_peak_memory_stats()
@@ -361,10 +365,12 @@ def test_on_a_gpu_gradients_are_the_same_and_memory_does_not_grow_with_layers():
         assert not host or host_checkpoint_status(model).pinned
         return torch.cuda.max_memory_allocated() - before, *found
 
-    (_, loss, plain), (_, _, again), (two, got_loss, got) = step(2, False), step(2, False), step(2, True)
+    (_, loss, plain), (_, _, nudged), (two, got_loss, got) = step(2, False), step(2, False, True), step(2, True)
     assert got_loss == pytest.approx(loss, rel=1e-4)
+    plain, nudged, got = (found | {"all": torch.cat([g.flatten() for g in found.values()])} for found in (plain, nudged, got))
     for name, g in plain.items():
-        noise = (again[name] - g).norm()
-        assert (got[name] - g).norm() <= max(4 * noise, 2**-6 * g.norm()), name
+        noise, far = (nudged[name] - g).norm(), (got[name] - g).norm()
+        assert far <= max(4 * noise, 2**-6 * g.norm()), f"{name}: {far}, {noise}, {g.norm()}"
+    assert far <= 0.2 * g.norm(), "of all of them"
     six, stream = step(6, True)[0], 16384 * 64 * 2
     assert six - two < 2 * stream

@@ -519,9 +519,9 @@ def test_a_graph_is_cut_only_where_nothing_is_lost():
 
 
 def large(memory, recorded, checkpointing=False):
-    """Steps of 8,192 tokens take about 200 MB more with ``"fast"`` than with ``"small"``: a second layout, and the inner
-    activation of four MLPs."""
-    sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=8, num_hidden_layers=4)
+    """Steps of 8,192 tokens take about 400 MB more with ``"fast"`` than with ``"small"``: a second layout, and the inner
+    activation of eight MLPs."""
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=8, num_hidden_layers=8)
     model = tiny_llama(torch.bfloat16, **sizes).cuda()
     model.config.use_cache = False
     torch.manual_seed(1)
@@ -534,7 +534,8 @@ def large(memory, recorded, checkpointing=False):
 
 
 def after_a_short_step(model, before=lambda: None):
-    """Gradients of a step of 64 tokens and then two of 8,192, ``before`` which something is called; and the peak of these."""
+    """Gradients of a step of 64 tokens and then two of 8,192, ``before`` which something is called; and the peak of these, in
+    tensors: what the allocator reserves beyond, it frees where memory ends."""
     found = []
     for step, (rows, length) in enumerate([(1, 64), (8, 1024), (8, 1024)]):
         if step == 1:
@@ -545,7 +546,7 @@ def after_a_short_step(model, before=lambda: None):
         model(input_ids=ids, labels=ids).loss.backward()
         found += [p.grad.float().cpu() for p in model.parameters() if p.requires_grad]
         model.zero_grad()
-    return found, torch.cuda.max_memory_reserved()
+    return found, torch.cuda.max_memory_allocated()
 
 
 def freed():
@@ -564,13 +565,13 @@ def test_a_gpu_that_runs_out_of_memory(capped, recorded, monkeypatch):
         model = large("fast", recorded)
         lower = (lambda: set_level(model.get_base_model(), "small")) if level == "small" else (lambda: None)
         expected, peaks[level] = after_a_short_step(model, lower)
-    assert peaks["fast"] - peaks["small"] > 100e6, "the levels are told apart"
+    assert peaks["fast"] - peaks["small"] > 200e6, f"the levels are told apart: {peaks}"
     model = None
     freed()
     model = large("auto", recorded)
     found, peak = after_a_short_step(model, lambda: capped((peaks["fast"] + peaks["small"]) / 2))
     level = level_of(model)
-    assert level.lines[0].startswith("memory='auto': 'fast'") and level.level == "small", level
+    assert level.lines[0].startswith("memory='auto': 'fast'") and level.level == "small", f"{level}: {peak}, {peaks}"
     assert said_by(model)[-1] == SMALL and peak <= (peaks["fast"] + peaks["small"]) / 2
     # attention's backward adds atomically, so two runs differ in last places
     assert all((a - b).norm() <= 2e-2 * b.norm() for a, b in zip(found, expected, strict=True))
@@ -591,4 +592,4 @@ def test_a_gpu_without_room_for_both_layouts(capped, monkeypatch):
         assert model(input_ids=ids, use_cache=False).logits.isfinite().all()
     assert not level.chosen
     model(input_ids=ids, labels=ids).loss.backward()
-    assert level.partly and len(level.lines) == 1 and layouts(model)[1] == {False, True}, level
+    assert level.partly and len(level.lines) == 1 and layouts(model)[1] == {False, True}, f"{level}: {needed}"
