@@ -14,9 +14,9 @@ CASES = [(5, 40), (3, 300), (4, 4096), (2, 4097), (2, 9000)]  # rows, logits: un
 
 
 def off_bound(device: str, dtype: torch.dtype) -> list[str]:
-    """Cases outside of their bounds. Logits are within 32 of the greatest. So an exponential is off by at most 2**-18 (its argument
-    times log2(e) is rounded to 2**-19), and so is a probability, whose sum is no worse: 2**-17 of p, 2**-17 of a loss. Then a
-    gradient is rounded to ``dtype`` once, in units of its own."""
+    """Cases outside of their bounds. Logits are within 32 of the greatest. So an exponential is off by at most 2**-18 (its
+    argument times log2(e) is rounded to 2**-19), and so is a probability, whose sum is no worse: 2**-17 of p, 2**-17 of a loss.
+    Then a gradient is rounded to ``dtype`` once, in units of its own."""
     from peft_nvfp4.kernels.triton.cross_entropy import cross_entropy
 
     found = []
@@ -34,7 +34,8 @@ def off_bound(device: str, dtype: torch.dtype) -> list[str]:
             losses = cross_entropy(got, labels.to(device), factor.to(device)).cpu()
             info, p = torch.finfo(dtype), leaf.detach().softmax(dim=1)
             bound = info.eps * gradient.abs() + factor[:, None] * (2**-17 * p + 2**-24) + info.tiny * info.eps
-            wrong = ((got.cpu().float() - gradient).abs() > bound).sum() + ((losses - expected).abs() > 2**-17 * (1 + expected)).sum()
+            wrong = ((got.cpu().float() - gradient).abs() > bound).sum()
+            wrong += ((losses - expected).abs() > 2**-17 * (1 + expected)).sum()
             if wrong:
                 found.append(f"{n} x {v}, {len(factor)} factors: {wrong}")
         got = y.to(device, copy=True)

@@ -343,10 +343,10 @@ def test_a_model_without_checkpointed_layers_is_refused():
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_gpu_gradients_are_the_same_and_memory_does_not_grow_with_layers():
-    """2 and 6 layers of a sequence of 16k tokens take the same activations: their inputs are not there. Products of fewer rows, in
-    tiles, sum in another order, so results differ in last places, which codes make larger. How much larger, a step of which one
-    embedding in a hundred is a unit of BF16 away shows: results differ by no more than a few times that, most of it in queries
-    and keys. A copy that is late would change everything."""
+    """2 and 6 layers of a sequence of 16k tokens take the same activations: their inputs are not there. Products of fewer rows,
+    in tiles, sum in another order, so results differ in last places, which codes make larger. How much larger, a step of which
+    one embedding in a hundred is a unit of BF16 away shows: results differ by no more than a few times that, most of it in
+    queries and keys. A copy that is late would change everything."""
 
     def step(layers, host, nudged=False):
         model = tuned("nvfp4 cached", None, layers, device="cuda")

@@ -198,7 +198,7 @@ def _chunks(targets: Targets, chunk: int) -> list[slice]:
 def _chunk_of_loss(
     h: Tensor, w: Tensor, b: Tensor | None, transform: Transform, labels: Tensor, factor: Tensor | float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(loss of each row, (n,); gradient of the logits that the head gives, (n, V), times ``factor``, one or (n,); None for None)."""
+    """(loss of each row, (n,); gradient of the logits that the head gives, (n, V), times ``factor``, one or (n,), or None)."""
     y, t = transform.forward(F.linear(h, w, b))
     if (in_place := dispatch.cross_entropy_of(y)) is not None:
         losses = in_place(labels, factor if not isinstance(factor, float) else y.new_full((1,), factor, dtype=torch.float32))

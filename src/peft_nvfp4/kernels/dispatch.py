@@ -150,8 +150,8 @@ def few_rows_module(x: torch.Tensor) -> ModuleType | None:
 
 
 def cross_entropy_of(logits: torch.Tensor) -> Callable | None:
-    """What computes the cross-entropy of such logits (n, V), and its gradient in their place; None: PyTorch's own operators do. It
-    takes 16 bits, on a GPU that runs the Triton kernels."""
+    """What computes the cross-entropy of such logits (n, V), and its gradient in their place; None: PyTorch's own operators do.
+    It takes 16 bits, on a GPU that runs the Triton kernels."""
     if not logits.is_cuda or logits.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
         return None
     if _loaded != "" or _obstacle():
