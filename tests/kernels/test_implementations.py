@@ -16,7 +16,7 @@ from _product_groups import GROUPS, close, exact_dgrad, exact_fprop, group, with
 from peft_nvfp4 import kernels
 from peft_nvfp4.kernels import dispatch, implementations
 from peft_nvfp4.kernels.fp4 import check, native, scaled_mm
-from peft_nvfp4.numerics import reference
+from peft_nvfp4.numerics import layout, reference
 from peft_nvfp4.numerics.formats import GRADIENT, QuantizedMatrix
 from peft_nvfp4.numerics.products import BackwardLinear, Dgrad, ForwardLinear, Fprop, LowRank
 from peft_nvfp4.ops.core import Operator
@@ -157,6 +157,19 @@ def test_scaled_mm_of_two_terms_is_one_product(scaled, monkeypatch, m, k, shape)
     add = check.integers(m, 40, seed=6).to(BF16)
     assert torch.equal(native.single(scaled_mm.gemms)(terms, w, add=add), gemm(terms, w, add=add))
     assert calls == [shape]
+
+
+def test_scaled_mm_of_scales_in_tiles(scaled, monkeypatch):
+    """As the quantiser of gradients makes them: taken as they are."""
+    x = check.matrix(check.codes(200, 320, 1), check.powers(200, 320, 2), check.row_scales(200, 3))
+    w = check.matrix(check.codes(40, 320, 4), check.powers(40, 320, 5))
+    in_tiles, whole = x._replace(scales=layout.swizzle_scales(x.scales)), gemm([x], w)
+    given = []
+    monkeypatch.setattr(scaled_mm, "_scaled_mm", lambda *a, **k: given.append(a[2][0]) or fake_scaled_mm(*a, **k))
+    assert torch.equal(native.single(scaled_mm.gemms)([in_tiles], w), whole)
+    assert given[0].data_ptr() == in_tiles.scales.data_ptr()
+    monkeypatch.setattr(scaled_mm, "PRODUCT_BYTES", 1)  # by groups of rows
+    assert torch.equal(native.single(scaled_mm.gemms)([in_tiles], w), whole)
 
 
 # ---------------------------------------------------------------------------------------------- the choice

@@ -46,9 +46,7 @@ NATIVE: dict[str, Callable[[], native.Gemms]] = {
     "cutlass": lambda: cutlass.load() and cutlass.gemms,
     "scaled_mm": lambda: scaled_mm.gemms,
 }
-"""FP4 implementation -> its products; raises :class:`Unavailable`."""
-READ_SWIZZLED = ("cutlass",)
-"""Implementations that take block scales in tiles as well, as one dimension."""
+"""FP4 implementation -> its products; raises :class:`Unavailable`. Each takes block scales in tiles as well, as one dimension."""
 ANYWHERE = ("scaled_mm",)
 """Implementations that are part of PyTorch, so there on GPUs of every kind: that they cannot run is nothing to warn about."""
 
@@ -104,8 +102,7 @@ def _try(name: str, device: torch.device, triton_obstacle: str) -> tuple[Callabl
         return emulated.fprop_of_rounded_inputs, emulated.dgrad, note
     gemms, others = working_gemms(name, device), emulated or reference
     small = emulated.SMALL_ROWS if emulated else 0
-    swizzles = name in READ_SWIZZLED and not triton_obstacle
-    quantize = importlib.import_module(f"{__package__}.triton.quantize").quantize_for_gemm if swizzles else ops.quantize
+    quantize = ops.quantize if triton_obstacle else importlib.import_module(f"{__package__}.triton.quantize").quantize_for_gemm
 
     def fprop(p: Fprop):
         takes = p.terms[0].codes.shape[0] > small and native.takes_fprop(p)

@@ -15,7 +15,8 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     Returns a flat uint8 tensor of ceil(R/128) * 128 * ceil(nb/4) * 4 bytes.
     """
     rows, cols = scales.shape
-    scales = F.pad(scales, (0, -cols % SWIZZLE_COLS, 0, -rows % SWIZZLE_ROWS))
+    if rows % SWIZZLE_ROWS or cols % SWIZZLE_COLS:  # padding by nothing would be a copy
+        scales = F.pad(scales, (0, -cols % SWIZZLE_COLS, 0, -rows % SWIZZLE_ROWS))
     tile_rows, tile_cols = scales.shape[0] // SWIZZLE_ROWS, scales.shape[1] // SWIZZLE_COLS
     tiles = scales.view(tile_rows, 4, 32, tile_cols, SWIZZLE_COLS)  # (tile row, r // 32, r % 32, tile column, c)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

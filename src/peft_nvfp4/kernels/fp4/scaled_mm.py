@@ -9,10 +9,12 @@ scales, adds what is to be added, and rounds once.
 Two terms under the same global scales are one product: of [x1 | x2] and [W | W] (K doubled), which copies W, or of x1 above x2
 (rows doubled), whose two halves are then added. A copy of W moves 2.25 bytes for each of its N * K values (read, written, and
 read again by the product), the other way 16 bytes for each of M * N outputs (written, read twice, written, in FP32). So few rows
-are stacked.
+are stacked. Two products, the second added to the first, would move those 16 bytes, too: PyTorch's takes no addend.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,10 @@ _scaled_mm = F.scaled_mm
 
 
 def _operand(codes: Tensor, scales: Tensor, times: int = 1) -> tuple[Tensor, Tensor]:
-    """(codes (R, K/2), swizzled scales) as PyTorch takes them, of a matrix ``times`` times side by side."""
+    """(codes (R, K/2), swizzled scales) as PyTorch takes them, of a matrix ``times`` times side by side. Scales of one dimension
+    are swizzled already (``times`` 1)."""
+    if scales.ndim == 1:
+        return codes.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e4m3fn)
     if times > 1 and scales.shape[1] % SWIZZLE_COLS:
         codes, scales, times = codes.repeat(1, times), scales.repeat(1, times), 1
     swizzled = layout.swizzle_scales(scales)
@@ -71,7 +76,8 @@ def gemms(terms, weights, *, constants, adds, low_ranks=None, outs=None, dtype=t
     m, k = len(terms[0].codes), 2 * terms[0].codes.shape[1]
     widest = max(len(w.codes) for w in weights)
     stacked = len(terms) == 2 and 16 * m < 2.25 * k and 2 * m * widest * 4 <= PRODUCT_BYTES
-    x, x_scales = _operand(*(torch.cat(parts, dim=0 if stacked else 1) for parts in list(zip(*terms))[:2]))
+    x, x_scales = terms[0][:2] if len(terms) == 1 else _joined(terms, dim=0 if stacked else 1)
+    x, x_scales = _operand(x, x_scales)
     rows = terms[0].gscale[:, None]
     ys = []
     for i, (weight, constant, add) in enumerate(zip(weights, constants, adds)):
@@ -87,6 +93,11 @@ def gemms(terms, weights, *, constants, adds, low_ranks=None, outs=None, dtype=t
             _finish(product, rows[part], constant, None if add is None else add[part], y[part])
         ys.append(y)
     return ys
+
+
+def _joined(terms: Sequence[QuantizedMatrix], dim: int) -> list[Tensor]:
+    """Codes and scales of two terms as one matrix."""
+    return [torch.cat(parts, dim) for parts in list(zip(*terms))[:2]]
 
 
 def _groups(m: int, n: int) -> list[slice]:
