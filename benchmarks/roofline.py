@@ -99,6 +99,7 @@ def project(card: Card, shape: ModelShape, step: Step) -> dict[str, float]:
         + (2 + NVFP4) * (2 * d + q + f)  # D(x~) again, for dA
         + 2 * (2 * d + q + f) / 16 * norm_terms  # block scales of inputs put in the order that the GEMM reads
     )
+    arranged = 2 * 2 * sum(p.inputs * p.outputs for p in shape.projections) / 16  # bytes: those of both layouts of the weights
     elementwise = 2 * (6 * d) + 2 * (6 * d) + 2 * 2 * (2 * (q + kv)) * 2  # residual sums and their gradients, RoPE both ways
     rows, weight = step.labels, 2 * shape.vocabulary * d
     head = gemm(card.bf16, 2 * rows * shape.vocabulary * d, weight) * 2 + 6 * 2 * rows * shape.vocabulary / moved
@@ -108,7 +109,7 @@ def project(card: Card, shape: ModelShape, step: Step) -> dict[str, float]:
         "NVFP4 GEMMs": fp4 * shape.layers,
         "BF16 GEMMs: LoRA": lora * shape.layers,
         "BF16 GEMMs: head": head,
-        "quantisation / fused kernels": quantise * m * shape.layers / moved,
+        "quantisation / fused kernels": (quantise * m + arranged) * shape.layers / moved,
         "attention": card.attention * scale,
         "elementwise / optimizer": elementwise * m * shape.layers / moved + adapters * 4 * 7 / moved,
     }
