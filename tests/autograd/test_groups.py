@@ -3,6 +3,7 @@ the side effects that they would have one by one."""
 
 import copy
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from peft_nvfp4.lora.layer import FrozenLoraLinear
 from peft_nvfp4.training.steps import slow_down_steps
 
 NAMES = ("q_proj", "k_proj", "v_proj")
-WIDTHS = (48, 32, 40)
+WIDTHS = (48, 32, 48)
 
 
 class Three(nn.Module):
@@ -375,10 +376,11 @@ def test_inference_mode(calls):
 @pytest.mark.parametrize("unit", ["all", "each"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(unit, reentrant):
-    """The whole module recomputed, or every linear by itself."""
-    outcomes = []
+    """The whole module recomputed, or every linear by itself: then each computes for the others in vain, who would have drawn
+    other masks."""
+    outcomes, dropout = [], 0.0 if unit == "each" and not reentrant else 0.3
     for grouped in (True, False):
-        model = three(made(dict(lora_dropout=0.3), grouped=grouped))
+        model = three(made(dict(lora_dropout=dropout), grouped=grouped))
         torch.manual_seed(3)
         x, dy = data()
         model.zero_grad()
@@ -395,6 +397,32 @@ def test_checkpointing(unit, reentrant):
         del y
         assert activation_cache.live() == 0
     assert_close(*outcomes)
+
+
+@pytest.mark.parametrize("order", ["qkkv", "qkvv", "kv", "vqq"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_second_run_of_a_checkpointed_part_takes_nothing_from_the_first(order, depth):
+    """The input is outside of the part: both runs read the same tensor object, in whose entry outputs that nobody came for wait.
+    Of the second run's tensors each goes to the node that saved it in the first. (Backward of tanh asks for the second run.)"""
+    outcomes = []
+    for checkpoints in (0, depth):
+        model = three(made({}))
+
+        def part(x):
+            return torch.cat([model.get_submodule(f"{letter}_proj")(x) for letter in order], -1).tanh()
+
+        for _ in range(checkpoints):
+            part = partial(checkpoint, part, use_reentrant=False)
+        x = data()[0]
+        h = x * 1.5
+        y = part(h)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
+        grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        outcomes.append(dict(y=y.detach(), dx=x.grad, **grads))
+        del h, y
+        assert activation_cache.live() == 0
+    for name, tensor in outcomes[0].items():
+        assert tensor is outcomes[1][name] or torch.equal(tensor, outcomes[1][name]), name
 
 
 # ---------------------------------------------------------------------------------------------- copies

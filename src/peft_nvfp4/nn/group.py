@@ -6,6 +6,11 @@ gradients are summed in one product. The outputs of the others wait in the tenso
 linears are called. **So a call of k_proj, say, often computes nothing: it returns what the call of q_proj has computed.** An
 output is handed out once, and only if nothing that it was computed with has changed since.
 
+Activation checkpointing runs a part a second time in backward, and gives the tensors that the second run saves, in their order,
+to the nodes of the first. Where the part's input is the same tensor object (attention without its norm, say), an output that
+still waits from the first run must not be taken in the second: other calls would compute then, and each node would get tensors
+of another one. So an output is for calls under the same hooks of saved tensors: every run of a checkpointed part has its own.
+
 An output that waits keeps its graph, and what hooks of that graph refer to: that may be the tensor whose entry it waits in, which
 would keep both for good. So it waits no longer than until a backward pass comes through its graph, or the group computes for
 another tensor.
@@ -34,7 +39,7 @@ class WaitingOutput(NamedTuple):
 
     y: Tensor
     depends_on: Dependencies
-    grad: bool  # autograd was on
+    keeper: int | None  # see :func:`_keeper`
 
 
 class Dependencies(NamedTuple):
@@ -59,21 +64,21 @@ class SharedInputGroup:
     ) -> Tensor:
         """y (M, out_features) of ``layer`` for x, as it came, and x2 (M, in_features), cast and flattened. The outputs of the
         other members are left for their layers in ``quantized``."""
-        grad = torch.is_grad_enabled()
+        keeper = _keeper()
         waiting: WaitingOutput | None = quantized.outputs.pop(id(layer), None)
-        if waiting is not None and waiting.grad == grad and waiting.depends_on.key == _dependencies(layer, branches).key:
+        if waiting is not None and waiting.keeper == keeper and waiting.depends_on.key == _dependencies(layer, branches).key:
             return waiting.y
         members = [(layer, branches)]
         # a leaf's gradient accumulator holds the leaf: outputs that wait would keep x, and with it their own entry, alive
         if quantized.entered and not (x.requires_grad and x.grad_fn is None):
             members += self._others(layer)
-        if not grad and any(branch.dropout for _, member_branches in members for branch in member_branches):
+        if keeper == NO_GRAD and any(branch.dropout for _, member_branches in members for branch in member_branches):
             # the first pass of reentrant checkpointing: each layer's seeds must be drawn where it is called, to be drawn again
             members = members[:1]
         linears = [member.operands(member_branches) for member, member_branches in members]
         y, *ys = frozen_linear(x2, quantized, linears)
         for (other, other_branches), other_y in zip(members[1:], ys):
-            quantized.outputs[id(other)] = WaitingOutput(other_y, _dependencies(other, other_branches), grad)
+            quantized.outputs[id(other)] = WaitingOutput(other_y, _dependencies(other, other_branches), keeper)
         if ys:
             self._limit_waiting(quantized, y)
         return y
@@ -109,6 +114,19 @@ class SharedInputGroup:
             if same_input and base.hosted is layer.hosted:
                 others.append((base, branches))
         return others if is_member else []  # a replica of DataParallel refers to the original's group
+
+
+NO_GRAD = 0
+
+
+def _keeper() -> int | None:
+    """Who keeps the tensors that a call saves for backward: the identity of a hook (checkpointing and offloading set such hooks),
+    None for PyTorch itself, :data:`NO_GRAD` where nothing is saved. The identity stays the hook's own while an output waits: the
+    output's graph holds what was saved, and that holds the hook."""
+    if not torch.is_grad_enabled():
+        return NO_GRAD
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else id(hooks[1])
 
 
 class _Local(threading.local):
