@@ -106,6 +106,27 @@ def test_a_hook_on_an_adapter_is_a_factor(backend, scaled):
 
 
 @by_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("below", ["lora_dropout", "lora_A"])
+def test_an_edit_of_what_an_adapter_is_given_reaches_the_next_one(backend, dtype, below):
+    """As in stock PEFT, where the adapters share an FP32 copy of a 16-bit input."""
+    config = dict(r=4, target_modules=["0"], init_lora_weights=False)
+    inputs = []
+    for make in (lambda: NVFP4LoraConfig(**config, backend=backend), lambda: LoraConfig(**config)):
+        torch.manual_seed(0)
+        model = get_peft_model(nn.Sequential(nn.Linear(32, 32)).to(dtype), make())
+        model.add_adapter("second", make())
+        model.base_model.set_adapter(["default", "second"])
+        layer, seen = model.base_model.model[0], []
+        getattr(layer, below)["default"].register_forward_pre_hook(lambda m, args: args[0].detach().fill_(2))
+        layer.lora_A["second"].register_forward_pre_hook(lambda m, args: seen.append(args[0].clone()))  # noqa: B023
+        model(torch.randn(3, 32).to(dtype))
+        inputs += seen
+    ours, stock = inputs
+    assert torch.equal(ours, stock) and ours.dtype == torch.float32 and (ours == 2).all()
+
+
+@by_backend
 def test_a_hook_that_was_there_before(backend):
     """It is carried to the frozen layer, and the report says what it costs."""
     seen = []

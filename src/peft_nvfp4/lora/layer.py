@@ -235,6 +235,8 @@ class FrozenLoraLinear(StepsAside, PeftLoraLinear):
             seen = seen.clone()  # a hook may edit what it is given, and that is for this layer's adapters alone
         dtype = y.dtype
         for name in active:
+            if calls_modules:  # as in PEFT, the next adapter sees what a hook of this one has edited in place, in any dtype
+                seen = self._cast_input_dtype(seen, self.lora_A[name].weight.dtype)
             y = self._with_branch(y, seen, name, variant_kwargs)
         return y.to(dtype)
 
