@@ -425,6 +425,24 @@ def test_the_second_run_of_a_checkpointed_part_takes_nothing_from_the_first(orde
         assert tensor is outcomes[1][name] or torch.equal(tensor, outcomes[1][name]), name
 
 
+def test_reentrant_checkpointing_computes_together_what_is_so_without(calls):
+    """Its second run hands the part a leaf. Bits: the input gradients of q, k and v are summed in one product, rounded once."""
+    outcomes = []
+    for checkpoints in (False, True):
+        model = three(made({}, dtype=torch.bfloat16))
+        part = lambda x: torch.cat([layer(x) for layer in model.layers()], -1)  # noqa: B023, E731
+        x, dy = data(torch.bfloat16)
+        h = x * 1.5
+        calls.clear()
+        y = checkpoint(part, h, use_reentrant=True) if checkpoints else part(h)
+        y.backward(dy.to(y.dtype))
+        assert calls == [3, 3][: 1 + checkpoints]
+        del h, y
+        assert activation_cache.live() == 0
+        outcomes.append(x.grad)
+    assert torch.equal(*outcomes)
+
+
 # ---------------------------------------------------------------------------------------------- copies
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_are_independent(way):
