@@ -325,6 +325,7 @@ def attempt(what: str, model: nn.Module, case: Case, how: str) -> Results:
     except Exception as error:
         if "modified by an inplace operation" in str(error):  # loud, as on a dense model whose adapter keeps its input
             reject()
-        if case.rescaled and "number of tensors was saved" in str(error):  # loud, and documented: the first run computed once more
+        # loud, and documented: the first run computed an output that it threw away
+        if case.rescaled and "number of tensors was saved" in str(error):
             reject()
         raise Wrong(f"{what}: {type(error).__name__}: {error}") from error
