@@ -50,6 +50,7 @@ from peft_nvfp4 import (
 )
 from peft_nvfp4.memory import Estimate, Settings, estimate
 from peft_nvfp4.training.offload.enable import offload_status
+from peft_nvfp4.training.packing import packing_status
 
 RANK, ALPHA, WARM_UP = 16, 32, 2
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit")
@@ -127,10 +128,8 @@ class Case(NamedTuple):
 
 def made_by_layers(config: PreTrainedConfig, frozen: dict | None, device: torch.device) -> nn.Module:
     """A model with random weights, made on the device a layer at a time. ``frozen``: options with which its layers are frozen."""
-    sinks = config.model_type == "gpt_oss"  # which SDPA does not know; flex attention has no backward on a CPU
-    attention = ("flex_attention" if device.type == "cuda" else "eager") if sinks else "sdpa"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     decoder, first = model.model, model.model.layers[0]
     fill(first, device)
     if frozen is not None:
@@ -241,7 +240,7 @@ def run_case(case: Case, model: nn.Module, args: argparse.Namespace, before: dic
         row["estimate_error"] = found["error"]
     if row.get("peak") and row.get("estimate"):
         row["estimate_over_peak"] = round(row["estimate"] / row["peak"], 4)
-    row["recordings"] = str(graph_status(model)).splitlines()
+    row |= {"recordings": str(graph_status(model)).splitlines(), "packing": str(packing_status(model)).splitlines()}
     row |= {"offload": str(offload_status(model)), "host_checkpoints": str(host_checkpoint_status(model))}
     model.zero_grad()
     return row

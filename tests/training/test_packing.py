@@ -10,10 +10,11 @@ import torch
 import transformers as hf
 from _rehearsal import Rehearsal
 from low_level import adapted_model
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as eager_with_sinks
 
 from peft_nvfp4 import disable_cuda_graphs, enable_cuda_graphs, graph_status
 from peft_nvfp4.training import recorded_sizes
-from peft_nvfp4.training.packed_attention import attention
+from peft_nvfp4.training.packed_attention import WITH_SINKS, attention, gradient_of_sinks, sunk
 from peft_nvfp4.training.packing import (
     disable_packing,
     enable_packing,
@@ -118,10 +119,10 @@ FAMILIES = {
     "lfm2": (hf.Lfm2ForCausalLM, hf.Lfm2Config, dict(layer_types=["conv", "full_attention"])),
     "gpt-oss": (
         hf.GptOssForCausalLM, hf.GptOssConfig,
-        dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, pad_token_id=0),
+        dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, pad_token_id=0, sliding_window=4),
     ),
 }  # fmt: skip
-REFUSED = {"lfm2": "notices the one before it", "gpt-oss": "attn_implementation is 'eager'"}
+REFUSED = {"lfm2": "notices the one before it"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -140,6 +141,53 @@ def test_families_are_packed_or_say_why_not(name):
     else:
         assert status.calls == 1 and not status.reasons
         assert (packed[1] - padded[1]).norm() < 2e-6 * padded[1].norm()
+    assert (model.config._attn_implementation == WITH_SINKS) == (name == "gpt-oss")
+    disable_packing(model)
+    assert model.config._attn_implementation == ("eager" if name == "gpt-oss" else "sdpa")
+    assert all(map(torch.equal, step(model, **batch()), padded))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_are_those_of_the_modeling_file(window):
+    """Attention of two packed sequences and its gradients, in FP32, against what transformers computes of each "eagerly"; and
+    FlashAttention's backward given the log-sum-exp and the output with sinks, by PyTorch's kernel for CPUs: sums in another
+    order, of fewer than 16 terms."""
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 2, torch.nn.Parameter(torch.tensor([-2.0, 0.0, 1.0, 4.0]))
+    leaves = [torch.randn(1, h, 13, 8, requires_grad=True) for h in (4, 2, 2)] + [module.sinks]
+    weight, first = torch.randn(1, 13, 4, 8), torch.tensor([0, 5, 13], dtype=torch.int32).view(1, 1, 1, -1)
+    packed, _ = attention(module, *leaves[:3], first, scaling=0.3, sliding_window=window, s_aux=module.sinks)
+    alone = []
+    for start, end in ((0, 5), (5, 13)):
+        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        visible &= True if window is None else visible.triu(1 - window)
+        mask = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))[None, None]
+        alone.append(eager_with_sinks(module, *(t[:, :, start:end] for t in leaves[:3]), mask, scaling=0.3)[0])
+    results = [(y, *torch.autograd.grad((y * weight).sum(), leaves)) for y in (packed, torch.cat(alone, 1))]
+    for got, expected in zip(*results):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_without_sinks_computes_them():
+    """Its output and log-sum-exp, corrected, and its backward given both."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 13, 8) for _ in range(3))
+    sinks, gradient = torch.tensor([-2.0, 0.0, 1.0, 4.0], requires_grad=True), torch.randn(1, 4, 13, 8)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 1, sinks
+    mask = torch.full((13, 13), float("-inf")).triu(1)[None, None]
+    expected = eager_with_sinks(module, *leaves, mask, scaling=8**-0.5)[0].transpose(1, 2)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, logsumexp = flash(q, k, v, 0.0, True)
+    output, logsumexp = sunk(output, logsumexp, sinks.detach())
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found = [*backward(gradient, q, k, v, output, logsumexp, 0.0, True)]
+    found.append(gradient_of_sinks(gradient, output, logsumexp, sinks.detach()))
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    for got, wanted in zip(found, torch.autograd.grad(expected, (*leaves, sinks), gradient)):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("setting", ["output_hidden_states", "return_dict"])
@@ -310,20 +358,23 @@ def test_a_deleted_model_is_gone():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 5])
-def test_attention_of_packed_rows_on_a_gpu(window):
+def test_attention_of_packed_rows_on_a_gpu(window, with_sinks):
     """Against SDPA of each sequence in FP32. BF16 rounds P and the output: 2^-8 of values below 4, gradients the same of their
-    largest."""
+    largest; a sink's is a sum over 384 tokens of products of such."""
     lengths, generator = (300, 1, 83), torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, h, 384, 64, device="cuda", generator=generator).bfloat16().requires_grad_() for h in (8, 2, 2))
     inputs = {"input_ids": torch.zeros(3, 300, dtype=torch.long, device="cuda")}
     inputs["attention_mask"] = torch.arange(300, device="cuda")[None] < torch.tensor(lengths, device="cuda")[:, None]
     first = pack(inputs).inputs["attention_mask"]
-    y, _ = attention(torch.nn.Module(), q, k, v, first, scaling=0.125, sliding_window=window)
+    sinks = [torch.linspace(-2, 3, 8, device="cuda").bfloat16().requires_grad_()] if with_sinks else []
+    settings = dict(scaling=0.125, sliding_window=window)
+    y, _ = attention(torch.nn.Module(), q, k, v, first, **settings, s_aux=sinks[0] if with_sinks else None)
     weight = torch.randn(y.shape, device="cuda", generator=generator)
-    gradients = torch.autograd.grad((y * weight).sum(), (q, k, v))
-    wide = [t.detach().float().cpu().requires_grad_() for t in (q, k, v)]
-    expected, _ = attention(torch.nn.Module(), *wide, first.cpu(), scaling=0.125, sliding_window=window)
+    gradients = torch.autograd.grad((y * weight).sum(), (q, k, v, *sinks))
+    wide = [t.detach().float().cpu().requires_grad_() for t in (q, k, v, *sinks)]
+    expected, _ = attention(torch.nn.Module(), *wide[:3], first.cpu(), **settings, s_aux=wide[3] if with_sinks else None)
     expected_gradients = torch.autograd.grad((expected * weight.cpu()).sum(), wide)
     torch.testing.assert_close(y.float().cpu(), expected, rtol=0, atol=2**-6)
     for a, b in zip(gradients, expected_gradients):

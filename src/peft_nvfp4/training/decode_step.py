@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .graph_recording import Unsupported
 from .key_values import layers_of
+from .packed_attention import WITH_SINKS
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 """Tensors that a recording is given anew for each step, of one column."""
@@ -79,6 +80,6 @@ def _check_arguments(mask: Any, inputs: dict[str, Tensor], constants: dict[str, 
 def mask_of(visible: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
     """(B, S) booleans -> what the attention of this name takes for a mask of one query: (B, 1, 1, S)."""
     visible = visible[:, None, None, :]
-    if implementation == "eager":  # which adds it to the scores
+    if implementation in ("eager", WITH_SINKS):  # which add it to the scores
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, torch.finfo(dtype).min)
     return visible

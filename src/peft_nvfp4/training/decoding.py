@@ -32,6 +32,7 @@ from .forward_recordings import ForwardRecordings, ForwardStatus, Recorded, erro
 from .graph_recording import ForwardRecording, Unsupported
 from .grouped_attention import grouped_queries
 from .key_values import KeyValues
+from .packed_attention import WITH_SINKS
 
 SHORTEST = 256
 """Tokens of the smallest bucket."""
@@ -118,7 +119,7 @@ class Decoding(ForwardRecordings):
         windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
         if kinds - {"full_attention"} or (not kinds and any(w is not None for w in windows)):
             raise Unsupported("its attention has windows, or is of another kind")
-        if config._attn_implementation not in ("sdpa", "eager"):
+        if config._attn_implementation not in ("sdpa", "eager", WITH_SINKS):
             raise Unsupported(f"attn_implementation is {config._attn_implementation!r}, not 'sdpa' or 'eager'")
         for name in ("use_cache", "return_dict"):
             if step.constants.get(name) is False:

@@ -43,7 +43,7 @@ from transformers.utils import ModelOutput
 
 from ..fusion.probe import hooked, innermost, modes_kept, special_tokens, watched
 from ..nn.traversal import modules_of
-from .packed_attention import TRIED, NotPackable, attention
+from .packed_attention import TRIED, WITH_SINKS, NotPackable, attention, choose_sinks, unchoose_sinks
 
 HIDDEN_ERROR = 0.3
 """Largest |packed - padded| / |padded| of the trial's hidden states: two attention kernels round differently, and a BF16 last
@@ -236,7 +236,8 @@ class PackedForward:
         except NotPackable as reason:
             self.status.reasons[str(reason)] += 1
             return self.original(*args, **kwargs)
-        if batch.rows_are_full and not getattr(self.inner, "can_record", False):
+        by_transformers = self.decoder.config._attn_implementation != WITH_SINKS  # which writes the matrix of scores
+        if batch.rows_are_full and by_transformers and not getattr(self.inner, "can_record", False):
             self.status.unpadded += batch.tokens
             return self.original(*args, **kwargs)  # nothing to gain
         self.status.calls += 1
@@ -248,7 +249,7 @@ class PackedForward:
 
     def _inputs(self, named: dict[str, Any]) -> dict[str, Tensor]:
         """Tensors of a call, or the reason why it is not packed."""
-        if self.decoder.config._attn_implementation != "sdpa":
+        if self.decoder.config._attn_implementation not in ("sdpa", WITH_SINKS):
             raise NotPackable(f"attn_implementation is {self.decoder.config._attn_implementation!r}, not 'sdpa'")
         if named.get("return_dict") is False:
             raise NotPackable("it is asked for a tuple")
@@ -397,6 +398,7 @@ def enable_packing(model: nn.Module) -> None:
     if packed_forward(model) is not None:
         return
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention  # for good: without first tokens it is transformers' own
+    choose_sinks(decoder)
     decoder.forward = PackedForward(decoder, vars(decoder).get("forward"))
     decoder._replicate_for_data_parallel = Replicate(decoder)
     base.register_forward_pre_hook(_note_labels, with_kwargs=True)
@@ -421,6 +423,7 @@ def disable_packing(model: nn.Module) -> None:
         if packed.guard is not None:
             packed.guard.close()
         put_back(packed.decoder, packed.inner)
+        unchoose_sinks(packed.decoder)
         hooks = innermost(model)._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _note_labels]:
             del hooks[key], innermost(model)._forward_pre_hooks_with_kwargs[key]
