@@ -1,18 +1,14 @@
 """The memory estimator for mixtures of experts: what it answers for published models, what it refuses, and its peak of a step
 against all tensors that are alive in one, on a CPU."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from _estimates import ATTENTION, FACTORS, WEIGHTS, adapted, as_on_a_gpu, by_family
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from _live_tensors import LiveTensors
 
-from peft_nvfp4.autograd import frozen_linear, lora
 from peft_nvfp4.memory import Settings, estimate, kept, model_shape, run
-from peft_nvfp4.ops.core import OPERATORS
 
 __all__ = ["as_on_a_gpu"]  # a fixture
 
@@ -110,40 +106,6 @@ def test_nothing_of_experts_in_nf4_stays_whole():
     assert beside < one.static[WEIGHTS[0]] // 100  # attention is a small part
 
 
-class Tensors(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, but for those of a model, as a GPU's allocator would. What an operator of this
-    package makes for itself on a CPU does not count: kernels have it in registers."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-        self.live, self.now, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return self.counted(func(*args, **(kwargs or {})))
-
-    def counted(self, output):
-        for t in tree_leaves(output):
-            where = t.untyped_storage().data_ptr() if isinstance(t, torch.Tensor) else None
-            if where and where not in self.known and where not in self.live:
-                self.live[where] = -(-t.untyped_storage().nbytes() // 512) * 512
-                weakref.finalize(t.untyped_storage(), self.gone, where)
-                self.now += self.live[where]
-                self.peak = max(self.peak, self.now)
-        return output
-
-    def gone(self, where: int):
-        self.now -= self.live.pop(where)
-
-    def as_one(self, function):
-        def call(*args):
-            with _disable_current_modes():
-                output = function(*args)
-            return self.counted(output)
-
-        return call
-
-
 TOKENS = 512
 PEAKS = {
     "high": {},
@@ -168,11 +130,8 @@ def test_peak_of_a_step(case, checkpointing, make, as_on_a_gpu, monkeypatch):
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    tensors = Tensors(model)
-    for operator in OPERATORS.values():
-        monkeypatch.setattr(operator, "run", tensors.as_one(operator.run))
-    for module, name in ((lora, "mm"), (frozen_linear, "mm"), (frozen_linear, "add_mm")):  # through FP32 on a CPU
-        monkeypatch.setattr(module, name, tensors.as_one(getattr(module, name)))
+    tensors = LiveTensors(model)
+    tensors.count_operators(monkeypatch)
     with tensors:
         model(input_ids=torch.arange(TOKENS)[None] % 64, logits_to_keep=1).logits.float().sum().backward()
     # FP4 tensor cores: no operands in BF16

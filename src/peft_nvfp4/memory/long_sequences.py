@@ -68,10 +68,11 @@ def long_moments(shape: ModelShape, settings: Settings) -> dict[str, Moment]:
     gradients = {GRADIENTS: kept.gradients(shape, settings)}
     matrix = 0 if shape.tied else b * shape.vocabulary * shape.hidden  # in the place of the static entry; a tied one is the head
     resting, head = ({EMBEDDING: 0}, {EMBEDDING: matrix} if matrix else {}) if settings.cards == 1 else ({}, {})
+    norm = 5 * FP32 * min(NORM_VALUES, shape.hidden * tokens)
     named = {
         "forward": first | resting | {STREAM: 4 * d, TILE: forward},
         "loss": head | {STREAM: 2 * d, LOGITS: moments.loss_moment(shape, settings)[LOGITS]},  # with the gradient
-        "final norm": head | {STREAM: d, ACTIVATION_GRADIENTS: 3 * d, FINAL_NORM: 5 * FP32 * NORM_VALUES},
+        "final norm": head | {STREAM: d, ACTIVATION_GRADIENTS: 3 * d, FINAL_NORM: norm},
         "recomputation": first | resting | {STREAM: 5 * d} | gradients,
         "MLP": layer | resting | {STREAM: d, ACTIVATION_GRADIENTS: 2 * d, TILE: backward} | gradients,
         "attention": layer | resting | {NORMS: norms, STREAM: d, ACTIVATION_GRADIENTS: d, ATTENTION_BACKWARD: within} | gradients,
