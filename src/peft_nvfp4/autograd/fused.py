@@ -11,6 +11,8 @@ Source: PACT, Table 7, rows RMSNorm and SiLU-multiply.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ class RMSNormQuantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, offset, eps: float, plus_one: bool, terms: int):
         out = fused.rmsnorm_quantize(x, gamma, offset, eps, plus_one, terms)
-        flat = [t for part in out.parts for t in part[:3]]
+        flat = _outputs(out.parts)
         ctx.save_for_backward(gamma, offset, out.rstd, *flat)
         ctx.plus_one = plus_one
         ctx.mark_non_differentiable(*flat)
@@ -47,6 +49,16 @@ def _no_view(y: Tensor) -> Tensor:
     return y.clone() if not torch.compiler.is_compiling() and y._is_view() else y
 
 
+def _outputs(parts: Sequence[QuantizedMatrix]) -> list[Tensor]:
+    """Codes, scales and gscale of every part, as outputs of a Function. Those of two terms are views of one tensor. Where a view
+    of floating point is an output of a compiled graph (of a norm that is compiled by itself), PyTorch 2.11 asks for its gradient,
+    though it is marked as not differentiable."""
+    flat = [t for part in parts for t in part[:3]]
+    if torch.compiler.is_compiling():
+        flat[2::3] = [gscale.clone() for gscale in flat[2::3]]
+    return flat
+
+
 def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
     """(codes, scales, gscale) * terms -> terms."""
     return tuple(QuantizedMatrix(*flat[i : i + 3], k) for i in range(0, len(flat), 3))
@@ -59,7 +71,7 @@ class GatedQuantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, offset, act: str, terms: int, placeholder: bool = False):
         out = fused.silu_mul_quantize(gate, up, offset, act, terms, not placeholder)
-        flat = [t for part in (*out.parts, out.gate, out.up) for t in part[:3]]
+        flat = _outputs((*out.parts, out.gate, out.up))
         ctx.save_for_backward(*flat[-6:])
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*flat)
