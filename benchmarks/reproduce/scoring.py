@@ -18,10 +18,10 @@ from torchmetrics.functional.text import rouge_score, squad
 
 from .prompts import Item
 from .tasks import GENERATED, Task
-from .training import encode, prompt_ids, target_ids, token_losses
+from .training import IGNORED, Encoded, prompt_ids, target_ids, token_losses
 
-TOKENS = 8192
-"""Of a batch of scoring."""
+TOKENS, POSITIONS = 8192, 8192
+"""Of a batch of scoring: tokens, and positions with a label, each of which has a row of logits."""
 
 
 def last_number(answer: str, reference: str) -> float:
@@ -46,30 +46,64 @@ METRICS = {
 }
 
 
-@torch.no_grad()
 def likelihoods(model: nn.Module, items: Sequence[Item], task: Task, tokenizer: Any) -> dict[str, Any]:
     """:func:`summary` of the candidates' mean negative log-likelihoods; of a generated task the right answer alone is scored."""
+    (nll,) = candidate_losses(model, items, task, tokenizer)
+    gold = [item.gold if task.kind != GENERATED else 0 for item in items]
+    return summary(nll, gold, [item.subset for item in items])
+
+
+@torch.no_grad()
+def candidate_losses(
+    model: nn.Module, items: Sequence[Item], task: Task, tokenizer: Any, runs: int = 1, tokens: int | None = None
+) -> Tensor:
+    """(runs, rows, candidates) mean negative log-likelihood of a candidate's tokens, infinite where a row has fewer candidates;
+    of a generated task the right answer is the only one.
+
+    Args:
+        runs: the model computes every batch for so many runs (:mod:`reproduce.together`), whose rows follow one another.
+        tokens: of a batch, all runs together; :data:`TOKENS` by default.
+    """
     model.eval()
     device = next(model.parameters()).device
-    scored = task.kind != GENERATED
-    candidates = [item.candidates if scored else (item.target,) for item in items]
-    sequences = []  # (row, candidate, prompt, answer)
+    candidates = [item.candidates if task.kind != GENERATED else (item.target,) for item in items]
+    inputs = []  # (prompt and what the answers below have in common, answers that differ in their last token: row, candidate, it)
     for row, (item, texts) in enumerate(zip(items, candidates)):
         answers = [target_ids(text, tokenizer, task)[: task.length // 2] for text in texts]
         prompt = prompt_ids(item, tokenizer, task.length - max(map(len, answers)))
-        sequences += [(row, c, prompt, answer) for c, answer in enumerate(answers)]
-    sequences.sort(key=lambda s: len(s[2]) + len(s[3]))
-    nll = torch.full((len(items), max(map(len, candidates))), torch.inf)
-    size = max(1, TOKENS // task.length)
-    for start in range(0, len(sequences), size):
-        part = sequences[start : start + size]
-        batch = encode([(prompt, answer) for *_, prompt, answer in part], max(len(p) + len(a) for *_, p, a in part))
-        losses, owner = (t.cpu() for t in token_losses(model, batch, device))
-        sums = torch.zeros(len(part)).index_add_(0, owner, losses)
-        rows, columns = (torch.tensor([s[i] for s in part]) for i in (0, 1))
-        nll[rows, columns] = sums / torch.bincount(owner, minlength=len(part))
-    gold = [item.gold if scored else 0 for item in items]
-    return summary(nll, gold, [item.subset for item in items])
+        for beginning in dict.fromkeys(tuple(answer[:-1]) for answer in answers):
+            same = [(row, c, answer) for c, answer in enumerate(answers) if tuple(answer[:-1]) == beginning]
+            inputs.append((prompt + list(beginning), same))
+    inputs.sort(key=lambda found: len(found[0]))
+    found = torch.full((runs, len(items), max(map(len, candidates))), torch.inf)
+    most = max(sum(len(answer) for *_, answer in same) for _, same in inputs)
+    size = max(1, min((tokens or TOKENS) // task.length, POSITIONS // most) // runs)
+    for start in range(0, len(inputs), size):
+        part = inputs[start : start + size]
+        losses, _ = token_losses(model, repeated(_encoded_answers(part), runs), device)
+        scored = [(row, c, len(answer)) for _, same in part for row, c, answer in same]
+        rows, columns, counts = (torch.tensor(numbers) for numbers in zip(*scored))
+        owner = torch.arange(len(scored)).repeat_interleave(counts)
+        sums = torch.zeros(runs, len(scored)).index_add_(1, owner, losses.cpu().view(runs, -1))
+        found[:, rows, columns] = sums / counts
+    return found
+
+
+def _encoded_answers(inputs: Sequence[tuple[list[int], list[tuple[int, int, list[int]]]]]) -> Encoded:
+    """Of each input all its answers: their tokens are labels, at the positions before them."""
+    pairs = [[(len(ids) - len(a) + i, t) for *_, a in same for i, t in enumerate(a)] for ids, same in inputs]
+    shape = len(inputs), max(map(len, pairs))
+    ids = torch.zeros(len(inputs), max(len(tokens) for tokens, _ in inputs), dtype=torch.int64)
+    at, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
+    for row, ((tokens, _), found) in enumerate(zip(inputs, pairs)):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        at[row, : len(found)], labels[row, : len(found)] = torch.tensor(found).T
+    return Encoded(ids, at, labels)
+
+
+def repeated(batch: Encoded, runs: int) -> Encoded:
+    """The rows once for every run."""
+    return batch if runs == 1 else Encoded(*(t.repeat(runs, 1) for t in (batch.ids, batch.at, batch.labels)))
 
 
 def summary(nll: Tensor, gold: Sequence[int], subsets: Sequence[str]) -> dict[str, Any]:
@@ -89,26 +123,41 @@ def summary(nll: Tensor, gold: Sequence[int], subsets: Sequence[str]) -> dict[st
     return whole | ({"subsets": result} if result else {})
 
 
-@torch.no_grad()
 def answers(model: nn.Module, items: Sequence[Item], task: Task, tokenizer: Any) -> dict[str, Any]:
     """The metric of greedy answers, up to the end of their first line, and three of them."""
+    (texts,) = written_answers(model, items, task, tokenizer)
+    scores = answer_scores(texts, items, task)
+    samples = [[text, item.references[0]] for text, item in zip(texts[:3], items)]
+    return {task.metric: sum(scores) / len(scores), "samples": samples}
+
+
+@torch.no_grad()
+def written_answers(
+    model: nn.Module, items: Sequence[Item], task: Task, tokenizer: Any, runs: int = 1, tokens: int | None = None
+) -> list[list[str]]:
+    """Greedy answers of every run, up to the end of their first line. Arguments as of :func:`candidate_losses`."""
     model.eval()
     device, end = next(model.parameters()).device, tokenizer.eos_token_id
-    texts: list[str] = []
-    size = max(1, TOKENS // task.length)
+    texts: list[list[str]] = [[] for _ in range(runs)]
+    size = max(1, (tokens or TOKENS) // task.length // runs)
     for start in range(0, len(items), size):
         prompts = [prompt_ids(item, tokenizer, task.length - task.answer) for item in items[start : start + size]]
         longest = max(map(len, prompts))
-        ids = torch.tensor([[end] * (longest - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+        ids = torch.tensor([[end] * (longest - len(p)) + p for p in prompts], device=device).repeat(runs, 1)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device).repeat(runs, 1)
         written = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=task.answer, do_sample=False, pad_token_id=end, eos_token_id=end
         )
-        texts += [first_line(row, tokenizer) for row in written[:, longest:].tolist()]
+        found = [first_line(row, tokenizer) for row in written[:, longest:].tolist()]
+        for run in range(runs):
+            texts[run] += found[run * len(prompts) : (run + 1) * len(prompts)]
+    return texts
+
+
+def answer_scores(texts: Sequence[str], items: Sequence[Item], task: Task) -> list[float]:
+    """The task's metric of every answer, against the reference that it is nearest to."""
     score = METRICS[task.metric]
-    scores = [max(score(text, reference) for reference in item.references) for text, item in zip(texts, items)]
-    samples = [[text, item.references[0]] for text, item in zip(texts[:3], items)]
-    return {task.metric: sum(scores) / len(scores), "samples": samples}
+    return [max(score(text, reference) for reference in item.references) for text, item in zip(texts, items)]
 
 
 def first_line(tokens: list[int], tokenizer: Any) -> str:
