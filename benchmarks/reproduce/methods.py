@@ -43,6 +43,7 @@ class Method:
     config: what :func:`low_level.adapted_model` takes.
     calibration: name of a set of GPTQ weights, a key of :data:`CALIBRATIONS`; None: rounded to nearest.
     weights_only: NVFP4 weights, dequantised, with exact activations and gradients.
+    starts_from: first values of the adapters, a word of ``init_lora_weights``; None: drawn from the seed.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Method:
     calibration: str | None = None
     weights_only: bool = False
     rank: int = 16
+    starts_from: str | None = None
 
     def changed(self, name: str, label: str, rank: int | None = None, calibration: Any = "", **config: Any) -> Method:
         """Another method, with some fields of the config replaced."""
@@ -77,6 +79,10 @@ _ALL = (
     nvfp4("balanced_gptq", "NVFP4 balanced + GPTQ", "balanced", "balanced"),
     nvfp4("high", "NVFP4 high to nearest (default)", "high"),
     nvfp4("high_gptq", "NVFP4 high + GPTQ", "high", "high"),
+    nvfp4("high_eora", "NVFP4 high, adapters start at the rounding error (EoRA)", "high", starts_from="eora"),
+    nvfp4("high_loftq", "NVFP4 high, adapters start at the rounding error (LoftQ)", "high", starts_from="loftq"),
+    nvfp4("high_gptq_eora", "NVFP4 high + GPTQ, adapters start at what it leaves (EoRA)", "high", "high", starts_from="eora"),
+    nvfp4("w4a16", "NVFP4 weights to nearest, activations exact", "paper", weights_only=True),
     nvfp4("w4a16_gptq", "NVFP4 weights only + GPTQ", "paper", "paper", weights_only=True),
 )
 METHODS = {method.name: method for method in _ALL}
@@ -116,11 +122,16 @@ class Models:
     length: int = 512
     shipped: Path | None = None
 
-    def load(self, weights: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
-        """Dense model on the device, and tokenizer. The rotated weights are made when they are first asked for."""
+    def dense(self, weights: str) -> Path:
+        """Folder of the dense model. The rotated weights are made when they are first asked for."""
         folder = (self.shipped or data.model_folder()) if weights == SHIPPED else self.folder / "weights" / weights
         if weights == ROTATED and not (folder / "config.json").is_file():
             self._rotate(folder)
+        return folder
+
+    def load(self, weights: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
+        """Dense model on the device, and tokenizer."""
+        folder = self.dense(weights)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         model.model.layers = model.model.layers[: self.layers]
         model.config.num_hidden_layers = len(model.model.layers)
