@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import math
 import multiprocessing
 import pickle
 import queue
@@ -228,7 +229,7 @@ def run_jobs(
             if not running:
                 break
             try:
-                outcome = finished.get(timeout=max(0.0, end - time.monotonic()))
+                outcome = finished.get(timeout=None if math.isinf(end) else max(0.0, end - time.monotonic()))
             except queue.Empty:
                 break
             running.remove(outcome.job)
