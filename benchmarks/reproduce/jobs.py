@@ -99,6 +99,8 @@ class Lab:
         except Exception as error:  # the other jobs may work
             traceback.print_exc()
             return Outcome(job, [], time.perf_counter() - start, f"{type(error).__name__}: {error}"[:300])
+        finally:
+            self._release()
 
     def _rows(self, job: Job) -> list[dict[str, Any]]:
         """In halves where memory does not suffice for all runs, or one of them diverged."""
@@ -110,10 +112,14 @@ class Lab:
         except torch.OutOfMemoryError:
             if len(job.runs) == 1:
                 raise
-        gc.collect()  # outside of the except block: its traceback holds the step's tensors
+        self._release()  # outside of the except block: its traceback holds the step's tensors
+        return [row for half in job.halves() for row in self._rows(half)]
+
+    def _release(self) -> None:
+        """Give memory back, which other processes want."""
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return [row for half in job.halves() for row in self._rows(half)]
 
     def _trained_and_scored(self, job: Job) -> list[dict[str, Any]]:
         adapters = self._adapters(job)

@@ -17,8 +17,9 @@ run's gradient by itself), AdamW and rates.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -118,6 +119,13 @@ class _RowsAttention(packed_attention.VarlenAttention):
         return output
 
 
+def _whole_operands() -> AbstractContextManager:
+    """Emulated FP4 products of many tokens are made in pieces, to save memory. Here as for the tokens of one run: in one."""
+    if not torch.cuda.is_available():
+        return nullcontext()
+    return patch.object(importlib.import_module("peft_nvfp4.kernels.emulated"), "OPERAND_BYTES", 1 << 30)
+
+
 @contextmanager
 def together(runs: int) -> Iterator[_Owners]:
     """Within the context the adapters of every frozen linear are those of ``runs`` runs."""
@@ -131,6 +139,7 @@ def together(runs: int) -> Iterator[_Owners]:
             patch.object(frozen_linear, "dequantized_input_is_needed", lambda call: any(item.branches for item in call.linears)),
             patch.object(dispatch, "few_rows_module", lambda x: None),
             patch.object(packed_attention, "VarlenAttention", _RowsAttention),
+            _whole_operands(),
         ):
             yield owners
     finally:
@@ -244,6 +253,7 @@ class Rows(NamedTuple):
     place: Tensor  # (P,) among the N tokens
     label: Tensor  # (P,)
     run_of_label: Tensor  # (P,)
+    share: Tensor  # (P,) of a label in the mean over its run's labels
     longest: int
 
     def to(self, device: Any) -> Rows:
@@ -260,6 +270,7 @@ def rows_of(data: Encoded, index: Tensor) -> Rows:
     real = columns < lengths[:, None]
     starts = F.pad(lengths.cumsum(0), (1, 0))
     row, column = labelled.nonzero(as_tuple=True)
+    run_of_label = row // batch
     return Rows(
         data.ids[flat][real],
         columns.expand_as(real)[real],
@@ -267,7 +278,8 @@ def rows_of(data: Encoded, index: Tensor) -> Rows:
         (torch.arange(len(flat)) // batch).repeat_interleave(lengths),
         starts[row] + at[row, column],
         labels[row, column],
-        row // batch,
+        run_of_label,
+        1 / torch.bincount(run_of_label)[run_of_label],
         int(lengths.max()),
     )
 
@@ -284,8 +296,7 @@ def run_losses(model: nn.Module, rows: Rows, owners: _Owners) -> Tensor:
     ).last_hidden_state[0]
     logits = decoder.get_output_embeddings()(hidden[rows.place]).float()
     losses = F.cross_entropy(logits, rows.label, reduction="none")
-    sums = losses.new_zeros(owners.runs).index_add(0, rows.run_of_label, losses)
-    return sums / torch.bincount(rows.run_of_label, minlength=owners.runs)
+    return losses.new_zeros(owners.runs).index_add(0, rows.run_of_label, losses * rows.share)
 
 
 class Diverged(FloatingPointError):
