@@ -401,7 +401,8 @@ def test_checkpointing(unit, reentrant):
 
 @pytest.mark.parametrize("order", ["qkkv", "qkvv", "kv", "vqq"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_second_run_of_a_checkpointed_part_takes_nothing_from_the_first(order, depth):
+@pytest.mark.parametrize("leaf", [False, True])
+def test_the_second_run_of_a_checkpointed_part_takes_nothing_from_the_first(order, depth, leaf):
     """The input is outside of the part: both runs read the same tensor object, in whose entry outputs that nobody came for wait.
     Of the second run's tensors each goes to the node that saved it in the first. (Backward of tanh asks for the second run.)"""
     outcomes = []
@@ -414,12 +415,12 @@ def test_the_second_run_of_a_checkpointed_part_takes_nothing_from_the_first(orde
         for _ in range(checkpoints):
             part = partial(checkpoint, part, use_reentrant=False)
         x = data()[0]
-        h = x * 1.5
+        h = x if leaf else x * 1.5
         y = part(h)
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
         grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         outcomes.append(dict(y=y.detach(), dx=x.grad, **grads))
-        del h, y
+        del h, x, y
         assert activation_cache.live() == 0
     for name, tensor in outcomes[0].items():
         assert tensor is outcomes[1][name] or torch.equal(tensor, outcomes[1][name]), name

@@ -69,10 +69,8 @@ class SharedInputGroup:
         if waiting is not None and waiting.keeper == keeper and waiting.depends_on.key == _dependencies(layer, branches).key:
             return waiting.y
         members = [(layer, branches)]
-        # a leaf's gradient accumulator holds the leaf: outputs that wait would keep x, and with it their own entry, alive. Within
-        # a backward pass x is what reentrant checkpointing has detached, and the pass through y's graph follows at once
-        is_leaf = x.requires_grad and x.grad_fn is None
-        if quantized.entered and not (is_leaf and torch._C._current_graph_task_id() == -1):
+        # a leaf's gradient accumulator holds the leaf: outputs that wait would keep x, and with it their own entry, alive
+        if quantized.entered and not (x.requires_grad and x.grad_fn is None and not _is_detached(keeper)):
             members += self._others(layer)
         if keeper == NO_GRAD and any(branch.dropout for _, member_branches in members for branch in member_branches):
             # the first pass of reentrant checkpointing: each layer's seeds must be drawn where it is called, to be drawn again
@@ -129,6 +127,13 @@ def _keeper() -> int | None:
         return NO_GRAD
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else id(hooks[1])
+
+
+def _is_detached(keeper: int | None) -> bool:
+    """Whether a leaf is what reentrant checkpointing has detached for its second run: the backward pass through y's graph follows
+    at once, and nothing waits for long. (The second run of the other checkpointing is in a backward pass, too, with hooks, and
+    has to do what the first did.)"""
+    return keeper is None and torch._C._current_graph_task_id() != -1
 
 
 class _Local(threading.local):
