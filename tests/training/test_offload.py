@@ -7,10 +7,12 @@ import pytest
 import torch
 from _assertions import COPIES, by_device
 from _offloaded import BACKENDS, at_rest, batch, late, packed, same, scrambled, steps, tuned
-from peft import LoraConfig
+from conftest import tiny_llama
+from peft import LoraConfig, get_peft_model
 
-from peft_nvfp4 import enable_cuda_graphs, frozen_bytes
+from peft_nvfp4 import NVFP4LoraConfig, enable_cuda_graphs, frozen_bytes
 from peft_nvfp4.autograd import activation_cache
+from peft_nvfp4.fusion.loss_attach import loss_report
 from peft_nvfp4.training.offload.enable import _owner, disable_offload, enable_offload, find_layers, offload_status, offloaded
 from peft_nvfp4.training.offload.layers import ATTRIBUTE
 from peft_nvfp4.training.steps import slow_down_steps
@@ -266,3 +268,22 @@ def test_replicas_are_refused():
     layer = tuned("nvfp4 cached", "cpu").get_base_model().model.layers[0]
     with pytest.raises(RuntimeError, match="one process per GPU"):
         layer._replicate_for_data_parallel()(torch.zeros(1, 2, 64))
+
+
+def test_rows_are_packed_and_the_loss_is_at_labels_as_without():
+    """The hooks that fetch a layer are no reason to do without."""
+
+    def step(memory):
+        torch.manual_seed(0)
+        lora = NVFP4LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", memory=memory)
+        model = get_peft_model(tiny_llama(torch.float32), lora).train()
+        ids, mask = batch(), torch.ones(2, 16, dtype=torch.long)
+        mask[1, 5:] = 0
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        return model, loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    (model, loss, found), (_, expected, gradients) = step("smallest"), step("small")
+    assert offloaded(model) and loss == expected and same(found, gradients)
+    assert loss_report(model).reason == "from the head's weight"
+    assert "packed 1 calls: 21 of 21 tokens were real" in str(model.base_model.nvfp4_steps)

@@ -179,7 +179,10 @@ def hooked(module: nn.Module) -> bool:
 
 
 HARMLESS_HOOKS = frozenset(
-    {"make_inputs_require_grads", "output_capturing_hook", "host_checkpoints_begin", "host_checkpoints_end"}
+    {
+        *("make_inputs_require_grads", "output_capturing_hook"),
+        *("host_checkpoints_begin", "host_checkpoints_end", "offloaded_layer_begins", "offloaded_layer_ends"),
+    }
 )
 """Hooks of transformers and PEFT that do the same in every call, to whatever shape (for checkpointing), or nothing but while
 hidden states are asked for (they stay once somebody did); and this package's own, which change no tensor."""

@@ -63,8 +63,8 @@ class OffloadedLayer:
         self.views: list[Tensor] = []  # of its buffer on the device: made once, since making them takes a millisecond
         self.arrangement = Arrangement(self)  # another one whenever places or views change
         self.handles = [
-            module.register_forward_pre_hook(self.enter, prepend=True),
-            module.register_forward_hook(self.leave, always_call=True),
+            module.register_forward_pre_hook(self.offloaded_layer_begins, prepend=True),
+            module.register_forward_hook(self.offloaded_layer_ends, always_call=True),
             module.register_state_dict_pre_hook(self.rest),  # an interrupted backward leaves parameters in a buffer
             module.register_load_state_dict_pre_hook(self.rest),
         ]
@@ -126,7 +126,7 @@ class OffloadedLayer:
 
     # -- hooks
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def offloaded_layer_begins(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError("offload and torch.compile exclude each other: call peft_nvfp4.disable_offload(model) first")
         if module is not self.module:
@@ -136,7 +136,7 @@ class OffloadedLayer:
             raise RuntimeError("CUDA graphs cannot record layers with offload: the copies are no part of a recording")
         self.owner.begin(self, -1 if in_backward() else 1, unwind=True)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def offloaded_layer_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.owner.end(self) and not in_backward():  # within it, of checkpointing: backward of this layer is next
             self.owner.release(self)
 
