@@ -224,6 +224,8 @@ def run_case(case: Case, model: nn.Module, args: argparse.Namespace, before: dic
     row: dict = {**case._asdict(), "tokens": args.tokens}
     row |= {"frozen_bytes": frozen_bytes(model), "trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
     common.release(args.device)  # what was there while the model was made
+    if args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(args.device)
     cap = case.cap or common.total_memory(args.device) / 2**30
     with common.capped(cap, args.device):
         step = lambda: measure(row, model, case, args, before)

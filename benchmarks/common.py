@@ -107,6 +107,7 @@ def fits(run: Callable[[], object], device: torch.device) -> bool:
     except RuntimeError as error:
         if not _out_of_memory(error):
             raise
+        print(f"out of memory: {str(error)[:300]}", file=sys.stderr, flush=True)
     release(device)
     return False
 
