@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from ..memory.device import free_host_bytes
-from .offload.host_memory import HostBuffer, HostMemoryShort
-
-LEFT_TO_OTHERS = 1 << 30
-"""Bytes of the host's free memory that are not taken."""
+from .offload.host_memory import LEFT_TO_OTHERS, HostBuffer, HostMemoryShort
 
 
 class Buffers:

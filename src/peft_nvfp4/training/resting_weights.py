@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory.device import free_bytes, free_host_bytes
-from .checkpoint_transfers import LEFT_TO_OTHERS
-from .offload.host_memory import HostBuffer, HostMemoryShort
+from .offload.host_memory import LEFT_TO_OTHERS, HostBuffer, HostMemoryShort
 
 BACKWARD, CONSTANT = 10, 1 << 30
 """A layer's backward takes so many times its input, and so many bytes besides."""

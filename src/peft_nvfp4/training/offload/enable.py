@@ -31,6 +31,9 @@ are copied again.
 
 On a CPU the same code copies at once, from one part of its memory to another.
 
+A host that has no room for all of the weights keeps those of the first layers, and the others stay in the files that they were
+loaded from (:mod:`.read_ahead`).
+
 Rejected: ``saved_tensors_hooks`` and moving weights to the GPU at each use (an allocation a layer, and no prefetch); accelerate's
 ``cpu_offload`` (moves parameters by themselves, one after the other, without overlap).
 """
@@ -81,6 +84,7 @@ def disable_offload(model: nn.Module) -> None:
     if owner is None:
         return
     owner.release()
+    owner.settle()
     if owner.stream is not None:
         torch.cuda.synchronize(owner.device)
     for layer in owner.layers:

@@ -13,6 +13,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+LEFT_TO_OTHERS = 1 << 30
+"""Bytes of the host's free memory that are not taken."""
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}  # Windows has no flags
 
 

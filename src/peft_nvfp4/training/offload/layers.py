@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...autograd.hosted import version
+from ...memory.device import free_host_bytes
 from ...quantization.freeze import frozen_modules
 from .frozen_methods import ON_DEVICE, DeviceMethod, HostApply, packed_parameters
-from .host_memory import HostBuffer
+from .host_memory import LEFT_TO_OTHERS, HostBuffer, HostMemoryShort
 
 if TYPE_CHECKING:
     from .transfers import Offload
@@ -56,8 +57,8 @@ class OffloadedLayer:
     def __init__(self, owner: Offload, index: int, module: nn.Module):
         self.owner, self.index, self.module = owner, index, module
         self.packed = [m for _, m in frozen_modules(module)]
-        self.host: HostBuffer | None = None
-        self.size = 0  # of that
+        self.host: HostBuffer | None = None  # None also where the host has no room for it
+        self.size = 0  # of that, or of the layer in a buffer
         self.places: list[tuple[nn.Parameter, Tensor, int]] = []  # parameter, its bytes on the host, where in the buffer
         self.swapped: list[tuple[nn.Parameter, Tensor]] = []  # while it is in use: parameters, and what they were
         self.views: list[Tensor] = []  # of its buffer on the device: made once, since making them takes a millisecond
@@ -92,7 +93,8 @@ class OffloadedLayer:
 
     def pack(self) -> bool:
         """Bring the bytes together on the host, if they are not there yet or some were replaced (a merge). What was replaced may
-        be referred to still, so a new buffer is made. Returns whether it was."""
+        be referred to still, so a new buffer is made. Where the host has no room for one, they stay where they are on it
+        (:mod:`.read_ahead`). Returns whether anything was new."""
         parameters = self.parameters()
         known = len(parameters) == len(self.places) and all(
             p is q and p.data_ptr() == home.data_ptr() and p.dtype == home.dtype
@@ -104,17 +106,36 @@ class OffloadedLayer:
         for p in parameters:
             starts.append(size)
             size += -(-p.nbytes // ALIGNMENT) * ALIGNMENT
-        self.host, self.size, self.places = HostBuffer(size), size, []
+        self.owner.settle()
+        self.host, self.size, self.places = self._room(size, parameters), size, []
         self.forget_views()
         with torch.no_grad():
             for p, start in zip(parameters, starts):
-                home = view_of(self.host.data, start, p)
-                home.copy_(p.data)
-                p.data = home
+                home = p.data if self.host is None else view_of(self.host.data, start, p)
+                if self.host is not None:
+                    home.copy_(p.data)
+                    p.data = home
                 self.places.append((p, home, start))
         for slot in self.owner.slots:
             slot.holds = None if slot.holds is self else slot.holds
         return True
+
+    def _room(self, size: int, parameters: list[nn.Parameter]) -> HostBuffer | None:
+        """A buffer on the host; None where there is no room for one, and the parameters are on the host as they are.
+
+        Raises:
+            HostMemoryShort: there is no room, and they are not.
+        """
+        free = max(0, free_host_bytes() - LEFT_TO_OTHERS)
+        if size <= free:
+            return HostBuffer(size)
+        if not all(p.is_cpu for p in parameters):
+            raise HostMemoryShort(
+                f"the weights of decoder layer {self.index} take {size / 1e9:.2f} GB of the host's memory, and "
+                f"{free / 1e9:.2f} GB are free: free some of it, or save the base packed (peft-nvfp4 quantize) and load that on "
+                "the CPU, where weights stay in their files"
+            )
+        return None
 
     def forget_views(self) -> None:
         self.views, self.arrangement = [], Arrangement(self)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .host_memory import HostBuffer
 from .layers import OffloadedLayer, view_of
+from .read_ahead import ReadAhead, settle
 
 TIMED = 512
 """Copies whose times are remembered."""
@@ -26,6 +29,8 @@ class OffloadStatus:
 
     Attributes:
         layers, host_bytes: what lives on the host; ``pinned``: the GPU reads it by itself.
+        left_bytes: of layers that the host had no room to gather: a thread reads them from where they were loaded, which are
+            files where the base was saved packed (:mod:`.read_ahead`).
         device_bytes: of the two buffers.
         copies, moved_bytes: from host to device; ``ahead``: copies begun before the layer was called.
         copy_ms, waited_ms: of the last :data:`TIMED` copies to a GPU: how long they took, and how long layers waited for them.
@@ -34,6 +39,7 @@ class OffloadStatus:
     layers: int = 0
     host_bytes: int = 0
     pinned: bool = False
+    left_bytes: int = 0
     device_bytes: int = 0
     copies: int = 0
     ahead: int = 0
@@ -50,10 +56,11 @@ class OffloadStatus:
         if not self.layers:
             return "frozen weights are on the device"
         pages = "page-locked" if self.pinned else "pageable"
+        left = f", {self.left_bytes / 1e9:.2f} GB where they were loaded, for want of room" if self.left_bytes else ""
         return (
-            f"{self.layers} layers, {self.host_bytes / 1e9:.2f} GB in {pages} host memory, {self.device_bytes / 1e9:.2f} GB of "
-            f"buffers; {self.copies} copies ({self.ahead} ahead of their layer), {self.moved_bytes / 1e9:.2f} GB moved, "
-            f"{self.overlap:.0%} of the copying overlapped"
+            f"{self.layers} layers, {self.host_bytes / 1e9:.2f} GB in {pages} host memory{left}, "
+            f"{self.device_bytes / 1e9:.2f} GB of buffers; {self.copies} copies ({self.ahead} ahead of their layer), "
+            f"{self.moved_bytes / 1e9:.2f} GB moved, {self.overlap:.0%} of the copying overlapped"
         )
 
 
@@ -69,6 +76,8 @@ class Slot:
         self.copied: Any = None  # events at the beginning and the end of the copy, on a GPU
         self.timed = False  # how long a layer waited for it
         self.readers: list[Any] = []  # streams that have waited for the copy, and may be reading what is here
+        self.reading: Any = None  # while a thread reads what comes here: its future
+        self.staging: HostBuffer | None = None  # page-locked, where that thread reads to
 
 
 class Offload:
@@ -82,6 +91,7 @@ class Offload:
         self.device, self.status = device, OffloadStatus()
         self.slots: list[Slot] = []
         self.stream: Any = None
+        self.ahead: ReadAhead | None = None  # of layers that the host has no room for
         self.times: deque[tuple] = deque(maxlen=TIMED)
         self.task = -1  # backward whose end has been arranged for
         self.fetched_for: tuple | None = None  # layer and direction whose neighbour has been asked for
@@ -94,7 +104,8 @@ class Offload:
 
     def __getstate__(self) -> dict:
         """Copies (and pickles) begin without buffers."""
-        empty = {"slots": [], "stream": None, "times": deque(maxlen=TIMED), "task": -1, "fetched_for": None, "running": []}
+        empty = {"slots": [], "stream": None, "ahead": None, "times": deque(maxlen=TIMED)}
+        empty |= {"task": -1, "fetched_for": None, "running": []}
         return {name: value for name, value in (vars(self) | empty).items() if name != "mutex"}
 
     def __setstate__(self, state: dict) -> None:
@@ -103,8 +114,8 @@ class Offload:
     def place(self, device: torch.device) -> None:
         """Compute on ``device`` from now on. Buffers on another one are let go."""
         if device != self.device:
-            self.device, self.stream = device, None
             self._drop_slots()
+            self.device, self.stream = device, None
             self.times.clear()
 
     # -- who computes
@@ -198,7 +209,14 @@ class Offload:
     def _slot(self, layer: OffloadedLayer) -> Slot:
         return self.slots[layer.index % len(self.slots)]
 
+    def settle(self) -> None:
+        """The thread that reads has ended what it was asked to do, well or not."""
+        for slot in self.slots:
+            with suppress(Exception):  # nobody will compute with what it has read
+                settle(slot)
+
     def _drop_slots(self) -> None:
+        self.settle()
         self.slots = []
         for layer in self.layers:
             layer.forget_views()
@@ -226,27 +244,38 @@ class Offload:
         versions = layer.versions()
         if slot.holds is layer and slot.versions == versions or ahead and slot.user is not None:
             return
-        size = layer.size
+        if slot.reading is not None:
+            settle(slot)
         self.status.copies += 1
         self.status.ahead += ahead
-        self.status.moved_bytes += size
+        self.status.moved_bytes += layer.size
         slot.holds, slot.versions = layer, versions
-        if self.stream is None:
-            slot.data[:size].copy_(layer.host.data)
-            return
-        layer.host.pin(self.device)
-        for stream in {torch.cuda.current_stream(self.device), *slot.readers}:
-            self.stream.wait_stream(stream)
-        slot.readers = []
+        if self.stream is not None:
+            for stream in {torch.cuda.current_stream(self.device), *slot.readers}:
+                self.stream.wait_stream(stream)
+            slot.readers = []
+        if layer.host is None:
+            self.ahead = self.ahead or ReadAhead()
+            self.ahead.begin(self, layer, slot)
+        elif self.stream is None:
+            slot.data[: layer.size].copy_(layer.host.data)
+        else:
+            layer.host.pin(self.device)
+            self.copy(layer.host.data, slot, layer.size)
+
+    def copy(self, source: Tensor, slot: Slot, size: int) -> None:
+        """To a slot on a GPU, in the order of the copying stream."""
         with torch.cuda.stream(self.stream), torch.no_grad():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            slot.data[:size].copy_(layer.host.data, non_blocking=True)
+            slot.data[:size].copy_(source[:size], non_blocking=True)
             end.record()
         slot.copied, slot.timed = (begin, end), False
 
     def _wait(self, slot: Slot) -> None:
         """The current stream goes on when the buffer is filled."""
+        if slot.reading is not None:
+            settle(slot)
         if self.stream is None:
             return
         stream = torch.cuda.current_stream(self.device)
@@ -267,6 +296,7 @@ class Offload:
         status.layers, status.device_bytes = len(self.layers), sum(slot.data.nbytes for slot in self.slots)
         hosts = [layer.host for layer in self.layers if layer.host is not None]
         status.host_bytes, status.pinned = sum(h.data.nbytes for h in hosts), all(h.pinned for h in hosts)
+        status.left_bytes = sum(layer.size for layer in self.layers if layer.host is None)
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
         status.copy_ms = sum(begin.elapsed_time(end) for begin, end, _, _ in self.times)
