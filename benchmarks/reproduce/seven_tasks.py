@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,7 +162,7 @@ class Queue:
     def __init__(self, plan: Sequence[Group], log: RunLog, seconds: float):
         self.plan, self.log, self.end = plan, log, time.monotonic() + seconds
         self.failed: dict[tuple, str] = {}
-        self.finished: list[tuple[int, float]] = []  # tokens and seconds
+        self.finished: deque[tuple[int, float]] = deque(maxlen=8)  # tokens and seconds of the last jobs, without preparations
 
     def next_job(self, running: Sequence[Job]) -> Job | None:
         """The first of :meth:`jobs` for which there is room and time."""
@@ -184,7 +185,7 @@ class Queue:
                 yield Job(group.task, sizes, group.weights, group.method, split, part, group.steps, group.batch, group.rows)
 
     def estimate(self, job: Job) -> float:
-        """Seconds, from the jobs that are finished: what the slowest of them took, for a smaller job its share of the tokens."""
+        """Seconds, from the last jobs: what the slowest of them took, for a smaller job its share of the tokens."""
         tokens = job.steps * tokens_of_a_step(job)
         largest = max((done for done, _ in self.finished), default=tokens)
         slowest = max((seconds * min(1.0, tokens / done) for done, seconds in self.finished), default=0.0)
@@ -198,7 +199,8 @@ class Queue:
             self.failed |= {_name(job.task, job.weights, job.method, *run): f"{title}: {outcome.error}" for run in job.runs}
             print(f"{title}: {outcome.error}", flush=True)
             return
-        self.finished.append((job.steps * tokens_of_a_step(job), outcome.seconds))
+        seconds = max((row.get("train_s", 0.0) + row.get("score_s", 0.0) for row in outcome.rows), default=0.0)
+        self.finished.append((job.steps * tokens_of_a_step(job), seconds))
         group = Group(job.task, job.weights, job.method, (), job.steps, job.batch, job.rows)
         for (lr, seed), row in zip(job.runs, outcome.rows):
             if kind == "sweep":

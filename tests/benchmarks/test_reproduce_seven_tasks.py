@@ -63,8 +63,9 @@ def test_jobs_are_in_order_share_the_device_and_end_in_time(log):
     assert second.task == "xsum" and not set(first.runs) & set(second.runs)
     third = queue.next_job((first, second))
     assert third.task == "wic" and len(third.runs) == 8 and queue.next_job((first, second, third)) is None
-    rows = [{"finite": True, "nll": 1.0, "rouge_l": 0.1 + 0.01 * (lr == RATES[3])} for lr, _ in first.runs]
-    queue.take(jobs.Outcome(first, rows, 40.0))
+    seen = {"finite": True, "nll": 1.0, "train_s": 30.0, "score_s": 10.0}
+    rows = [seen | {"rouge_l": 0.1 + 0.01 * (lr == RATES[3])} for lr, _ in first.runs]
+    queue.take(jobs.Outcome(first, rows, 70.0))
     assert queue.estimate(second) == pytest.approx(40) and 5 < queue.estimate(third) < 40
     queue.end = time.monotonic() + 20
     assert queue.next_job(()).task == "wic"  # the other piece of the first sweep would be too late
