@@ -13,6 +13,7 @@ from _estimates import (
     adapted,
     as_on_a_gpu,
     by_family,
+    gpt_oss,
     growth,
     llama,
     mixtral,
@@ -73,6 +74,10 @@ MIXTURE_CASES = {
 }
 BOTH = [(make, case, fields) for make in (llama, qwen3) for case, fields in (CASES | DENSE_CASES).items()]
 BOTH += [(make, case, fields) for make in (mixtral, qwen3_moe) for case, fields in (CASES | MIXTURE_CASES).items()]
+ADAPTED = {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+KINDS = [{"backend": backend, "memory": memory, **ADAPTED} for backend in ("nvfp4", "nf4") for memory in ("fast", "small")]
+BOTH += [(gpt_oss, f"{fields['backend']} {fields['memory']}", fields) for fields in KINDS]
+BOTH += [(gpt_oss, "attention only", ATTENTION), (gpt_oss, "down", ONLY_DOWN)]
 
 
 @pytest.mark.parametrize("make, case, fields", BOTH, ids=[f"{make.__name__}-{case}" for make, case, _ in BOTH])
@@ -135,6 +140,7 @@ def test_tensors_that_the_allocator_rounds_up(fields, as_on_a_gpu):
 FIELDS = [{}, {"memory": "small"}, {"backend": "nf4"}, {"backend": "bf16"}]
 HELD = [(make, fields) for make in (llama, mixtral, qwen3_moe) for fields in FIELDS]
 HELD += [(make, fields) for make in (mixtral, qwen3_moe) for fields in ({"skip_modules": ["experts"]}, ONLY_DOWN)]
+HELD += [(gpt_oss, fields) for fields in KINDS]
 
 
 @pytest.mark.parametrize("make, fields", HELD, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -148,7 +154,7 @@ def test_static_bytes_are_those_of_a_real_model(make, fields):
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert found["adapters"] == sum(sizes[n] for n in trained) == 4 * kept.adapter_parameters(shape, settings)
     assert found["optimizer"] == 2 * found["adapters"]
-    norms = sum(size for n, size in sizes.items() if "norm" in n)
+    norms = sum(size for n, size in sizes.items() if "norm" in n or n.endswith(("bias", "sinks")))
     assert found["norms and biases"] == norms
     assert found["embedding and head"] == sum(size for n, size in sizes.items() if "embed" in n or "lm_head" in n)
     everything = frozen_bytes(model) + found["adapters"] + norms + found["embedding and head"] + found.get(kept.DENSE, 0)
@@ -161,7 +167,7 @@ def beside_nf4(model) -> int:
     return sum(t.numel() * t.element_size() for m in layers for name, t in m.packed_tensors().items() if name != "weight")
 
 
-@pytest.mark.parametrize("make", [qwen3, mixtral, qwen3_moe])
+@pytest.mark.parametrize("make", [qwen3, mixtral, qwen3_moe, gpt_oss])
 def test_parameters(make):
     model = make()
     head_norms = sum(p.numel() for n, p in model.named_parameters() if "q_norm" in n or "k_norm" in n)
@@ -191,8 +197,10 @@ def test_targets_are_what_peft_makes_of_them(make):
         estimate(make().config, Settings(targets=("q_proj", OLD[make][0])))
 
 
-@pytest.mark.parametrize("make", [llama, mixtral])
-@pytest.mark.parametrize("backend", ["nvfp4", "nf4", "bf16"])
+ON_THE_HOST = [(make, backend) for make in (llama, mixtral) for backend in ("nvfp4", "nf4", "bf16")] + [(gpt_oss, "nvfp4")]
+
+
+@pytest.mark.parametrize("make, backend", ON_THE_HOST)
 def test_bytes_on_the_host_are_those_of_a_model(make, backend):
     """Packed experts move with their layer; dense ones stay on the GPU."""
     if backend == "nf4":

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from _estimates import ATTENTION, FACTORS, WEIGHTS, adapted, as_on_a_gpu, by_family
+from _estimates import ATTENTION, FACTORS, WEIGHTS, adapted, as_on_a_gpu, gpt_oss, mixtral, qwen3_moe
 from _live_tensors import LiveTensors
 
 from peft_nvfp4.memory import Settings, estimate, kept, model_shape, run
+from peft_nvfp4.training import packed_attention
 
 __all__ = ["as_on_a_gpu"]  # a fixture
 
@@ -24,11 +25,19 @@ MIXTRAL = {  # Mixtral-8x7B's
 }
 
 
-@pytest.mark.parametrize("config, billions", [(LARGE, 30.5), (MIXTRAL, 46.7)])
+GPT_OSS = {  # gpt-oss-20b's
+    **{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "vocab_size": 201088},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
+    **{"attention_bias": True, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("config, billions", [(LARGE, 30.5), (MIXTRAL, 46.7), (GPT_OSS, 20.9)])
 def test_published_sizes(config, billions):
     assert model_shape(config).parameters / 1e9 == pytest.approx(billions, abs=0.05)
     packed = estimate(config, Settings(memory="small", checkpointing=True)).static[WEIGHTS[0]]
-    assert packed == pytest.approx(billions * 1e9 * 4.5 / 8, rel=0.03)  # embedding and head are not packed
+    ends = 2 * config["vocab_size"] * config["hidden_size"]  # embedding and head are not packed
+    assert packed == pytest.approx((billions * 1e9 - ends) * 4.5 / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("backend", ["nvfp4", "nf4", "bf16"])
@@ -99,6 +108,11 @@ def test_baselines_with_other_kernels_are_refused():
         estimate(LARGE, Settings(targets=("w1",)))
 
 
+def test_dense_experts_with_a_gate_of_their_own_are_refused():
+    with pytest.raises(ValueError, match="gpt_oss: experts of this kind are estimated in nvfp4 and nf4, and not dense"):
+        estimate(GPT_OSS, Settings(backend="bf16"))
+
+
 def test_nothing_of_experts_in_nf4_stays_whole():
     one, four = (estimate(LARGE, Settings(backend="nf4", cards=n, strategy="fsdp2")) for n in (1, 4))
     beside = run.beside_codes(one.shape, one.settings)
@@ -111,15 +125,20 @@ PEAKS = {
     "high": {},
     "balanced": {"accuracy": "balanced"},
     "attention only": ATTENTION,
+    "experts": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     "bf16": {"backend": "bf16"},
     "bf16, attention only": {"backend": "bf16", **ATTENTION},
 }
 
 
-@by_family
+KINDS = [*((case, False) for case in PEAKS if case != "experts"), ("balanced", True), ("bf16", True)]
+STEPS = [(make, *kind) for make in (mixtral, qwen3_moe) for kind in KINDS]
+STEPS += [(gpt_oss, "experts", False), (gpt_oss, "experts", True), (gpt_oss, "attention only", False)]
+
+
 @pytest.mark.filterwarnings("ignore:.*stay dense")
-@pytest.mark.parametrize("case, checkpointing", [*((case, False) for case in PEAKS), ("balanced", True), ("bf16", True)], ids=str)
-def test_peak_of_a_step(case, checkpointing, make, as_on_a_gpu, monkeypatch):
+@pytest.mark.parametrize("make, case, checkpointing", STEPS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_peak_of_a_step(make, case, checkpointing, as_on_a_gpu, monkeypatch):
     """Not counted by the estimator: a few tensors as wide as the residual stream, up to 3 % here. Counted too high: experts that
     get all tokens, and with checkpointing what need not be computed again, up to 9 %."""
     if case == "bf16" and not FACTORS:
@@ -132,6 +151,8 @@ def test_peak_of_a_step(case, checkpointing, make, as_on_a_gpu, monkeypatch):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tensors = LiveTensors(model)
     tensors.count_operators(monkeypatch)
+    attention = packed_attention._attention_by_sequence
+    monkeypatch.setattr(packed_attention, "_attention_by_sequence", tensors.as_one(attention))
     with tensors:
         model(input_ids=torch.arange(TOKENS)[None] % 64, logits_to_keep=1).logits.float().sum().backward()
     # FP4 tensor cores: no operands in BF16

@@ -13,6 +13,7 @@ from low_level import adapted_model
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as eager_with_sinks
 
 from peft_nvfp4 import disable_cuda_graphs, enable_cuda_graphs, graph_status
+from peft_nvfp4.autograd.activation_cache import kept_by_attention
 from peft_nvfp4.training import recorded_sizes
 from peft_nvfp4.training.packed_attention import WITH_SINKS, attention, gradient_of_sinks, sunk
 from peft_nvfp4.training.packing import (
@@ -371,6 +372,7 @@ def test_attention_of_packed_rows_on_a_gpu(window, with_sinks):
     sinks = [torch.linspace(-2, 3, 8, device="cuda").bfloat16().requires_grad_()] if with_sinks else []
     settings = dict(scaling=0.125, sliding_window=window)
     y, _ = attention(torch.nn.Module(), q, k, v, first, **settings, s_aux=sinks[0] if with_sinks else None)
+    assert kept_by_attention(y.flatten(2))
     weight = torch.randn(y.shape, device="cuda", generator=generator)
     gradients = torch.autograd.grad((y * weight).sum(), (q, k, v, *sinks))
     wide = [t.detach().float().cpu().requires_grad_() for t in (q, k, v, *sinks)]

@@ -203,7 +203,7 @@ def quantized_input(
     return entry
 
 
-VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "TransposeBackward")
+VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "TransposeBackward", "UnsqueezeBackward")
 ATTENTION = re.compile(r"ScaledDotProduct\w*(Flash|Efficient|Cudnn|FusedOverrideable)|FlashAttn\w*Func")
 """Autograd nodes of attention kernels that keep their output for backward (plain matrix products do not)."""
 

@@ -117,7 +117,8 @@ def static(shape: ModelShape, settings: Settings) -> dict[str, int]:
     dense = [p for p in shape.projections if not p.is_linear and not settings.is_packed(p)]  # no frozen linear holds these
     frozen = [p for p in shape.projections if p not in dense]
     norms = shape.layers * (shape.norms * shape.hidden + 2 * shape.head_dim * shape.head_norms) + shape.hidden
-    biases = shape.layers * sum(p.outputs for p in frozen if p.bias)
+    norms += shape.layers * shape.heads * shape.sinks
+    biases = shape.layers * sum(p.biases for p in shape.projections)
     trained = adapter_parameters(shape, settings)
     state = OPTIMIZERS[settings.optimizer]
     if not settings.optimizer.endswith("8bit"):
@@ -185,11 +186,12 @@ def _mlp(shape: ModelShape, settings: Settings) -> dict[str, int]:
     rows = mixture.chosen if mixture else 1
     packed = settings.packs_experts(shape)
     compressed = settings.compressed and (packed or not mixture)  # what adapters read is kept as codes
-    fused = compressed and (settings.backend == "nvfp4" or not mixture)  # gate and up are kept as codes
+    fused = compressed and (settings.backend == "nvfp4" and mixture.fused if mixture else True)  # gate and up are kept as codes
+    widths = mixture.widths if mixture else 2 if settings.liger else 3
     inner = codes(f, settings.terms("interior")) if compressed else b * f
     inner *= is_read(shape, settings, "expert" if mixture else "down")
     kept = {
-        GATE_UP: rows * (2 * codes(f) if fused else (2 if settings.liger else 3) * b * f),
+        GATE_UP: rows * (2 * codes(f) if fused else widths * b * f),
         INNER: rows * (inner if mixture or not settings.recompute_mlp else 0),
         HIDDEN: b * sum(settings.rank_of(p) for p in shape.projections if p.is_linear),
     }
@@ -208,7 +210,8 @@ def _router(shape: ModelShape, settings: Settings) -> dict[str, int]:
     divided = FP32 * (k + 1) if mixture.normalised else 0  # the chosen probabilities and their sum
     order = INT64 * k * (2 if settings.packs_experts(shape) else 3)  # of the rows, the way back; in grouped_mm, the tokens too
     read = b * shape.hidden * is_read(shape, settings, "router")
-    return {ROUTER: FP32 * mixture.experts + k * INT64 + divided + weights + order + read}
+    probabilities = FP32 * mixture.experts * mixture.all_probabilities  # else they are the weights
+    return {ROUTER: probabilities + k * INT64 + divided + weights + order + read}
 
 
 def per_layer(shape: ModelShape, settings: Settings) -> dict[str, int]:
@@ -227,7 +230,7 @@ def per_layer(shape: ModelShape, settings: Settings) -> dict[str, int]:
 
 def _rounding(shape: ModelShape, settings: Settings) -> int:
     """What the allocator may add to the tensors of every expert that runs by itself."""
-    tensors = 2  # gate and up in one, and act(gate)
+    tensors = shape.mixture.widths - 1  # gate and up in one, and act(gate)
     for source in ("experts", "expert"):
         if is_read(shape, settings, source):
             row = int(source == "expert")  # an inner product for each expert, but all experts' inputs in one

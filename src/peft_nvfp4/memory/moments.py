@@ -119,7 +119,7 @@ def _operands(shape: ModelShape, settings: Settings, backward: bool) -> Moment:
         return {}
     tokens, native = settings.tokens, settings.native_fp4
     if shape.mixture:
-        return {"operands": 0 if native else _grouped_operands(shape, settings, backward)}
+        return {"operands": _grouped_operands(shape, settings, backward)}
     p = max(shape.reads("mlp", "experts"), key=lambda p: p.outputs)
     if not backward:
         return {"operands": 0 if native else _emulated(tokens, settings.terms("norm") * p.inputs, p.outputs)}
@@ -127,10 +127,13 @@ def _operands(shape: ModelShape, settings: Settings, backward: bool) -> Moment:
     return {"operands": count + packed_bytes(p.inputs, p.outputs) * (settings.frozen.weight_layouts == "transient")}
 
 
-def _grouped_operands(shape: ModelShape, settings: Settings, backward: bool) -> int:
-    """BF16 operands of a projection of all experts, the largest: every row of the input or of dy, and the weights or a chunk."""
+def _grouped_operands(shape: ModelShape, settings: Settings, backward: bool, *sources: str) -> int:
+    """BF16 operands of a projection of all experts (of some sources; else of all), the largest: every row of the input or of dy,
+    and the weights or a chunk."""
+    if settings.native_fp4:
+        return 0
     rows, sizes = settings.tokens * shape.mixture.chosen, []
-    for p in shape.experts:
+    for p in shape.reads(*sources or ("experts", "expert")):
         transposed = packed_bytes(p.inputs, p.outputs) * p.count * (backward and settings.frozen.weight_layouts == "transient")
         weights = min(2 * p.count * p.inputs * p.outputs, GROUPED_BYTES)
         sizes.append(2 * rows * (p.outputs if backward else p.inputs) + weights + transposed)
@@ -201,8 +204,16 @@ def _experts_forward(shape: ModelShape, settings: Settings) -> Moment:
         **_operands(shape, settings, backward=False),
     }
     if settings.backend == "nvfp4":  # gate and up of all rows, or the sum of the outputs, which are kept
-        one |= {IN_FULL: 2 * shape.mixture.chosen * inner, IN_FLIGHT: 0, OUTPUTS: -outputs}
-        return max(one, {STREAM: 4 * stream}, key=lambda moment: sum(moment.values()))
+        every = shape.mixture.chosen * inner
+        one |= {IN_FULL: 2 * every, IN_FLIGHT: 0, OUTPUTS: -outputs}
+        found = [one, {STREAM: 4 * stream}]
+        if not shape.mixture.fused:  # the operator's result is kept; what is cut off and the product; the last projection's input
+            kept_later = {kind: -kept.layer(shape, settings)[kind] * settings.tokens for kind in (GATE_UP, INNER)}
+            one |= kept_later
+            found.append({STREAM: 3 * stream, IN_FULL: 2 * every, INNER: kept_later[INNER], OUTPUTS: -outputs})
+            operands = _grouped_operands(shape, settings, False, "expert")
+            found.append({STREAM: 3 * stream, IN_FULL: every, "operands": operands})
+        return max(found, key=lambda moment: sum(moment.values()))
     later = {STREAM: 3 * stream, IN_FLIGHT: rows + outputs + max(outputs, summed)}
     return max(one, later, key=lambda moment: sum(moment.values()))
 
@@ -249,5 +260,7 @@ def _grouped_backward(shape: ModelShape, settings: Settings) -> Moment:
     operands = _operands(shape, settings, backward=True)
     last = {ACTIVATION_GRADIENTS: outputs + every + 2 * stream, **operands}
     product = {ACTIVATION_GRADIENTS: 4 * every + 2 * stream, **codes_of}
+    if not shape.mixture.fused:  # by autograd: the gradients of the product and of its two factors, and all that is kept of them
+        product = {ACTIVATION_GRADIENTS: 3 * every + 2 * stream, INNER: codes_of[INNER]}
     first = {ACTIVATION_GRADIENTS: 2 * every + outputs + 2 * stream, **codes_of, **adapters, **operands}
     return {OUTPUTS: -outputs} | max((last, product, first), key=lambda moment: sum(moment.values()))

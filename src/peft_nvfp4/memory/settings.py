@@ -166,6 +166,8 @@ class Settings(Options):
         for p in shape.projections:
             if 0 < self._old_names(p) < len(p.old):
                 raise ValueError(f"{' and '.join(p.old)} are one parameter, {p.name}: name all of them as targets, or none")
+        if shape.mixture and not shape.mixture.fused and not self.packs_experts(shape):
+            raise ValueError(f"{shape.name}: experts of this kind are estimated in nvfp4 and nf4, and not dense")
         if shape.mixture and self.liger:
             raise ValueError(f"backend {self.backend} is not estimated for mixtures of experts: choose nvfp4, nf4 or bf16")
 

@@ -1,8 +1,8 @@
 """What the estimator must know about a model: widths, counts, and the linears of a decoder layer, read from ``config.json``.
 
 No weights are read and no model is built. Decoders with attention of the usual kind and a gated MLP are understood (Llama,
-Mistral, Qwen 2 and 3, Gemma, SmolLM, Phi-3 and whoever names the sizes alike), and Mixtral's and Qwen 3's mixtures of experts;
-what is not raises, with the missing name.
+Mistral, Qwen 2 and 3, Gemma, SmolLM, Phi-3 and whoever names the sizes alike), and the mixtures of experts of Mixtral, Qwen 3 and
+gpt-oss; what is not raises, with the missing name.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class Projection(NamedTuple):
         return self.count * self.inputs * self.outputs
 
     @property
+    def biases(self) -> int:
+        return self.count * self.outputs * self.bias
+
+    @property
     def of_experts(self) -> bool:
         return self.source in MIXTURE_SOURCES[1:]
 
@@ -54,6 +58,9 @@ class Mixture(NamedTuple):
     chosen: int  # experts that a token goes to
     normalised: bool  # the weights of a token's experts are divided by their sum
     wide_weights: bool  # those weights stay in FP32
+    all_probabilities: bool = True  # the router's softmax is over all experts, in FP32; else over the chosen ones
+    fused: bool = True  # in nvfp4 gate and up are kept as codes (``FrozenExperts.fuse``)
+    widths: int = 3  # otherwise: matrices as wide as an expert that autograd keeps of gate and up, here both and act(gate)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class ModelShape:
     projections: tuple[Projection, ...]  # of one layer
     norms: int = 2  # RMSNorms of one layer that work on the residual stream; the first two feed linears
     head_norms: bool = False  # q and k are normalised per head (Qwen 3, Gemma 3)
+    sinks: bool = False  # every head has one
     dtype_bytes: int = 2  # of what stays dense, and of activations
     name: str = ""
     notes: tuple[str, ...] = ()  # what could not be read from the config, and is not counted
@@ -98,7 +106,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Of the whole model."""
-        layer = sum(p.elements + p.outputs * p.bias for p in self.projections) + self.norms * self.hidden
+        layer = sum(p.elements + p.biases for p in self.projections) + self.norms * self.hidden + self.heads * self.sinks
         return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
 
@@ -122,6 +130,12 @@ class Family(NamedTuple):
     normalised: bool | str  # or the name of a switch in the config
     wide_weights: bool
     old: dict[str, tuple[str, ...]]  # what PEFT turns into ``target_parameters``: new name -> names before transformers 5
+    router: str = "gate"
+    biases: bool = False  # of the router and of all experts
+    sinks: bool = False
+    all_probabilities: bool = True
+    fused: bool = True
+    widths: int = 3
 
 
 _QWEN = {"gate": ("gate",), "gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -129,6 +143,8 @@ MIXTURES = {
     "mixtral": Family("intermediate_size", True, True, {"gate": ("gate",), "gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
     "qwen3_moe": Family("moe_intermediate_size", "norm_topk_prob", False, _QWEN),
     "qwen3_vl_moe_text": Family("moe_intermediate_size", True, False, {}),
+    # gate and up in one, both cut off, the sigmoid, gate times that, up + 1
+    "gpt_oss": Family("intermediate_size", False, False, {}, "router", True, True, False, fused=False, widths=6),
 }
 """model_type -> its kind of mixture. One that is not here may have shared experts, attention of another kind, or experts that
 cannot be packed."""
@@ -218,13 +234,14 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
     mixture = None
     if family is not None:
         normalised = bool(config.get(family.normalised)) if isinstance(family.normalised, str) else family.normalised
-        mixture = Mixture(size(*EXPERTS), size("num_experts_per_tok"), normalised, family.wide_weights)
-        count, old = mixture.experts, family.old
+        counts = size(*EXPERTS), size("num_experts_per_tok")
+        mixture = Mixture(*counts, normalised, family.wide_weights, family.all_probabilities, family.fused, family.widths)
+        count, old, biases = mixture.experts, family.old, family.biases
         projections = (
             *(p for p in projections if p.source in ("attention", "o")),
-            Projection("gate", hidden, count, "router", old=old.get("gate", ())),
-            Projection("gate_up_proj", hidden, 2 * intermediate, "experts", False, count, old.get("gate_up_proj", ())),
-            Projection("down_proj", intermediate, hidden, "expert", False, count, old.get("down_proj", ())),
+            Projection(family.router, hidden, count, "router", biases, old=old.get("gate", ())),
+            Projection("gate_up_proj", hidden, 2 * intermediate, "experts", biases, count, old.get("gate_up_proj", ())),
+            Projection("down_proj", intermediate, hidden, "expert", biases, count, old.get("down_proj", ())),
         )
     elif kind not in UNDERSTOOD and not kind.startswith(tuple(UNDERSTOOD)):
         notes.append(f"{kind or 'this kind of model'} is counted as if it were a Llama of these sizes")
@@ -235,6 +252,7 @@ def _from_config(config: dict[str, Any], label: str) -> ModelShape:
         projections=projections,
         norms=MORE_NORMS.get(kind, 2),
         head_norms=kind in HEAD_NORMS,
+        sinks=family is not None and family.sinks,
         name=label or kind,
         notes=tuple(notes),
         mixture=mixture,

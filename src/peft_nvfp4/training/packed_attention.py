@@ -39,11 +39,12 @@ TRIED: ContextVar[list | None] = ContextVar("tried", default=None)
 """During a trial: sliding windows that its attention calls were given."""
 
 
-class VarlenAttention(torch.autograd.Function):
+class FlashAttnVarlenFunc(torch.autograd.Function):
     """Causal attention of sequences that lie one after another: q (N, Hq, D), k and v (N, Hk, D) in BF16 or FP16 on a GPU,
     first_tokens (S + 1,) int32, the last ones repeat N. PyTorch's FlashAttention; the lengths stay on the device, so that one
     recording in a CUDA graph serves every packing of N tokens. (``torch.nn.attention.varlen`` has grouped heads from 2.13 on.)
-    ``sinks``: (Hq,), or None."""
+    ``sinks``: (Hq,), or None. By the class's name :func:`~peft_nvfp4.autograd.activation_cache.kept_by_attention` knows that the
+    output is kept."""
 
     @staticmethod
     def forward(ctx, q, k, v, first_tokens, scale, window, sinks):
@@ -171,7 +172,7 @@ def attention(
         q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 256:
         raise NotPackable(f"FlashAttention has no kernel for heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}")
-    return VarlenAttention.apply(q, k, v, *settings)[None], None
+    return FlashAttnVarlenFunc.apply(q, k, v, *settings)[None], None
 
 
 # ---------------------------------------------------------------------------------------------- sinks
