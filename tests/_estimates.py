@@ -136,7 +136,8 @@ def noting(forward, experts: list[int]):
 
     def noted(*args):
         output = forward(*args)
-        experts.append(len(output[2].unique()))
+        if len(output[2]) >= FEW:  # not of the trial, before rows are packed
+            experts.append(len(output[2].unique()))
         return output
 
     return noted
