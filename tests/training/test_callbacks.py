@@ -192,6 +192,7 @@ def test_cheaper_settings_are_the_estimators():
         "memory='small'": {"memory": "small"},
         "checkpointing": {"checkpointing": True},
         "memory='smallest'": {"memory": "smallest"},
+        "optimizer paged_adamw_8bit": {"optimizer": "paged_adamw_8bit"},
     }
     for words, change in expected.items():
         assert changes[words] == estimate("llama-1b", replace(SETTINGS, **change)).peak < now
@@ -201,8 +202,8 @@ def test_cheaper_settings_are_the_estimators():
 
 def test_what_does_not_apply_is_not_advised():
     words = [w for w, _ in cheaper("llama-1b", Settings(backend="bf16-liger", batch=1))]
-    assert words == ["checkpointing"]
-    done = Settings(batch=1, memory="smallest", checkpointing=True)
+    assert words == ["checkpointing", "optimizer paged_adamw_8bit", "all of these"]
+    done = Settings(batch=1, memory="smallest", checkpointing=True, optimizer="paged_adamw")
     assert not cheaper("llama-1b", done) and "none of the estimated settings" in explain("llama-1b", done)
 
 

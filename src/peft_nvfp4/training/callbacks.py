@@ -157,6 +157,10 @@ def _explain_trained(what: str, args: Any, state: Any) -> str:
 # ---------------------------------------------------------------------------------------------- memory
 
 
+SMALL_STATE = "paged_adamw_8bit"
+"""The optimizer whose state takes least of a GPU: none, where it is short."""
+
+
 class OutOfMemory(RuntimeError):
     """A GPU's memory was not enough; the message says what would take less."""
 
@@ -179,6 +183,8 @@ def _savings(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     if settings.batch > 1:
         half = settings.batch // 2
         savings.insert(0, (f"batch {half} (and {-(-settings.batch // half)} times the accumulation)", {"batch": half}))
+    if not settings.optimizer.startswith("paged") and OPTIMIZERS[settings.optimizer]:
+        savings.append((f"optimizer {SMALL_STATE}", {"optimizer": SMALL_STATE}))
     return savings
 
 
