@@ -34,7 +34,7 @@ from unittest import mock
 import torch
 from _cases import Case
 from _parts import NOISE
-from _reference import Codes, copied, dense_reference
+from _reference import Codes, Copies, copied, dense_reference
 from _runs import Results, batch, fixed_masks, fused_model, prepared, run, settings, step
 from hypothesis import reject
 from hypothesis.errors import UnsatisfiedAssumption
@@ -121,7 +121,7 @@ def in_threads(model: nn.Module, case: Case, count: int = 2) -> None:
 class Reference:
     """The reference with some parts fused: its results, and how far others may be from them."""
 
-    def __init__(self, model: nn.Module, case: Case, fused: dict[str, Codes], how: str = "plain"):
+    def __init__(self, model: Copies, case: Case, fused: dict[str, Codes], how: str = "plain"):
         self.model, self.case, self.fused, self.how = model, case, fused, how
         self.results = run(copied(model, fused), case, how)
         values = {name: value for name, value in self.results.items() if value is not None}
@@ -233,7 +233,7 @@ def check(case: Case, power: bool = False) -> list[bool]:
     return lost_would_show(case, reference) if power else []
 
 
-def near_one_of(case: Case, dense: nn.Module, parts: dict[str, Codes], what: str, got: Results, how="plain") -> Reference:
+def near_one_of(case: Case, dense: Copies, parts: dict[str, Codes], what: str, got: Results, how="plain") -> Reference:
     """The reference, run as ``how`` says, that ``got`` is near to. Samples of errors take long: they are taken of the likeliest
     choices, of those that agree in most results, and at last of those that are nearest."""
     first, rest = None, []

@@ -13,6 +13,8 @@ What a fused part computes is written out in :class:`Codes`:
 """
 
 import copy
+import io
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -167,8 +169,35 @@ class ReferenceA(nn.Linear):
         return F.linear(x, self.weight.detach()) + moved - moved.detach()
 
 
-def dense_reference(case, frozen: nn.Module, settings: dict) -> nn.Module:
-    """The reference of ``frozen``, with its weights and its adapters, and no part fused."""
+class Copies:
+    """Makes copies of a model. As ``copy.deepcopy`` would, in a fifth of the time (a case takes dozens): what is no tensor has
+    been pickled once."""
+
+    def __init__(self, model: nn.Module):
+        self.tensors: list[Tensor] = []
+        self.indices: dict[int, int] = {}  # by identity
+        content = io.BytesIO()
+        pickler = pickle.Pickler(content, pickle.HIGHEST_PROTOCOL)
+        pickler.persistent_id = self._index
+        pickler.dump(model)
+        self.content = content.getvalue()
+
+    def _index(self, value) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self.indices:
+            self.indices[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+        return self.indices[id(value)]
+
+    def __call__(self) -> nn.Module:
+        unpickler, memo = pickle.Unpickler(io.BytesIO(self.content)), {}
+        unpickler.persistent_load = lambda index: copy.deepcopy(self.tensors[index], memo)
+        return unpickler.load()
+
+
+def dense_reference(case, frozen: nn.Module, settings: dict) -> Copies:
+    """Copies of the reference of ``frozen``, with its weights and its adapters, and no part fused."""
     model = decoder(case)
     for name, layer in list(frozen.base_model.model.named_modules()):
         if isinstance(layer, FrozenLinear):
@@ -186,7 +215,7 @@ def dense_reference(case, frozen: nn.Module, settings: dict) -> nn.Module:
             module._cast_input_dtype = module.base_layer.seen_by_adapters
         for a in module.lora_A.values():
             a.__class__, a.kept = ReferenceA, kept_for_adapters(case, module_name)
-    return model
+    return Copies(model)
 
 
 def kept_for_adapters(case, name: str) -> float:
@@ -195,12 +224,9 @@ def kept_for_adapters(case, name: str) -> float:
     return 0.1 if case.memory == "small" and (case.backend != "nvfp4" or name.endswith("down_proj")) else 0.0
 
 
-def copied(model: nn.Module, fused: Mapping[str, Codes]) -> nn.Module:
+def copied(copies: Copies, fused: Mapping[str, Codes]) -> nn.Module:
     """A copy of a reference in which the parts of these dotted names are fused."""
-    model = copy.deepcopy(model)
+    model = copies()
     for name, codes in fused.items():
         model.base_model.model.get_submodule(name).codes = codes
-    for module in model.modules():
-        if "_cast_input_dtype" in vars(module):
-            module._cast_input_dtype = module.base_layer.seen_by_adapters
     return model
