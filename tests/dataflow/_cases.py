@@ -42,6 +42,7 @@ class Case:
     adapters: int = 1
     dropout: float = 0.0
     mode: str = "train"  # train, eval (with gradients), no_grad, inference_mode, autocast
+    leaf: bool = False  # the decoder reads the tensor that is differentiated itself, as after enable_input_require_grads()
     loss: str = "output"  # output, inner (on the first layer's parts alone), both
     inner: str = "norm1"  # the part for the latter
     uncalled: str = ""  # a linear of attention
@@ -186,6 +187,8 @@ def cases(draw, most_acts: int = 3) -> Case:
     if case.trains and not outside:
         changes["loss"] = draw(often("output", "inner", "both"))
         changes["inner"] = draw(st.sampled_from(["norm1", *blocks(case)]))
+    if case.trains and case.mode != "autocast":  # of leaves autocast shares the copy that it makes
+        changes["leaf"] = draw(often(False, True, times=7))
     if case.attention in ("mha", "gqa", "qk_norm"):
         name = st.sampled_from(["q_proj", "k_proj", "v_proj"])
         changes["uncalled"] = draw(often("", draw(name), times=8))

@@ -223,7 +223,8 @@ def check(case: Case, power: bool = False) -> list[bool]:
     elif case.run != "plain":
         changed = attempt(case.run, copy.deepcopy(fused), case, case.run)
         inside = case.around != "layers.0" or any(act.kind in ("checkpointed", "wrapped") for act in case.acts)
-        if case.run in ("checkpoint", "reentrant") and inside:  # a part that is run again gets its input as a new tensor
+        # a part that is run again gets its input as a new tensor; where that is a leaf, linears are computed together or not
+        if case.run in ("checkpoint", "reentrant") and (inside or case.leaf):
             near_one_of(case, dense, parts, f"with {case.run}", changed, case.run)
         else:
             same_bits(f"with {case.run}", changed, plain)

@@ -98,7 +98,7 @@ def step(model: nn.Module, case: Case, x: Tensor, how: str = "plain") -> Results
         parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in parameters.items()}
     layer.inner = {} if case.loss != "output" else None
     with MODES.get(case.mode, contextlib.nullcontext)():
-        seen = x.clone()  # as in a model, no leaf: of leaves autocast shares the copy that it makes
+        seen = x if case.leaf else x.clone()
         y = functional_call(model, parameters, (), {"x": seen}) if how == "functional" else model(x=seen)
     results: Results = {"output": y.detach().float()}
     if not case.trains:
