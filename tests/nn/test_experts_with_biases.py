@@ -8,7 +8,7 @@ import torch
 from _frozen_experts import BACKEND, OPTIONS, adapted, assert_equal, experts_of, logits, plain, routed
 from _mixtures import COMMON, IDS, gpt_oss
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 from peft_nvfp4 import PactConfig, dequantize_model, freeze_model, merge
@@ -178,15 +178,56 @@ def save_in_mxfp4(folder) -> None:
     (folder / "config.json").write_text(json.dumps(config.to_dict() | method))
 
 
+def dequantised(folder):
+    """As transformers does: all of it dense first."""
+    settings = Mxfp4Config(dequantize=True)
+    return GptOssForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=torch.bfloat16)
+
+
 def test_logits_are_those_of_the_published_weights(tmp_path):
     """With the weights that are stored: the bits of transformers' dequantised model. Packed, inputs are rounded as well: two
     terms of NVFP4 are as 8 bits, and 0.02 to 0.03 of the logits are left through two layers of random weights."""
     save_in_mxfp4(tmp_path)
-    model = GptOssForCausalLM.from_pretrained(
-        tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
-    )
+    model = dequantised(tmp_path)
     published = logits(model)
     freeze_model(model, skip_modules=["self_attn"], progress=False)
     packed = logits(model)
     assert 0 < (packed - published).float().norm() < 0.06 * published.float().norm()
     assert torch.equal(logits(dequantize_model(model)), published)
+
+
+@pytest.mark.parametrize("skip", ([], ["experts"]), ids=["packed", "dense"])
+def test_published_weights_are_read_a_projection_at_a_time(skip, tmp_path):
+    """The bytes of freezing the dequantised model; saved, and loaded again, the same."""
+    (folder := tmp_path / "published").mkdir()
+    save_in_mxfp4(folder)
+    config = PactConfig(skip_modules=skip)
+    streamed = GptOssForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    assert len(frozen_experts(streamed)) == (0 if skip else 2)
+    expected = freeze_model(dequantised(folder), skip_modules=skip, progress=False)
+    assert_equal(streamed.state_dict(), expected.state_dict())
+    assert torch.equal(logits(streamed), logits(expected))
+    streamed.save_pretrained(tmp_path / "packed")
+    again = GptOssForCausalLM.from_pretrained(tmp_path / "packed")
+    assert_equal(streamed.state_dict(), again.state_dict())
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("down_proj_scales", None, "down_proj_blocks and _scales do not belong together, or one of them is not in the files"),
+        ("down_proj_scales", lambda t: t[:, 1:], "down_proj_blocks and _scales do not belong together"),
+        ("down_proj_scales", lambda t: t.fill_(255), "down_proj.* holds NaN or Inf"),
+        ("gate_up_proj_blocks", lambda t: t[:3], "gate_up_proj_blocks and _scales do not belong together"),
+    ],
+    ids=["missing", "another shape", "exponents of NaN", "fewer experts"],
+)
+def test_published_weights_that_are_damaged(name, change, message, tmp_path):
+    save_in_mxfp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    t = tensors.pop(f"model.layers.1.mlp.experts.{name}")
+    if change is not None:
+        tensors[f"model.layers.1.mlp.experts.{name}"] = change(t).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        GptOssForCausalLM.from_pretrained(tmp_path, quantization_config=PactConfig(), dtype=torch.bfloat16)

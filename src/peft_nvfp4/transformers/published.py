@@ -25,6 +25,7 @@ from ..checkpoints import load
 from ..checkpoints.settings import Published, published_method, read_settings
 from ..nn.wrapping import wrap
 from .config import PactConfig
+from .mxfp4 import is_mxfp4
 from .state import LoadState
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -36,7 +37,14 @@ def install() -> None:
 
 
 def _get_hf_quantizer(original: Callable, config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
-    published = _take_settings(config) if isinstance(quantization_config, PactConfig) else None
+    if not isinstance(quantization_config, PactConfig):
+        return original(config, quantization_config, *args, **kwargs)
+    if is_mxfp4(getattr(config, "quantization_config", None)):  # dense, but for the way it is stored
+        del config.quantization_config
+        result = original(config, quantization_config, *args, **kwargs)
+        result[0].state.mxfp4 = True
+        return result
+    published = _take_settings(config)
     if published is None:
         return original(config, quantization_config, *args, **kwargs)
     result = original(config, copy.deepcopy(quantization_config), *args, **kwargs)

@@ -32,7 +32,7 @@ from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..ops import shared_gscale
 from ..quantization import freeze, plan
 from ..quantization.freeze import dequantize_model, frozen_layers, frozen_modules
-from . import checkpoint, mixtures, published
+from . import checkpoint, mixtures, mxfp4, published
 from .config import METHOD, PactConfig
 from .prepare import mark_as_4bit, unmark_as_4bit
 from .state import LoadState
@@ -130,10 +130,15 @@ class PactQuantizer(HfQuantizer):
         return [name for name in names if f"{name}.weight" not in tied]
 
     def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
-        """The model's conversions, without those that merge experts which are packed one by one."""
+        """The model's conversions, without those that merge experts which are packed one by one, and with those of experts in
+        MXFP4."""
         opened = [f"{name}.{leaf}" for name in self.state.opened for leaf in ("gate_up_proj", "down_proj")]
         kept = [c for c in weight_conversions if not makes(c, opened)]
+        kept += mxfp4.converters(self._fail) if self.state.mxfp4 else []
         return super().update_weight_conversions(kept, *model)  # transformers 5.12 does not give the model
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
 
     # -- a dense checkpoint
 
@@ -230,7 +235,7 @@ class PactQuantizer(HfQuantizer):
         ones, which stay under their names in the model."""
         packed = [f"{name}.weight" for name in self.state.planned]
         packed += [f"{name}.{leaf}" for name in self.state.mixtures for leaf in ("gate_up_proj", "up_proj", "down_proj")]
-        return not makes(conversion, packed)
+        return not mxfp4.reads_mxfp4(conversion) and not makes(conversion, packed)
 
     # -- saving, and back to dense
 

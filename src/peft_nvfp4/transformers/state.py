@@ -22,6 +22,7 @@ class LoadState:
     Attributes:
         config: what the user, or the saved model, asks for.
         published: what another tool's settings say of the checkpoint, if it is one.
+        mxfp4: experts are in that format (:mod:`.mxfp4`).
         planned: dotted name of a linear to freeze -> the names, itself included, that share its global scale.
         mixtures: dotted names of the experts (3-D parameters) to freeze.
         stored: name of a tensor in the model -> where it comes from.
@@ -32,6 +33,7 @@ class LoadState:
 
     config: PactConfig
     published: Published | None = None
+    mxfp4: bool = False
     planned: dict[str, tuple[str, ...]] = field(default_factory=dict)
     mixtures: list[str] = field(default_factory=list)
     stored: dict[str, Stored] = field(default_factory=dict)
