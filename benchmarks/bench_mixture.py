@@ -17,7 +17,8 @@ Adapters on all experts are 0.6 billion parameters in Qwen3-30B-A3B: with AdamW 
 embeddings. So 24 GiB take an optimizer in 8 bits or adapters in BF16, or weights on the host.
 
 Writes ``mixture_<gpu>.json``, and prints each row at once: median seconds of a step, tokens a second, the measured peak and the
-estimator's of the same step, what was recorded, what was on the host.
+estimator's of the same step, what was recorded, what was on the host. A recorded step allocates nothing, and its memory is what
+the allocator has reserved.
 """
 
 from __future__ import annotations
@@ -199,13 +200,15 @@ def measure(row: dict, model: nn.Module, case: Case, args: argparse.Namespace, b
 
     row["first_steps_s"] = [ms / 1e3 for ms in timed(step, WARM_UP, device)]
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     seconds = [ms / 1e3 for ms in timed(step, args.steps, device)]
     row |= {"seconds": statistics.median(seconds), "steps_s": seconds, "tokens_per_s": args.tokens / statistics.median(seconds)}
     row["loss"] = [loss.item() for loss in row["loss"]]
     if device.type == "cuda":
-        row["peak"] = torch.cuda.max_memory_allocated(device) - before["allocated"]
+        row["allocated"] = torch.cuda.max_memory_allocated(device) - before["allocated"]
         row["reserved"] = torch.cuda.max_memory_reserved(device) - before["reserved"]
+        row["peak"] = row["reserved" if graph_status(model).graphs else "allocated"]
 
 
 def estimated(model: nn.Module, case: Case, args: argparse.Namespace) -> Estimate:
