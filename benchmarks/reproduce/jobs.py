@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from peft_nvfp4.lora.layer import FrozenLoraLinear
+
 from . import scoring
 from .methods import Method, Models
 from .tasks import GENERATED, TASKS, Splits, Task
@@ -91,6 +93,8 @@ class Lab:
         self.tokenizer: Any = None
         self.data = cache(self._data)
         self.adapters: dict[tuple[str, str], WideAdapters] = {}
+        self.prepared: dict[tuple[str, str], float] = {}
+        """Seconds in which a model was loaded, calibrated if nobody had done it before, and frozen."""
 
     def run(self, job: Job) -> Outcome:
         start = time.perf_counter()
@@ -128,20 +132,23 @@ class Lab:
         rows = Encoded(rows.ids[: job.rows], rows.at[: job.rows], rows.labels[: job.rows])
         recipes = [Recipe(lr, seed, job.steps, job.batch) for lr, seed in job.runs]
         start = time.perf_counter()
-        seen = train_together(adapters, rows, recipes, self.device)
+        seen = train_together(adapters, rows, recipes, self.device, job.method.ratio)
         trained = time.perf_counter()
         found = scores(adapters, getattr(splits, job.split)[: job.rows], task, self.tokenizer, self.tokens)
         times = {"train_s": trained - start, "score_s": time.perf_counter() - trained, "together": len(recipes)}
-        return [a | b | times for a, b in zip(seen, found)]
+        made = {"weight_bytes": weight_bytes(adapters.model), "prepared_s": self.prepared[job.weights, job.method.name]}
+        return [a | b | times | made for a, b in zip(seen, found)]
 
     def _adapters(self, job: Job) -> WideAdapters:
         key = job.weights, job.method.name
         if key not in self.adapters:
+            start = time.perf_counter()
             with alone(self.folder):  # what several processes want is made once
                 self.models.dense(job.weights)
                 if job.method.calibration is not None:
                     self.models.calibration(job.weights, job.method.calibration)
             model, self.tokenizer = self.models.adapted(job.method, job.weights)
+            self.prepared[key] = time.perf_counter() - start
             self.adapters[key] = WideAdapters(model, drawn=job.method.starts_from is None)
         return self.adapters[key]
 
@@ -154,6 +161,11 @@ class Lab:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(pickle.dumps((splits, training_set(splits.train, task, self.tokenizer))))
         return pickle.loads(path.read_bytes())
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of the adapted linears: their frozen weights, all layouts and scales."""
+    return sum(layer.get_base_layer().frozen_bytes() for layer in model.modules() if isinstance(layer, FrozenLoraLinear))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from low_level import adapted_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from peft_nvfp4 import freeze_model
+from peft_nvfp4 import freeze_model, preprocess_eora
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.quantization.freeze import dequantize_model
@@ -44,6 +44,7 @@ class Method:
     calibration: name of a set of GPTQ weights, a key of :data:`CALIBRATIONS`; None: rounded to nearest.
     weights_only: NVFP4 weights, dequantised, with exact activations and gradients.
     starts_from: first values of the adapters, a word of ``init_lora_weights``; None: drawn from the seed.
+    ratio: learning rate of B over that of A (:mod:`reproduce.together`).
     """
 
     name: str
@@ -53,6 +54,7 @@ class Method:
     weights_only: bool = False
     rank: int = 16
     starts_from: str | None = None
+    ratio: float = 1.0
 
     def changed(self, name: str, label: str, rank: int | None = None, calibration: Any = "", **config: Any) -> Method:
         """Another method, with some fields of the config replaced."""
@@ -85,12 +87,24 @@ _ALL = (
     nvfp4("w4a16", "NVFP4 weights to nearest, activations exact", "paper", weights_only=True),
     nvfp4("w4a16_gptq", "NVFP4 weights only + GPTQ", "paper", "paper", weights_only=True),
 )
-METHODS = {method.name: method for method in _ALL}
+_HIGH = next(method for method in _ALL if method.name == "high")
+LEVERS = (
+    nvfp4("high_gptq_asymmetric", "NVFP4 high + GPTQ, asymmetric target", "high", "high_asymmetric"),
+    _HIGH.changed("last", "NVFP4 high, last layer in BF16", skip_modules=(LAST,)),
+    _HIGH.changed("first_last", "NVFP4 high, first and last layer in BF16", skip_modules=("layers.0", LAST)),
+    _HIGH.changed("down", "NVFP4 high, down projections in BF16", skip_modules=("down_proj",)),
+    _HIGH.changed("rslora", "NVFP4 high, rsLoRA", use_rslora=True),
+    _HIGH.changed("rank32", "NVFP4 high, rank 32", rank=32),
+    replace(_HIGH, name="high:lora_plus", label="NVFP4 high, B learns 16 times as fast (LoRA+)", ratio=16.0),
+)
+"""What may bring the default nearer to BF16, each trained with a learning rate of its own."""
+METHODS = {method.name: method for method in (*_ALL, *LEVERS)}
 DEFAULT = ("bf16", "nf4", "paper", "paper_gptq", "balanced", "balanced_gptq", "high")
 """Of the accuracy tables; the others are among the ablations."""
 
 CALIBRATIONS: dict[str, dict[str, Any]] = {  # of CalibrationOptions
     **{accuracy: dict(accuracy=accuracy) for accuracy in ("paper", "balanced", "high")},
+    "high_asymmetric": dict(accuracy="high", gptq=GPTQOptions(asymmetric=True)),
     "paper_centred": dict(accuracy="paper", offset=True),
     "paper_asymmetric": dict(accuracy="paper", gptq=GPTQOptions(asymmetric=True)),
     "paper_plain": dict(accuracy="paper", gptq=GPTQOptions("max6", act_order=False)),
@@ -163,7 +177,19 @@ class Models:
         """A frozen base with an adapter, as the method wants it, and the tokenizer."""
         calibration = None if method.calibration is None else self.calibration(weights, method.calibration)
         model, tokenizer = self.load(weights)
+        if method.starts_from == "eora":
+            self._see_inputs(model, tokenizer)
         return adapt(model, method, calibration), tokenizer
+
+    def _see_inputs(self, model: nn.Module, tokenizer: Any) -> None:
+        """Of every linear, on the text that GPTQ reads: what EoRA weighs rounding errors by."""
+        found = texts.token_ids(general_texts(), tokenizer, self.samples, self.length, seed=0).to(self.device)
+
+        def run() -> None:
+            for ids in found.split(8):
+                model.model(input_ids=ids, use_cache=False)
+
+        preprocess_eora(model.eval(), run)
 
 
 def adapt(model: nn.Module, method: Method, calibration: Path | None, **fields: Any) -> nn.Module:
@@ -179,6 +205,8 @@ def adapt(model: nn.Module, method: Method, calibration: Path | None, **fields: 
         config = {"backend": "bf16"}
     elif calibration is not None:
         config["calibration"] = str(calibration)
+    if method.starts_from is not None:
+        config["init_lora_weights"] = method.starts_from
     if skipped := config.pop("skip_modules", None):
         last = f"layers.{model.config.num_hidden_layers - 1}"
         config["skip_modules"] = [last if name == LAST else name for name in skipped]

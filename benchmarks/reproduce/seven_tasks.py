@@ -29,6 +29,7 @@ if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
 from reproduce.jobs import Job, Lab, Outcome, run_jobs
+from reproduce.methods import LEVERS as VARIANTS
 from reproduce.methods import METHODS, ROTATED, SHIPPED, WEIGHTS, Method, Models
 from reproduce.run_log import RunLog
 from reproduce.runner import parse, shared_arguments
@@ -68,7 +69,7 @@ PLANS = {
 }
 """Longest rows first: one of these beside several of the others keeps a device busy."""
 QUESTION = ("bf16", "nf4", "high")
-LEVERS = ("high_gptq", "high_eora", "high_gptq_eora", "w4a16")
+LEVERS = ("high_gptq", "high_eora", "high_gptq_eora", "w4a16", "w4a16_gptq", *(method.name for method in VARIANTS))
 WAVES = (
     *((SHIPPED, QUESTION, share) for share in (0.5, 1.0)),
     *((weights, methods, 0.5) for weights, methods in ((SHIPPED, LEVERS), (ROTATED, QUESTION), (ROTATED, LEVERS))),

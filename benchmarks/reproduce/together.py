@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -34,6 +35,7 @@ from peft_nvfp4.fusion.probe import innermost
 from peft_nvfp4.fusion.rope import attach_rope
 from peft_nvfp4.kernels import dispatch
 from peft_nvfp4.lora.layer import FrozenLoraLinear
+from peft_nvfp4.nn.bf16 import DenseFrozenLinear
 from peft_nvfp4.numerics.reference import mm
 from peft_nvfp4.training import packed_attention
 from peft_nvfp4.training.steps import slow_down_steps
@@ -159,6 +161,8 @@ class WideAdapters:
 
     def __init__(self, model: nn.Module, drawn: bool = True):
         """``drawn``: A is drawn and B is zero at first; else adapters start as they are now."""
+        for layer in [m for m in model.modules() if isinstance(m, Linear) and not isinstance(m, FrozenLoraLinear)]:
+            _as_frozen(layer)
         slow_down_steps(model)  # recordings and packing of single runs
         ALL_ATTENTION_FUNCTIONS["sdpa"] = packed_attention.attention
         attach_rope(innermost(model))  # one kernel, transformers' bits; the nvfp4 backend has it already
@@ -205,18 +209,29 @@ class WideAdapters:
         return [t[run] for t in self.by_run([p.detach() for p in self.parameters])]
 
 
+def _as_frozen(layer: Linear) -> None:
+    """PEFT's own layer over a linear that was left dense becomes this package's over a bf16 base, which is the same function."""
+    layer.base_layer = DenseFrozenLinear.quantize(layer.base_layer)
+    layer.__class__ = FrozenLoraLinear
+
+
 class RunsAdamW:
     """AdamW without decay, each run with its own rate and its own clipping: ``torch.optim.AdamW`` and ``clip_grad_norm_`` on one
-    matrix (S, values of a run)."""
+    matrix (S, values of a run).
+
+    Args:
+        ratio: rate of B over that of A (LoRA+).
+    """
 
     BETAS, EPSILON = (0.9, 0.999), 1e-8
 
-    def __init__(self, adapters: WideAdapters):
-        self.adapters = adapters
+    def __init__(self, adapters: WideAdapters, ratio: float = 1.0):
+        self.adapters, self.ratio = adapters, ratio
         self.views = adapters.by_run([p.data for p in adapters.parameters])
         self.values = _flat(self.views)
         self.mean, self.square = torch.zeros_like(self.values), torch.zeros_like(self.values)
         self.steps = 0
+        self.first_of_b = sum(view[0].numel() for view in self.views[: len(adapters.layers)])
 
     def step(self, rates: Tensor, clip: float) -> Tensor:
         """One step with the rates (S,) and the gradients that the parameters have; the gradients' norms (S,) before clipping."""
@@ -228,7 +243,10 @@ class RunsAdamW:
         self.mean.lerp_(gradient, 1 - beta1)
         self.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (self.square.sqrt() / (1 - beta2**self.steps) ** 0.5).add_(self.EPSILON)
-        self.values -= (self.mean / root) * (rates / (1 - beta1**self.steps))[:, None]
+        update = (self.mean / root).mul_((rates / (1 - beta1**self.steps))[:, None])
+        if self.ratio != 1.0:
+            update[:, self.first_of_b :] *= self.ratio
+        self.values -= update
         sizes = [view[0].numel() for view in self.views]
         torch._foreach_copy_(self.views, [part.view(v.shape) for part, v in zip(self.values.split(sizes, 1), self.views)])
         for p in parameters:
@@ -303,9 +321,11 @@ class Diverged(FloatingPointError):
     """A loss is not finite."""
 
 
-def train_together(adapters: WideAdapters, data: Encoded, recipes: Sequence[Recipe], device: Any) -> list[dict[str, Any]]:
+def train_together(
+    adapters: WideAdapters, data: Encoded, recipes: Sequence[Recipe], device: Any, ratio: float = 1.0
+) -> list[dict[str, Any]]:
     """Train one adapter for every recipe (of one number of steps, one batch and one clipping), from its first values; what was
-    seen on the way. Afterwards the model holds all of them.
+    seen on the way. Afterwards the model holds all of them. ``ratio``: see :class:`RunsAdamW`.
 
     Raises:
         Diverged: some loss is not finite. Which run it began with cannot be told (zeros times NaN): train fewer together.
@@ -313,7 +333,7 @@ def train_together(adapters: WideAdapters, data: Encoded, recipes: Sequence[Reci
     model, first = adapters.model, recipes[0]
     adapters.reset([recipe.seed for recipe in recipes])
     torch.manual_seed(first.seed)
-    optimizer = RunsAdamW(adapters)
+    optimizer = RunsAdamW(adapters, ratio)
     rates = torch.tensor([recipe.rates() for recipe in recipes], device=device)
     orders = torch.stack([recipe.order(len(data)) for recipe in recipes], dim=1)  # (steps, S, batch)
     losses = []

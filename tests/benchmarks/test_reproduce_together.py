@@ -6,7 +6,7 @@ import pytest
 import torch
 from _reproduce import WORDS, data
 from _tiny_models import save_tiny
-from reproduce import methods, runner, scoring, training
+from reproduce import jobs, methods, runner, scoring, seven_tasks, training
 from reproduce.tasks import TASKS
 from reproduce.together import Diverged, WideAdapters, rows_of, together, train_together
 
@@ -85,6 +85,24 @@ def test_a_run_is_the_products_own_training(data, models, name):
         difference = torch.cat([(a - b).abs().flatten() for a, b in zip(found[run], sum(parameters, []))])
         assert difference.mean() < recipe.lr * 2**-8
     assert packing_status(model).calls == 12
+
+
+@pytest.mark.parametrize("name", seven_tasks.LEVERS)
+def test_levers_train(data, models, name):
+    """Every run learns: its adapters move, and by another way than those of the next one."""
+    rows, _ = rows_for(models)
+    adapters = WideAdapters(models.adapted(methods.METHODS[name], "shipped")[0], drawn=methods.METHODS[name].starts_from is None)
+    adapters.reset([0, 1])
+    before = [t.clone() for t in adapters.of_run(0)]
+    ratio = methods.METHODS[name].ratio
+    train_together(adapters, rows, [training.Recipe(1e-3, seed, 2, batch=2) for seed in (0, 1)], "cpu", ratio)
+    one, other = adapters.of_run(0), adapters.of_run(1)
+    assert len(one) == 2 * 14 and all(not torch.equal(a, b) for a, b in zip(one, before))
+    assert all(not torch.equal(a, b) for a, b in zip(one, other))
+    assert jobs.weight_bytes(adapters.model) > 0
+    if ratio != 1:  # a step of AdamW: the first one moves every value by its rate
+        moved = [(a - b).abs().max().item() for a, b in zip(one, before)]
+        assert max(moved[14:]) == pytest.approx(ratio * max(moved[:14]), rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["bf16", "high"])
