@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import jinja2
 import roofline
 
-from reproduce import costs, plots, tables
+from reproduce import costs, plots, tables, verdict
 from reproduce.image_text import METHODS as IMAGE_METHODS
 from reproduce.run_log import read
 from reproduce.tables import Scores
@@ -30,6 +30,8 @@ RESULTS, PAGE = HERE.parent / "results", HERE.parent / "REPORT.md"
 MODULES = ("accuracy", "ablations", "long_run", "memory", "step_time")
 IMAGES = "image_text"
 """Of Table 4: no real model for it is at hand, so the page is whole without it."""
+SEVEN = "seven_tasks"
+"""Of the question by its rule; the page is whole before its runs are made."""
 
 
 class Results:
@@ -43,9 +45,9 @@ class Results:
         Raises:
             FileNotFoundError: the page is not whole without the file.
         """
-        if name not in (*MODULES, IMAGES):
+        if name not in (*MODULES, IMAGES, SEVEN):
             return json.loads((self.folder / name).read_text(encoding="utf-8"))
-        content = read(self.folder / "reproduce", name) or ({"runs": []} if name == IMAGES else None)
+        content = read(self.folder / "reproduce", name) or ({"runs": []} if name in (IMAGES, SEVEN) else None)
         if content is None:
             raise FileNotFoundError(f"no {name}.json in {self.folder / 'reproduce'}; benchmarks/reproduce/{name}.py makes it")
         return content
@@ -87,11 +89,12 @@ def page(file: Results | None = None) -> str:
         ablations=Scores(file["ablations"]),
         unfinished=unfinished(file["ablations"].get("not_finished", ())),
         long_run=Scores(file["long_run"]),
+        seven_tasks=verdict.page(file[SEVEN]),
         image_text=tables.images(file[IMAGES], IMAGE_METHODS),
         memory=file["memory"],
         step_time=file["step_time"],
         largest_batch={r["case"]: r.get("largest_batch") for r in file["memory"]["largest"] if r["cap_gib"] == 16.0},
-        modules=[*MODULES, *([IMAGES] if file[IMAGES]["runs"] else [])],
+        modules=[*MODULES, *(name for name in (IMAGES, SEVEN) if file[name]["runs"])],
     )
 
 
