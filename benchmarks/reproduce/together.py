@@ -107,17 +107,19 @@ def _gradients_of_a(
     return list(mm(g.T, xd, dtype).split_with_sizes(ranks)), HiddenGradients(g, {})
 
 
-class _RowsAttention(packed_attention.VarlenAttention):
+class FlashAttnRowsFunc(packed_attention.FlashAttnVarlenFunc):
     """With the length of the longest sequence, which is known here: the kernel's grid is as large as that times the number of
     sequences, and the product, which leaves lengths on the device, has to say that of all tokens."""
 
     @staticmethod
-    def forward(ctx, q, k, v, first_tokens, scale, window):
+    def forward(ctx, q, k, v, first_tokens, scale, window, sinks):
+        if window is not None or sinks is not None:
+            raise packed_attention.NotPackable("runs together have neither windows nor sinks")
         ctx.longest, ctx.options = _STACK[-1].longest, dict(scale=scale)
         output, logsumexp, seed, offset, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, first_tokens, first_tokens, ctx.longest, ctx.longest, 0.0, True, False, **ctx.options
         )
-        ctx.save_for_backward(q, k, v, output, logsumexp, first_tokens, seed, offset)
+        ctx.save_for_backward(q, k, v, output, logsumexp, first_tokens, seed, offset, None)
         return output
 
 
@@ -140,7 +142,7 @@ def together(runs: int) -> Iterator[_Owners]:
             # shortcuts that compute h by themselves
             patch.object(frozen_linear, "dequantized_input_is_needed", lambda call: any(item.branches for item in call.linears)),
             patch.object(dispatch, "few_rows_module", lambda x: None),
-            patch.object(packed_attention, "VarlenAttention", _RowsAttention),
+            patch.object(packed_attention, "FlashAttnVarlenFunc", FlashAttnRowsFunc),
             _whole_operands(),
         ):
             yield owners
