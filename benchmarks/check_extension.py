@@ -43,6 +43,10 @@ SHAPES = (
     (131, (132,), 96), (257, (264,), 160), (128, (128,), 128), (128, (128, 128, 128, 128), 128), (129, (127, 129), 256),
     (511, (1000,), 544), (1000, (1001,), 1056),
     (65, (40, 8, 16, 24), 64), (2, (2048,), 40), (77, (300,), 1000), (384, (640,), 4128),
+    (65, (2048, 512, 512), 2048), (96, (512,), 2048), (128, (3072,), 3072), (160, (2048,), 8192), (192, (1024, 1024), 4096),
+    (256, (512,), 2048), (66, (33, 65, 97, 31), 256), (90, (63, 64, 65), 512), (72, (1, 2, 3, 4), 96), (128, (31,), 288),
+    (129, (95,), 544), (200, (96, 160, 224), 768), (80, (4096,), 512), (255, (257, 255), 1024), (400, (192,), 2080),
+    (1024, (64,), 4096), (2048, (32,), 2048), (70, (1000, 24), 3104), (512, (320,), 1312), (300, (2560,), 640),
 )  # fmt: skip
 RANKS = (0, 16, 0, 64, 0, 40, 200)  # of low-rank products, shape after shape, where nothing is added
 MODELLED_ROWS = 16
@@ -166,11 +170,13 @@ def model(case: Case, i: int, tile_k: int, dtype: torch.dtype) -> Tensor:
 
 
 def against_the_model(y: Tensor, want: Tensor, model: Tensor) -> dict:
-    """The share of outputs with the model's bits, and the shares of correctly rounded ones, expected and seen."""
+    """How many outputs were modelled, the share with the model's bits, and the shares of correctly rounded ones, expected and
+    seen."""
     rows = modelled_rows(len(y))
     y, right = y[rows], want[rows].to(y.dtype)
     share = lambda a, b: float((a == b).double().mean())
-    return {"as_modelled": share(y, model), "expected": share(model, right), "seen": share(y, right)}
+    shares = {"as_modelled": share(y, model), "expected": share(model, right), "seen": share(y, right)}
+    return {"modelled": y.numel(), **shares}
 
 
 def poison(numel: int) -> None:
@@ -246,8 +252,9 @@ def check_in_place() -> list[dict]:
 
 
 def summary(report: dict) -> dict:
-    """Per instance: outputs, wrong ones, the largest error in FP32 steps of the summands' magnitudes. And per K: the share of
-    outputs that are correctly rounded, and the share that the model predicts for them."""
+    """Per instance: outputs, wrong ones, the largest error in FP32 steps of the summands' magnitudes, how many values the model
+    was asked for and the smallest share of them in an output that has its bits. And per K: the share of values that are correctly
+    rounded, and the share that the model predicts for them."""
     groups, lengths = defaultdict(list), defaultdict(list)
     for r in report["results"]:
         groups[r["instance"], r["exact_inputs"]].append(r)
@@ -258,6 +265,7 @@ def summary(report: dict) -> dict:
             "outputs": len(rs),
             "wrong": sum(r["wrong"] for r in rs),
             "worst_steps": max((r.get("worst_steps", 0.0) for r in rs), default=0.0),
+            "modelled": sum(r.get("modelled", 0) for r in rs),
             "as_modelled": min((r["as_modelled"] for r in rs if "as_modelled" in r), default=1.0),
         }
         for (name, exact), rs in sorted(groups.items())
@@ -294,7 +302,7 @@ def main() -> int:
     common.write_json(args.out / "extension_check.json", report)
     common.write_csv(args.out / "extension_check.csv", rows)
     for name, s in report["summary"]["instances"].items():
-        share = f"{100 * s['as_modelled']:.2f} % or more as modelled"
+        share = f"of {s['modelled']} values {100 * s['as_modelled']:.2f} % or more as modelled"
         print(f"{name:60} {s['outputs']:4} outputs  {s['wrong']} wrong  {s['worst_steps']:.1f} steps at most  {share}")
     for k, s in report["summary"]["terms_times_k"].items():
         print(f"K x terms {k:6}: {100 * s['correctly_rounded']:.4f} % correctly rounded, {100 * s['expected']:.4f} % expected")

@@ -4,10 +4,11 @@
     python csrc/build.py --emulated --out X   # test only: the same GEMMs for sm_90a, the FP4 instruction emulated
 
 Neither a GPU nor the network is asked. Needed: nvcc >= 12.8 (``CUDA_HOME``, ``PATH``, or PyPI's ``nvidia-cuda-nvcc`` with
-``nvidia-cuda-runtime`` and ``nvidia-cuda-cccl``) and the headers of CUTLASS from 4.2 on (``PEFT_NVFP4_CUTLASS_DIR``, or
-``pip install --no-deps nvidia-cutlass==4.2.0.0``). Environment: ``PEFT_NVFP4_ARCHS`` (default ``12.0a``, and ``12.1a``
-where nvcc knows it; ``12.0f`` is one program for both, in half the time), ``PEFT_NVFP4_JOBS`` (2; one takes up to 3.5 GB),
-``PEFT_NVFP4_BUILD=0`` (setup.py skips all this).
+``nvidia-cuda-runtime`` and ``nvidia-cuda-cccl``) and the headers of CUTLASS from 4.2 on: ``pip install --no-deps
+nvidia-cutlass==4.2.0.0``, or a checkout that ``PEFT_NVFP4_CUTLASS_DIR`` names. From 4.5 on, which PyPI does not have (``git clone
+--depth 1 --branch v4.7.0 https://github.com/NVIDIA/cutlass``), the narrow tiles for few rows are built as well. Environment:
+``PEFT_NVFP4_ARCHS`` (default ``12.0a``, and ``12.1a`` where nvcc knows it; ``12.0f`` is one program for both, in half the time),
+``PEFT_NVFP4_JOBS`` (2; one takes up to 3.5 GB), ``PEFT_NVFP4_BUILD=0`` (setup.py skips all this).
 
 The library holds the CUDA runtime of its nvcc: one of CUDA 13 needs a driver from 580 on, one of 12.9 runs on older and newer
 ones.
@@ -252,9 +253,10 @@ def build(out: Path, emulated: bool = False, archs: str = "", pattern: str = "",
     headers = _headers()
     own = [HERE / "entry.cu", HERE / "prepare.cu", *([HERE / "emulated" / "faults.cu"] if emulated else [])]
     source_hash = _digest(headers, *(file.read_bytes() for file in own), (HERE / "generate.py").read_bytes())
-    sources = generate.write(cache / "src", pattern, tools.info(source_hash)) + own
+    version = cutlass_version(tools.includes[0])
+    sources = generate.write(cache / "src", pattern, tools.info(source_hash), tuple(map(int, version.split(".")))) + own
     jobs = jobs or int(os.environ.get("PEFT_NVFP4_JOBS", "2"))
-    if (version := cutlass_version(tools.includes[0])) not in CUTLASS_COMPILED:
+    if version not in CUTLASS_COMPILED:
         say(f"peft_nvfp4: CUTLASS {version} was not tried before; {', '.join(CUTLASS_COMPILED)} are known to compile")
     say(f"peft_nvfp4: {len(sources)} files with {tools.nvcc} for {', '.join(tools.archs)}, {jobs} at a time")
 

@@ -26,6 +26,10 @@ using namespace cute;
 constexpr int MaxTerms = PEFT_NVFP4_TERMS;
 constexpr int MaxParts = PEFT_NVFP4_PARTS;
 
+// Until the kernel before on the stream (prepare.cu) has ended and its writes are seen. At once where a launch does not overlap one.
+// Only what that kernel writes is read after it: everything else was there before it began.
+CUTLASS_DEVICE void wait_for_prepared() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Which part a tile of columns belongs to.
 struct PartMap {
   int parts = 1;
@@ -83,6 +87,9 @@ struct Mainloop : Base_ {
   using ScaleConfig = typename Base::Sm1xxBlkScaledConfig;
 
   static constexpr int TileM = size<0>(TileShape{}), TileN = size<1>(TileShape{});
+  // Scale factors come in tiles of 128 rows: a narrower tile of columns loads those of its neighbours, too.
+  static constexpr int SharedSFB = TileN < 128 ? 128 / TileN : 1;
+  using TileShapeSFB = Shape<Int<TileM>, Int<TileN * SharedSFB>, decltype(size<2>(TileShape{}))>;
   static constexpr int TailK = size<2>(TileShape{}) / 4;  // ranks in a tile of the tail
   using TailMma = typename TailMmaOf<typename Base::TiledMma>::type;
   using TailAtom = cute::conditional_t<TailK == 32, GMMA::Layout_K_SW64_Atom<BF16>, GMMA::Layout_K_SW128_Atom<BF16>>;
@@ -203,6 +210,7 @@ struct Mainloop : Base_ {
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState write, LoadInputs const&,
                            BlockCoord const& coord, KTileIterator, int tiles, int, uint32_t, TensorStorage& storage) {
     if (cute::elect_one_sync()) {
+      wait_for_prepared();  // scales, h
       int m = get<0>(coord);
       int part = params.map.find(get<1>(coord));
       int n = get<1>(coord) - params.map.first_tile[part];
@@ -218,7 +226,7 @@ struct Mainloop : Base_ {
       Tensor gA = local_tile(mA, TileShape{}, make_coord(_, _, _), A{})(_, _, m, _, 0);      // (BLK_M,BLK_K,k)
       Tensor gB = local_tile(mB, TileShape{}, make_coord(_, _, _), B{})(_, _, n, _, 0);      // (BLK_N,BLK_K,k)
       Tensor gSFA = local_tile(mSFA, TileShape{}, make_coord(_, _, _), A{})(_, _, m, _, _);  // (BLK_M,BLK_K,k,term)
-      Tensor gSFB = local_tile(mSFB, TileShape{}, make_coord(_, _, _), B{})(_, _, n, _, 0);  // (BLK_N,BLK_K,k)
+      Tensor gSFB = local_tile(mSFB, TileShapeSFB{}, make_coord(_, _, _), B{})(_, _, n / SharedSFB, _, 0);  // (BLK_N,BLK_K,k)
 
       Tensor sA = make_tensor(make_smem_ptr(storage.smem_A.begin()), typename Base::SmemLayoutA{});  // (BLK_M,BLK_K,PIPE)
       Tensor sB = make_tensor(make_smem_ptr(storage.smem_B.begin()), typename Base::SmemLayoutB{});
@@ -286,18 +294,24 @@ struct Mainloop : Base_ {
     __syncwarp();
   }
 
-  // CUTLASS from 4.5 on passes the tile's coordinates as well.
+  // CUTLASS from 4.5 on passes the tile's coordinates as well, and looks its scale factors up by that of the column: within its part.
   template <class Accumulators, class... Coord>
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState read, Accumulators& accumulators, int tiles, int thread,
                           TensorStorage& storage, Params const& params, Coord const&... coord) {
     BaseParams unused{};
     int codes = tiles - params.tail;
-    Base::mma(pipeline, read, accumulators, codes, thread, storage, unused, coord...);
+    Base::mma(pipeline, read, accumulators, codes, thread, storage, unused, within_part(params, coord)...);
     read.advance(codes);
     mma_tail_tiles(pipeline, read, accumulators, thread, storage, params);
   }
 
  private:
+  template <class Coord>
+  CUTLASS_DEVICE static auto within_part(Params const& params, Coord const& coord) {
+    int n = get<1>(coord);
+    return make_coord(get<0>(coord), n - params.map.first_tile[params.map.find(n)], get<2>(coord), get<3>(coord));
+  }
+
   CUTLASS_DEVICE static auto smem_h(TensorStorage& storage) {
     return make_tensor(make_smem_ptr(reinterpret_cast<BF16*>(&storage.smem_A)), SmemH{});
   }
@@ -407,6 +421,7 @@ struct Epilogue : Base_ {
                             StorePipelineState store_state, Problem problem, TileShape tile, Coord coord,
                             cute::Tensor<Engine, Layout> accumulators, TiledMma mma, int thread, TensorStorage& storage,
                             int subtile = -1) {
+    wait_for_prepared();  // biases
     int i = params.map.find(get<1>(coord));
     Base part(params.part[i], storage);
     auto states = part.store(load_pipeline, load_state, store_pipeline, store_state, shape(problem, i), tile, local(coord, i),

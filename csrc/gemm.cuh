@@ -57,9 +57,10 @@ struct Tree {
   }
 };
 
-// What CUTLASS's device adapter does, but that keeps the CUDA error to itself.
+// What CUTLASS's device adapter does, but that keeps the CUDA error to itself. `overlapping`: begins while the kernel before it on the
+// stream still runs (wait_for_prepared).
 template <class GemmKernel>
-int launch(typename GemmKernel::Params const& params, cudaStream_t stream) {
+int launch(typename GemmKernel::Params const& params, cudaStream_t stream, bool overlapping) {
   constexpr int bytes = GemmKernel::SharedStorageSize;
   if (cudaError_t error = cudaFuncSetAttribute(cutlass::device_kernel<GemmKernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
     cudaGetLastError();
@@ -67,7 +68,12 @@ int launch(typename GemmKernel::Params const& params, cudaStream_t stream) {
   }
   void* arguments[] = {const_cast<typename GemmKernel::Params*>(&params)};
   auto kernel = reinterpret_cast<void const*>(&cutlass::device_kernel<GemmKernel>);
-  cudaError_t error = cudaLaunchKernel(kernel, GemmKernel::get_grid_shape(params), GemmKernel::get_block_shape(), arguments, bytes, stream);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{GemmKernel::get_grid_shape(params), GemmKernel::get_block_shape(), size_t(bytes), stream, &attribute,
+                            overlapping ? 1u : 0u};
+  cudaError_t error = cudaLaunchKernelExC(&config, kernel, arguments);
   if (error != cudaSuccess) cudaGetLastError();
   return error == cudaSuccess ? kSuccess : kLaunch + int(error);
 }
@@ -136,7 +142,7 @@ struct Runner {
         {cutlass::gemm::GemmUniversalMode::kGemm, {m, tiles * int(size<1>(TileShape{})), k_tiles * tile_k, 1}, loads, stores, hardware, {}},
         nullptr);
     if (tensor_map_error()) return kTensorMap + tensor_map_error();
-    return launch<Kernel>(params, static_cast<cudaStream_t>(args.stream));
+    return launch<Kernel>(params, static_cast<cudaStream_t>(args.stream), prepared.launched);
   }
 
   static Instance instance(char const* name, char const* text) {

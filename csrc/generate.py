@@ -9,9 +9,12 @@ Why not the emitter of ``cutlass_library`` (``EmitGemmUniversal3xInstance``): it
 need the two collectives of ``collectives.cuh``; neither has a place in its description of an operation. What is left to emit is
 one line.
 
-Tiles. SM120's block-scaled collectives of CUTLASS 4.2 take M and N in multiples of 128, the rows of a tile of scale factors
-(smaller ones came later), so there is no tile for few rows: the Triton product serves those. 101,376 bytes of shared memory
-bound the rest.
+Tiles. SM120's block-scaled collectives of CUTLASS take M in multiples of 128, the rows of a tile of scale factors; N also in
+fewer columns from 4.5 on. Up to 128 rows times a weight of (2048 x 2048) are 16 tiles of 128 x 128, on a card of 84
+multiprocessors; of 128 x 32 they are 64. Up to 64 rows the Triton product runs, which reads the weight with all of them.
+Rejected: x and w swapped, with tiles of 8 or 16 columns for the rows of x. A weight of 2048 rows is then 16 tiles, however few
+the rows are, so most multiprocessors would stand still while the weight is read, which is all that few rows cost.
+101,376 bytes of shared memory bound the rest.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ TABLE = (
     ((256, 128, 128), "cooperative", BF16),  # a quarter fewer bytes per product; many rows
     ((128, 128, 256), "cooperative", BF16),  # half the barriers a k; long K
     ((128, 128, 128), "pingpong", BF16),  # epilogue beside the main loop; short K
+    ((128, 64, 256), "cooperative", BF16),  # narrow: few rows give each multiprocessor something to do
+    ((128, 32, 256), "cooperative", BF16),
 )
 
 
@@ -48,6 +53,11 @@ class Instance:
     def name(self) -> str:
         m, n, k = self.tile
         return f"{m}x{n}x{k}_{self.schedule}_{self.c}_{self.d}"
+
+    @property
+    def cutlass(self) -> tuple[int, int]:
+        """The oldest CUTLASS that has its collectives."""
+        return (4, 5) if self.tile[1] < 128 else (4, 2)
 
     @property
     def source(self) -> str:
@@ -88,11 +98,12 @@ Instance instance_{name}() {{
 """
 
 
-def instances(pattern: str = "") -> list[Instance]:
-    """The table; with a pattern, the instances whose name contains one of its comma-separated words."""
+def instances(pattern: str = "", cutlass: tuple[int, ...] = (4, 5)) -> list[Instance]:
+    """The table, of what a version of CUTLASS has; with a pattern, the instances whose name contains one of its comma-separated
+    words."""
     every = [Instance(tile, schedule, c, d) for tile, schedule, epilogues in TABLE for c, d in epilogues]
     words = [word for word in pattern.split(",") if word]
-    return [one for one in every if not words or any(word in one.name for word in words)]
+    return [one for one in every if cutlass >= one.cutlass and (not words or any(word in one.name for word in words))]
 
 
 def table_source(chosen: list[Instance], info: str) -> str:
@@ -107,12 +118,13 @@ def table_source(chosen: list[Instance], info: str) -> str:
     )
 
 
-def write(folder: Path, pattern: str = "", info: str = "") -> list[Path]:
+def write(folder: Path, pattern: str = "", info: str = "", cutlass: tuple[int, ...] = (4, 5)) -> list[Path]:
     """Writes the sources into ``folder``, leaving files that would not change alone; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = instances(pattern)
+    chosen = instances(pattern, cutlass)
     if not chosen:
-        raise ValueError(f"no instance matches {pattern!r}; there are {', '.join(one.name for one in instances())}")
+        names = ", ".join(one.name for one in instances("", cutlass))
+        raise ValueError(f"no instance matches {pattern!r}; with this CUTLASS there are {names}")
     texts = {f"gemm_{one.name}.cu": one.source for one in chosen}
     texts["table.cu"] = table_source(chosen, info)
     for name, text in texts.items():

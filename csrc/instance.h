@@ -12,6 +12,7 @@ struct Prepared {
   void const* w_scales[PEFT_NVFP4_PARTS] = {};  // swizzled
   float const* bias[PEFT_NVFP4_PARTS] = {};     // FP32 or null
   void const* h[PEFT_NVFP4_PARTS] = {};         // BF16, divided by the global scales; null where there is none
+  bool launched = false;  // a kernel writes them, the last one on the stream
 };
 
 // Elements from row to row of Prepared::h.
@@ -59,6 +60,6 @@ enum Code : int {
 int64_t workspace_layout(peft_nvfp4_gemm_args const& args, int tile_k, Prepared* prepared);
 int64_t scale_bytes(int64_t rows, int64_t columns);  // of swizzled scales
 // Fills the workspace: swizzled scales with zeros as padding, FP32 biases, scaled h. Nothing is launched where nothing is to be done.
-int prepare(peft_nvfp4_gemm_args const& args, int tile_k, Prepared const& prepared);
+int prepare(peft_nvfp4_gemm_args const& args, int tile_k, Prepared& prepared);
 
 }  // namespace peft_nvfp4

@@ -7,6 +7,9 @@
 //
 // The low-rank product h @ up.T is added up with the products of codes, which the epilogue multiplies by the global scales of row and
 // weight. So h is divided by them first.
+//
+// The GEMM is launched while this kernel still runs (programmatic dependent launch): its blocks set up their barriers and fetch their
+// descriptors, and wait before they read what is written here (collectives.cuh).
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -65,7 +68,21 @@ __device__ void divide_hidden(Job const& job, int block) {
   static_cast<uint4*>(job.to)[i] = *reinterpret_cast<uint4 const*>(out);
 }
 
+// Four scales of a row as a word; zeros past the matrix. Columns may be 2 modulo 4, and then words lie at any address.
+__device__ uint32_t four_scales(Job const& job, int row, int column) {
+  if (row >= job.rows) return 0;
+  auto const* from = static_cast<unsigned char const*>(job.from) + int64_t(row) * job.columns;
+  bool whole = job.columns % 4 == 0 && reinterpret_cast<uintptr_t>(job.from) % 4 == 0;
+  if (whole) return column < job.columns ? *reinterpret_cast<uint32_t const*>(from + column) : 0;
+  uint32_t value = 0;
+  for (int c = 0; c < 4; ++c) {
+    if (column + c < job.columns) value |= uint32_t(from[column + c]) << (8 * c);
+  }
+  return value;
+}
+
 __global__ void __launch_bounds__(kThreads) prepare_kernel(__grid_constant__ const Jobs jobs) {
+  asm volatile("griddepcontrol.launch_dependents;");
   int index = 0;
   for (int i = 1; i < jobs.count; ++i) index = int(blockIdx.x) >= jobs.job[i].first_block ? i : index;
   Job const& job = jobs.job[index];
@@ -77,15 +94,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(__grid_constant__ con
   int tiles = (job.columns + 3) / 4;
   int across = (tiles + kTilesPerBlock - 1) / kTilesPerBlock;
   int row0 = block / across * 128, tile0 = block % across * kTilesPerBlock;
-  auto const* from = static_cast<unsigned char const*>(job.from);
   for (int word = thread; word < 128 * kTilesPerBlock; word += kThreads) {
     int r = word / kTilesPerBlock, tile = word % kTilesPerBlock;
-    int row = row0 + r, column = (tile0 + tile) * 4;
-    uint32_t value = 0;
-    for (int c = 0; c < 4; ++c) {  // columns may be 2 modulo 4, so bytes
-      if (row < job.rows && column + c < job.columns) value |= uint32_t(from[int64_t(row) * job.columns + column + c]) << (8 * c);
-    }
-    reinterpret_cast<uint32_t*>(staged)[tile * 128 + (r % 32) * 4 + r / 32] = value;
+    reinterpret_cast<uint32_t*>(staged)[tile * 128 + (r % 32) * 4 + r / 32] = four_scales(job, row0 + r, (tile0 + tile) * 4);
   }
   __syncthreads();
   auto* to = static_cast<uint4*>(job.to) + (int64_t(block / across) * tiles + tile0) * 32;
@@ -149,7 +160,7 @@ int64_t workspace_layout(peft_nvfp4_gemm_args const& args, int tile_k, Prepared*
   return used;
 }
 
-int prepare(peft_nvfp4_gemm_args const& args, int tile_k, Prepared const& prepared) {
+int prepare(peft_nvfp4_gemm_args const& args, int tile_k, Prepared& prepared) {
   Jobs jobs;
   int64_t columns = args.k / 16;
   for (int i = 0; i < (args.x_scales_swizzled ? 0 : args.terms); ++i) {
@@ -166,12 +177,13 @@ int prepare(peft_nvfp4_gemm_args const& args, int tile_k, Prepared const& prepar
     }
   }
   auto stream = static_cast<cudaStream_t>(args.stream);
-  if (jobs.blocks) prepare_kernel<<<jobs.blocks, kThreads, 0, stream>>>(jobs);
 #ifdef PEFT_NVFP4_EMULATED
   for (int i = 0; i < args.terms; ++i) spread(args.x_codes[i], prepared.x_codes[i], args.m, args.k, tile_k, stream);
   for (int i = 0; i < args.parts; ++i) spread(args.part[i].codes, prepared.w_codes[i], args.part[i].n, args.k, tile_k, stream);
 #endif
   (void)tile_k;
+  prepared.launched = jobs.blocks > 0;
+  if (prepared.launched) prepare_kernel<<<jobs.blocks, kThreads, 0, stream>>>(jobs);
   cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? kSuccess : kPrepare + int(error);
 }

@@ -138,6 +138,10 @@ MUTANTS = {
         "beyond a multiple of 32 in the rank is ignored",
     ),
     "lane": (changed(inputs=check._scales_of_another_lane), r"rows g take the block scales of rows g \+ 8 .* \(input\)"),
+    "narrow tiles": (
+        changed(weights=check._scales_of_the_first_tile(64)),
+        "tiles of 64 columns take the block scales of the first one of 128 columns",
+    ),
     "shared memory": (
         changed(check._other_chunks(128), check._other_chunks(128)),
         r"read in another order than it was written \(swizzle of 64 bytes\) \(input and weight\)",

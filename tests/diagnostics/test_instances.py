@@ -117,10 +117,24 @@ def test_other_bits_under_load_are_seen():
 
     def one(*arguments, **others):
         calls.append(1)
-        return gemm(*arguments, **others) + (len(calls) % 2)
+        return gemm(*arguments, **others) + (len(calls) % 3)
 
-    with pytest.raises(AssertionError, match="outputs changed when the same product was computed 4 times"):
+    with pytest.raises(AssertionError, match="outputs changed when two products were computed 4 times in turn"):
         instances.under_load(launching(one), TILE, CPU, 64, 4)
+
+
+def test_block_scales_of_the_call_before_are_seen():
+    """They are read before those of this call have been rearranged."""
+    last = []
+
+    def gemms(terms, weights, **others):
+        if terms[0].scales.ndim == 2:
+            last.append([t.scales for t in terms])
+            terms = [t._replace(scales=scales) for t, scales in zip(terms, last[-2:][0])]
+        return launching()(terms, weights, **others)
+
+    with pytest.raises(AssertionError, match="outputs changed when two products were computed 6 times in turn"):
+        instances.under_load(gemms, TILE, CPU, 64, 6)
 
 
 def test_a_slow_gpu_is_noticed():

@@ -172,6 +172,15 @@ def test_pingpong_hides_epilogues_where_k_is_short():
     assert tiles.choose(Problem(128, (128,), 8192), [SMALL, PINGPONG], 84) == SMALL
 
 
+def test_few_rows_take_narrow_tiles():
+    table = [SMALL, LARGE, Tile(128, 64, 256, "cooperative"), Tile(128, 32, 256, "cooperative")]
+    chosen = lambda m, n: tiles.choose(Problem(m, (n,), 2048), table, 84).n
+    # 4, 8 or 16 tiles of 512 columns for 84 multiprocessors; of 2048 columns and 256 rows 32, 64 or 128, which are two waves
+    assert chosen(128, 512) == 32 and chosen(256, 2048) == 64
+    # with every multiprocessor busy, narrow tiles ask more of the L2 cache than it has
+    assert chosen(4096, 2048) == chosen(1024, 8192) == 128
+
+
 def test_a_low_rank_tail_lengthens_the_loop():
     plain, tail = (tiles.modelled_us(Problem(128, (128,), 2048, rank=rank), SMALL, 84) for rank in (0, 40))
     assert tail - plain == pytest.approx(2 * (tiles.TAIL * tiles.BLOCK_US + tiles.STEP_US))
@@ -217,7 +226,7 @@ def test_tune_stores_the_fastest(tmp_path, monkeypatch, capsys):
     assert winners == {problems[0].key: SMALL.name, problems[1].key: LARGE.name}
     assert json.loads((tmp_path / "tiles-some-gpu-abc.json").read_text())["tiles"] == winners
     assert len(capsys.readouterr().out.splitlines()) == 3
-    assert len({problem.key for problem in tuning.usual_problems()}) == 64
+    assert len({problem.key for problem in tuning.usual_problems()}) == 96
 
 
 @pytest.mark.parametrize("problem", [Problem(9, (8, 16), 64, 2, rank=16), Problem(9, (8,), 64, c=True)])
@@ -264,6 +273,9 @@ def test_low_rank_products_that_are_made_before():
 
 def test_generated_sources(build, tmp_path):
     names = [one.name for one in build.generate.instances()]
+    older = [one.name for one in build.generate.instances(cutlass=(4, 2, 0))]
+    assert [name for name in names if name not in older] == [name for name in names if name.startswith(("128x64", "128x32"))]
+    assert older == [one.name for one in build.generate.instances(cutlass=(4, 4, 1))] and len(older) == 10
     assert len(set(names)) == len(names) >= 8 and ONE in names
     files = build.generate.write(tmp_path, "", "info")
     assert {f.name for f in files} == {f"gemm_{name}.cu" for name in names} | {"table.cu"}

@@ -235,19 +235,22 @@ def beside_other_streams(gemms: native.Gemms, tile: Tile, device: torch.device) 
 
 
 def under_load(gemms: native.Gemms, tile: Tile, device: torch.device, size: int, times: int) -> str:
-    """A product of many tiles again and again, with the GPU full: races between stages, tiles and the epilogue show as other
-    bits."""
-    x, w = (check.matrix(check.codes(size, 512, s), check.powers(size, 512, s, range(0x28, 0x60))) for s in (130, 131))
-    terms, (part,) = moved(Launch("", (Case("", (x, x), w),)), device)
+    """Two products of many tiles in turn, again and again, with the GPU full: races between stages, tiles and the epilogue show
+    as other bits. So do block scales that are read before they are rearranged: in their place are those of the product before.
+    What is right is the product with scales in tiles, of which none are rearranged."""
+    random = lambda seed: check.matrix(check.codes(size, 512, seed), check.powers(size, 512, seed, range(0x28, 0x60)))
+    x, other, w = map(random, (130, 131, 132))
+    inputs = [moved(Launch("", (Case("", (q, q), w),)), device) for q in (x, other)]
+    weight = inputs[0][1][0].weight
     add = torch.ones(size, size, dtype=torch.bfloat16, device=device)
     different = torch.zeros((), dtype=torch.int64, device=device)
     with torch.no_grad():
         for adds in ([None], [add]):
-            run = lambda: gemms(terms, [part.weight], constants=[None], adds=adds, tile=tile)[0]  # noqa: B023
-            first = run()
-            for _ in range(times // 2):
-                different += (run() != first).sum()
-    require(not int(different), f"{int(different)} outputs changed when the same product was computed {times} times")
+            run = lambda terms, w: gemms(terms, [w], constants=[None], adds=adds, tile=tile)[0]  # noqa: B023
+            right = [run(in_tiles(terms), *in_tiles([weight])) for terms, _ in inputs]
+            for i in range(times // 2):
+                different += (run(inputs[i % 2][0], weight) != right[i % 2]).sum()
+    require(not int(different), f"{int(different)} outputs changed when two products were computed {times} times in turn")
     tiles = -(-size // tile.m) * -(-size // tile.n)
     return f"{times} times {tiles} tiles, the same bits"
 
@@ -295,7 +298,7 @@ def around_checks(
 
 
 LOAD, EMULATED_LOAD = (5760, 200), (5760, 20)
-"""Size of the square product under load (2025 tiles of 128 x 128) and how often it is computed."""
+"""Size of the square products under load (2025 tiles of 128 x 128) and how often they are computed."""
 
 
 def instance_checks(group: str, library, gemms: Callable, device: torch.device, load: tuple[int, int] = LOAD) -> Iterator[Result]:

@@ -260,6 +260,16 @@ def _scales_of_another_lane(q: QuantizedMatrix) -> QuantizedMatrix:
     return q._replace(scales=groups[:, [1, 1]].reshape(-1, blocks)[:rows])
 
 
+def _scales_of_the_first_tile(columns: int) -> Change:
+    """Block scales are loaded for 128 rows of the weight at a time, of which narrower tiles use their part."""
+
+    def change(q: QuantizedMatrix) -> QuantizedMatrix:
+        row = torch.arange(len(q.scales), device="cpu")
+        return q._replace(scales=q.scales[row // 128 * 128 + row % columns])
+
+    return change
+
+
 def _other_chunks(tile_k: int) -> Change:
     """The codes of a tile of ``tile_k`` lie in shared memory in chunks of 16 bytes, in each row in an order of its own, so that
     reads of a column meet no bank twice. Written without that order, and read with it."""
@@ -321,6 +331,10 @@ MISTAKES: dict[str, Callable[[Case], Case]] = {
     "the rows' global scales are divided by, not multiplied with": _input(_part("gscale", torch.reciprocal)),
     "the weight's global scale is ignored": _weight(_part("gscale", torch.ones_like)),
     "the weight's global scale is divided by, not multiplied with": _weight(_part("gscale", torch.reciprocal)),
+    **{
+        f"tiles of {n} columns take the block scales of the first one of 128 columns": _weight(_scales_of_the_first_tile(n))
+        for n in (32, 64)
+    },
     "the constant is ignored": lambda case: replace(case, constant=None),
     "what should be added to is ignored": lambda case: replace(case, add=None),
     "the constant and what should be added to are ignored": lambda case: replace(case, constant=None, add=None),

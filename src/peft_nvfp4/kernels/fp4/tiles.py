@@ -3,11 +3,13 @@
 A GEMM is cut into output tiles, which the multiprocessors (SMs) take in turn. With s SMs and t tiles the busiest SM computes
 ceil(t / s) of them, and the launch lasts as long as that SM:
 
-    time = ceil(t / s) * (k tiles * (products / rate + step) + exposed epilogue) + fill + start
+    time = ceil(t / s) * (k tiles * (max(products / rate, bytes / share of the L2 cache's rate) + step) + exposed epilogue)
+           + fill + start
 
-Small tiles waste less in the last wave; large ones load fewer bytes a product and pay the cost of a step and of an epilogue less
-often. The ping-pong schedule hides the epilogue of all tiles but the last behind the next tile's products. Several weights of one
-input are one launch: their tiles are counted together.
+Small tiles give more SMs something to do and waste less in the last wave; large ones load fewer bytes a product and pay the cost
+of a step and of an epilogue less often. A tile of 128 x 32 loads 2.7 times the bytes a product of one of 128 x 128, which the L2
+cache delivers to few SMs, not to all of them. The ping-pong schedule hides the epilogue of all tiles but the last behind the next
+tile's products. Several weights of one input are one launch: their tiles are counted together.
 
 The rates are estimates from a data sheet, not measured: only their proportion matters here. ``peft-nvfp4 tune``
 measures on the card at hand and stores the winners in the user's cache folder (``PEFT_NVFP4_CACHE``, ``XDG_CACHE_HOME`` or
@@ -39,6 +41,11 @@ class Tile:
     def name(self) -> str:
         return f"{self.m}x{self.n}x{self.k}_{self.schedule}"
 
+    @cached_property
+    def kilobytes(self) -> float:
+        """Loaded a k tile: codes, and block scales, which come for 128 columns at least."""
+        return ((self.m + self.n) * self.k / 2 + (self.m + max(self.n, 128)) * self.k / 16) / 1000
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -64,6 +71,8 @@ class Problem:
 # Microseconds on one SM, estimated (RTX 5080: 900 TFLOP/s dense FP4 on 84 SMs)
 BLOCK_US = 0.39  # a product of 128 x 128 x 128
 STEP_US = 0.04  # barriers of one k tile
+L2_KB_PER_US = 48.0  # to one SM while all load: a tile of 128 x 128 is just not bound by it. (An RTX 5090 moved 41 in a GEMM.)
+PORT_KB_PER_US = 160.0  # to one SM at most: 64 bytes a clock
 TAIL = 2  # tiles of codes in the time of one of a low-rank product: a quarter as many values of k, at an eighth of the rate
 EPILOGUE_US = 1.0  # 128 x 128 outputs of two bytes
 ADDEND_US = 0.5  # as many values added
@@ -73,11 +82,13 @@ FILL_US = 0.3  # first loads of a tile of 128 x 128 x 128, before anything can b
 
 def modelled_us(problem: Problem, tile: Tile, sms: int) -> float:
     """Time of a launch by the model above."""
-    mine = ceil(ceil(problem.m / tile.m) * sum(ceil(n / tile.n) for n in problem.ns) / sms)
+    count = ceil(problem.m / tile.m) * sum(ceil(n / tile.n) for n in problem.ns)
+    mine, busy = ceil(count / sms), min(count, sms)
     area = tile.m * tile.n / 128**2
     block = area * tile.k / 128 * BLOCK_US
-    tail = ceil(problem.rank / (tile.k // 4)) * (TAIL * block + STEP_US)
-    loop = problem.terms * ceil(problem.k / tile.k) * (block + STEP_US) + tail
+    load = tile.kilobytes / min(PORT_KB_PER_US, L2_KB_PER_US * sms / busy)
+    tail = ceil(problem.rank / (tile.k // 4)) * (max(TAIL * block, load) + STEP_US)
+    loop = problem.terms * ceil(problem.k / tile.k) * (max(block, load) + STEP_US) + tail
     width = 2 if problem.d == "f32" else 1
     epilogue = area * width * (EPILOGUE_US + (ADDEND_US if problem.c else 0))
     exposed = epilogue if tile.schedule == "pingpong" else mine * epilogue
