@@ -297,7 +297,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         build(args.out, args.emulated, "" if args.emulated else args.archs, args.instances, args.jobs)
-    except (Missing, RuntimeError) as error:
+    except (Missing, RuntimeError, ValueError) as error:
         print(f"peft_nvfp4: {error}", file=sys.stderr)
         return 1
     return 0
