@@ -7,7 +7,7 @@ A page marks where a table goes, and the script replaces what lies between the t
     <!-- made by docs/make_readme_tables.py: NAME -->
     <!-- end -->
 
-NAME is a function of ``measured_tables.py`` or ``fit_tables.py``. A test compares the pages with what the script makes.
+NAME is a function of ``measured_tables.py``, ``memory_tables.py``, ``fit_tables.py`` or ``reinforcement_tables.py``. A test compares the pages with what the script makes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from measured_tables import (
     roofline,
     steps,
 )
+from memory_tables import contexts, mixtures
 from reinforcement_tables import grpo, rollouts
 
 MARK = re.compile(r"(<!-- made by docs/make_readme_tables\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MEASURED = (dropin, dropin_all, steps, larger, presets, accuracies, perplexities, estimator, demo, loss_curve, roofline)
-TABLES = {make.__name__: make for make in (*MEASURED, fits, fits_all, longest_rows, grpo, rollouts)}
+TABLES = {make.__name__: make for make in (*MEASURED, fits, fits_all, longest_rows, contexts, mixtures, grpo, rollouts)}
 
 
 def pages() -> list[Path]:
