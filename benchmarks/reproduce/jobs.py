@@ -28,13 +28,17 @@ import torch
 from peft_nvfp4.lora.layer import FrozenLoraLinear
 
 from . import scoring
-from .methods import Method, Models
+from .methods import Method, Models, Text
 from .tasks import GENERATED, TASKS, Splits, Task
 from .together import Diverged, WideAdapters, together, train_together
 from .training import Encoded, Recipe, training_set
 
 TOKENS_ON_GPU = 131072
 """Of a batch of scoring, all runs together."""
+
+
+KEPT = 4
+"""Models that a process has at most."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ class Lab:
         self.tokens = TOKENS_ON_GPU if self.device.type == "cuda" else scoring.TOKENS
         self.tokenizer: Any = None
         self.data = cache(self._data)
-        self.adapters: dict[tuple[str, str], WideAdapters] = {}
-        self.prepared: dict[tuple[str, str], float] = {}
+        self.adapters: dict[tuple[str, ...], WideAdapters] = {}
+        self.prepared: dict[tuple[str, ...], float] = {}
         """Seconds in which a model was loaded, calibrated if nobody had done it before, and frozen."""
 
     def run(self, job: Job) -> Outcome:
@@ -136,21 +140,33 @@ class Lab:
         trained = time.perf_counter()
         found = scores(adapters, getattr(splits, job.split)[: job.rows], task, self.tokenizer, self.tokens)
         times = {"train_s": trained - start, "score_s": time.perf_counter() - trained, "together": len(recipes)}
-        made = {"weight_bytes": weight_bytes(adapters.model), "prepared_s": self.prepared[job.weights, job.method.name]}
+        made = {"weight_bytes": weight_bytes(adapters.model), "prepared_s": self.prepared[self._key(job)]}
         return [a | b | times | made for a, b in zip(seen, found)]
 
     def _adapters(self, job: Job) -> WideAdapters:
-        key = job.weights, job.method.name
+        key = self._key(job)
         if key not in self.adapters:
             start = time.perf_counter()
+            text = Text(job.task, lambda: self._training_text(job)) if job.method.own_text else None
             with alone(self.folder):  # what several processes want is made once
                 self.models.dense(job.weights)
                 if job.method.calibration is not None:
-                    self.models.calibration(job.weights, job.method.calibration)
-            model, self.tokenizer = self.models.adapted(job.method, job.weights)
+                    self.models.calibration(job.weights, job.method.calibration, text)
+            while len(self.adapters) >= KEPT:
+                del self.adapters[next(iter(self.adapters))]
+            model, self.tokenizer = self.models.adapted(job.method, job.weights, text)
             self.prepared[key] = time.perf_counter() - start
             self.adapters[key] = WideAdapters(model, drawn=job.method.starts_from is None)
         return self.adapters[key]
+
+    @staticmethod
+    def _key(job: Job) -> tuple[str, ...]:
+        """What a model depends on."""
+        return job.weights, job.method.name, *([job.task] if job.method.own_text else [])
+
+    def _training_text(self, job: Job) -> list[str]:
+        items = job.its_task.splits().train[: job.rows]
+        return [f"{item.context}{item.question}{item.target}" for item in items]
 
     def _data(self, task: Task) -> tuple[Splits, Encoded]:
         """Rows of a task; from a file, if another process has made it."""

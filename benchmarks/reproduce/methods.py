@@ -11,10 +11,10 @@ product: the frozen weights are dequantised and kept dense, the same function at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rotation
 import texts
@@ -43,6 +43,7 @@ class Method:
     config: what :func:`low_level.adapted_model` takes.
     calibration: name of a set of GPTQ weights, a key of :data:`CALIBRATIONS`; None: rounded to nearest.
     weights_only: NVFP4 weights, dequantised, with exact activations and gradients.
+    own_text: what the calibration, or EoRA, reads are the task's own training rows, not general text.
     starts_from: first values of the adapters, a word of ``init_lora_weights``; None: drawn from the seed.
     ratio: learning rate of B over that of A (:mod:`reproduce.together`).
     """
@@ -54,6 +55,7 @@ class Method:
     weights_only: bool = False
     rank: int = 16
     starts_from: str | None = None
+    own_text: bool = False
     ratio: float = 1.0
 
     def changed(self, name: str, label: str, rank: int | None = None, calibration: Any = "", **config: Any) -> Method:
@@ -89,6 +91,8 @@ _ALL = (
 )
 _HIGH = next(method for method in _ALL if method.name == "high")
 LEVERS = (
+    nvfp4("high_gptq_own", "NVFP4 high + GPTQ on the task's rows", "high", "high", own_text=True),
+    nvfp4("high_eora_own", "NVFP4 high, EoRA on the task's rows", "high", starts_from="eora", own_text=True),
     nvfp4("high_gptq_asymmetric", "NVFP4 high + GPTQ, asymmetric target", "high", "high_asymmetric"),
     _HIGH.changed("last", "NVFP4 high, last layer in BF16", skip_modules=(LAST,)),
     _HIGH.changed("first_last", "NVFP4 high, first and last layer in BF16", skip_modules=("layers.0", LAST)),
@@ -117,6 +121,16 @@ CALIBRATIONS: dict[str, dict[str, Any]] = {  # of CalibrationOptions
 def general_texts() -> list[str]:
     """What text models are calibrated with."""
     return texts.split(texts.default_paths())[0]
+
+
+class Text(NamedTuple):
+    """Rows that a calibration reads, and what tells their calibrations from others'."""
+
+    name: str
+    rows: Callable[[], list[str]]
+
+
+GENERAL = Text("", lambda: general_texts())
 
 
 @dataclass
@@ -161,29 +175,31 @@ class Models:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    def calibration(self, weights: str, name: str) -> Path:
-        """Folder of GPTQ weights from general text, made when it is first asked for."""
-        folder = self.folder / "calibrations" / f"{weights}_{name}"
+    def calibration(self, weights: str, name: str, text: Text | None = None) -> Path:
+        """Folder of GPTQ weights, made when it is first asked for."""
+        text = text or GENERAL
+        folder = self.folder / "calibrations" / f"{weights}_{name}{text.name and '_'}{text.name}"
         if not (folder / "done").is_file():
             model, tokenizer = self.load(weights)
             shape = dict(samples=self.samples, seq_len=self.length, batch_size=8, report_tokens=0)
             options = CalibrationOptions(**shape, **CALIBRATIONS[name])
             where = dict(output_dir=folder, device=self.device, progress=False)
-            calibrate(model.eval(), general_texts(), tokenizer, options, **where)
+            calibrate(model.eval(), text.rows(), tokenizer, options, **where)
             (folder / "done").touch()
         return folder
 
-    def adapted(self, method: Method, weights: str) -> tuple[nn.Module, Any]:
-        """A frozen base with an adapter, as the method wants it, and the tokenizer."""
-        calibration = None if method.calibration is None else self.calibration(weights, method.calibration)
+    def adapted(self, method: Method, weights: str, text: Text | None = None) -> tuple[nn.Module, Any]:
+        """A frozen base with an adapter, as the method wants it, and the tokenizer. ``text``: what a calibration reads, by
+        default general text."""
+        calibration = None if method.calibration is None else self.calibration(weights, method.calibration, text)
         model, tokenizer = self.load(weights)
         if method.starts_from == "eora":
-            self._see_inputs(model, tokenizer)
+            self._see_inputs(model, tokenizer, (text or GENERAL).rows())
         return adapt(model, method, calibration), tokenizer
 
-    def _see_inputs(self, model: nn.Module, tokenizer: Any) -> None:
+    def _see_inputs(self, model: nn.Module, tokenizer: Any, rows: list[str]) -> None:
         """Of every linear, on the text that GPTQ reads: what EoRA weighs rounding errors by."""
-        found = texts.token_ids(general_texts(), tokenizer, self.samples, self.length, seed=0).to(self.device)
+        found = texts.token_ids(rows, tokenizer, self.samples, self.length, seed=0).to(self.device)
 
         def run() -> None:
             for ids in found.split(8):

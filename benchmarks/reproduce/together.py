@@ -123,11 +123,13 @@ class FlashAttnRowsFunc(packed_attention.FlashAttnVarlenFunc):
         return output
 
 
-def _whole_operands() -> AbstractContextManager:
-    """Emulated FP4 products of many tokens are made in pieces, to save memory. Here as for the tokens of one run: in one."""
+def _as_for_one_run() -> AbstractContextManager:
+    """Emulated FP4 products of many tokens are made in pieces, to save memory; here in one, as those of one run's tokens are. Few
+    tokens (of a step of generation) take the way of many, too: the kernel for few is not made for wide adapters."""
     if not torch.cuda.is_available():
         return nullcontext()
-    return patch.object(importlib.import_module("peft_nvfp4.kernels.emulated"), "OPERAND_BYTES", 1 << 30)
+    emulated = importlib.import_module("peft_nvfp4.kernels.emulated")
+    return patch.multiple(emulated, OPERAND_BYTES=1 << 30, SMALL_ROWS=0)
 
 
 @contextmanager
@@ -143,7 +145,7 @@ def together(runs: int) -> Iterator[_Owners]:
             patch.object(frozen_linear, "dequantized_input_is_needed", lambda call: any(item.branches for item in call.linears)),
             patch.object(dispatch, "few_rows_module", lambda x: None),
             patch.object(packed_attention, "FlashAttnVarlenFunc", FlashAttnRowsFunc),
-            _whole_operands(),
+            _as_for_one_run(),
         ):
             yield owners
     finally:

@@ -117,3 +117,25 @@ def test_runs_that_do_not_fit_or_diverge_are_split(tmp_path):
     assert not outcome.error and [row["finite"] for row in outcome.rows] == [True, True, False, True]
     lab._trained_and_scored = lambda job: 1 / 0
     assert lab.run(job).error == "ZeroDivisionError: division by zero"
+
+
+def test_a_calibration_may_read_the_tasks_own_rows(data, tmp_path):
+    models = Models(tmp_path / "work", torch.device("cpu"), samples=4, length=16, shipped=save_tiny(tmp_path / "model"))
+    lab = jobs.Lab(models, tmp_path / "work")
+    method = METHODS["high_gptq_own"]
+    rows = {}
+    for task in ("wic", "sentiment"):
+        job = jobs.Job(task, (5, 5), "shipped", method, "validation", ((1e-3, 0),), 1, 2, 8)
+        (rows[task],) = lab.run(job).rows
+    made = sorted(path.name for path in (tmp_path / "work" / "calibrations").iterdir())
+    assert made == ["shipped_high_sentiment", "shipped_high_wic"] and len(lab.adapters) == 2
+    assert all(row["weight_bytes"] > 0 and row["prepared_s"] > 0 for row in rows.values())
+
+
+def test_a_process_keeps_few_models(monkeypatch, tmp_path):
+    lab = jobs.Lab(Models(tmp_path, torch.device("cpu"), shipped=tmp_path), tmp_path)
+    monkeypatch.setattr(Models, "adapted", lambda *args: (None, None))
+    monkeypatch.setattr(jobs, "WideAdapters", lambda model, drawn: drawn)
+    for name in ("bf16", "nf4", "high", "paper", "balanced"):
+        lab._adapters(jobs.Job("wic", (1, 1), "shipped", METHODS[name], "test", ()))
+    assert [name for _, name in lab.adapters] == ["nf4", "high", "paper", "balanced"]
