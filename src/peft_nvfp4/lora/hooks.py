@@ -45,6 +45,7 @@ from ..fusion.probe import base_of
 from ..memory import Settings
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
+from ..memory.device import grow_segments
 from ..nn.plain import report_in
 from ..nn.traversal import parameters_of
 from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
@@ -334,6 +335,8 @@ def _inject_adapter(original: Callable, self: BaseTuner, model: nn.Module, adapt
         if level == "smallest" or offloaded(model) or line is not None:
             enable_offload(model)
         if asked and not hasattr(self, "nvfp4_steps"):  # once for all adapters of a model
+            if gpu_is_here():
+                grow_segments()
             held = offloaded(model) or any(options.merge_aware for options in asked)
             self.nvfp4_steps = speed_up_steps(model, recordings=not held)
             if automatic and gpu_is_here():

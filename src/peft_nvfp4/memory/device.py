@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,18 @@ def free_host_bytes() -> int:
             cached = dict(line.split() for line in rest.splitlines() if line).get(files, 0)
             available = min(available, int(allowed) - int(taken) + int(cached))
     return max(0, available)
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def grow_segments() -> None:
+    """Have PyTorch's allocator extend a segment of a GPU's memory from now on where it would add another one
+    (``expandable_segments``, on Linux), unless the environment sets the allocator up. Otherwise a checkpointed layer's input
+    often lies in the middle of what was free, and the next layer's tensors do not fit beside it: a step of Llama-8B that needed
+    8.5 GB reserved 16.8 on an H200."""
+    if sys.platform == "linux" and not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def step_bytes(shape: ModelShape, settings: Settings) -> int:
