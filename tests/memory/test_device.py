@@ -14,7 +14,8 @@ import torch
 from conftest import tiny_llama
 from peft import get_peft_model
 from peft_nvfp4 import NVFP4LoraConfig, graph_status
-model = get_peft_model(tiny_llama(torch.bfloat16).cuda(), NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+config = NVFP4LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+model = get_peft_model(tiny_llama(torch.bfloat16).cuda(), config)
 ids = torch.randint(1, 128, (4, 512), device="cuda")
 for _ in range(4):  # with and without a recording
     model(input_ids=ids, labels=ids).loss.backward()

@@ -43,9 +43,9 @@ from ..calibration.run import apply_calibration
 from ..fusion.attach import Report, attach, attached, detach
 from ..fusion.probe import base_of
 from ..memory import Settings
+from ..memory.device import grow_segments
 from ..nn.experts.frozen_experts import FrozenExperts
 from ..nn.frozen_linear import FrozenLinear
-from ..memory.device import grow_segments
 from ..nn.plain import report_in
 from ..nn.traversal import parameters_of
 from ..nn.wrapping import WRAPPED, unwrap_all, warn_caller, wrap
