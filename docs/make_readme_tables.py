@@ -7,7 +7,8 @@ A page marks where a table goes, and the script replaces what lies between the t
     <!-- made by docs/make_readme_tables.py: NAME -->
     <!-- end -->
 
-NAME is a function of one of the modules beside it whose names end in ``_tables``. A test compares the pages with what the script makes.
+NAME is a function of one of the modules beside it whose names end in ``_tables``. A test compares the pages with what the script
+makes.
 """
 
 from __future__ import annotations
