@@ -43,6 +43,7 @@ class Case:
     dropout: float = 0.0
     mode: str = "train"  # train, eval (with gradients), no_grad, inference_mode, autocast
     leaf: bool = False  # the decoder reads the tensor that is differentiated itself, as after enable_input_require_grads()
+    repeated: bool = False  # the decoder runs its layers twice
     loss: str = "output"  # output, inner (on the first layer's parts alone), both
     inner: str = "norm1"  # the part for the latter
     uncalled: str = ""  # a linear of attention
@@ -138,7 +139,7 @@ def often(first, *others, times: int = 3):
     return st.sampled_from([first] * times + list(others))
 
 
-RARE = ["threads", "offload_threads", "functional", "interleaved", "retained"]
+RARE = ["threads", "offload_threads", "functional", "interleaved", "retained", "saved"]
 RUNS = ["plain"] * 16 + ["checkpoint"] * 3 + ["reentrant"] * 3 + ["offload"] * 3 + RARE
 COMPILE = 80
 """One case of so many is compiled: it takes as long as twenty others."""
@@ -163,6 +164,7 @@ def cases(draw, most_acts: int = 3) -> Case:
         accuracy=draw(often("high", "balanced", "paper")) if backend == "nvfp4" else "high",
         memory=draw(st.sampled_from(["fast", "small"])),
         adapters=draw(often(1, 2)),
+        repeated=draw(often(False, True, times=9)),
         mode=draw(often("train", "eval", "no_grad", "inference_mode", "autocast", times=2)),
     )
     case = dataclasses.replace(case, acts=tuple(draw(st.lists(acts(case), max_size=most_acts))))

@@ -46,7 +46,7 @@ from peft_nvfp4.autograd import activation_cache
 FACTOR, RUNS, RUNS_IN_DOUBT = 4, 2, 10
 FAR = 10**4
 """Times a bound: no doubt. A crossed threshold may move a result by 2**-7 of its size, thousands of times what 2**-21 does."""
-SAME_IN_PYTORCH = ("checkpoint", "reentrant", "interleaved", "retained", "functional")
+SAME_IN_PYTORCH = ("checkpoint", "reentrant", "interleaved", "retained", "functional", "saved")
 """Ways to run that may mean something else where somebody intervenes: if so for the reference, the case says nothing."""
 
 

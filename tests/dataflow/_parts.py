@@ -254,7 +254,7 @@ class Decoder(nn.Module):
 
     def __init__(self, case):
         super().__init__()
-        self.checkpointed = {}
+        self.checkpointed, self.times = {}, 2 if case.repeated else 1
         self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList(Layer(case) for _ in range(case.layers))
         self.norm = norm(case.norm)
@@ -262,7 +262,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor | None = None, x: Tensor | None = None) -> Tensor:
         x = self.embed_tokens(input_ids) if x is None else x
-        for i, layer in enumerate(self.layers):
+        for i, layer in list(enumerate(self.layers)) * self.times:
             reentrant = self.checkpointed.get(f"layers.{i}")
             if reentrant is None or not torch.is_grad_enabled():
                 x = layer(x)

@@ -9,6 +9,7 @@ from _interventions import apply
 from _parts import HIDDEN, decoder
 from peft import get_peft_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from peft_nvfp4 import NVFP4LoraConfig, enable_offload
@@ -97,7 +98,8 @@ def step(model: nn.Module, case: Case, x: Tensor, how: str = "plain") -> Results
     if how == "functional":
         parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in parameters.items()}
     layer.inner = {} if case.loss != "output" else None
-    with MODES.get(case.mode, contextlib.nullcontext)():
+    saved = saved_tensors_hooks(torch.clone, lambda t: t) if how == "saved" else contextlib.nullcontext()
+    with MODES.get(case.mode, contextlib.nullcontext)(), saved:
         seen = x if case.leaf else x.clone()
         y = functional_call(model, parameters, (), {"x": seen}) if how == "functional" else model(x=seen)
     results: Results = {"output": y.detach().float()}

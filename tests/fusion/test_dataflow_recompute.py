@@ -1,10 +1,13 @@
 """What fused producers keep for backward: no norm inputs, no gate, up and product in full; and ``recompute_mlp``, which does not
 keep the product of an MLP either but makes it anew from the codes of gate and up."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from _dataflow_models import IDS, bytes_for_backward, kept_bytes, loss_and_gradients, tuned
+from torch.utils.checkpoint import checkpoint
 
 from peft_nvfp4 import NVFP4LoraConfig, attach
 from peft_nvfp4.autograd import activation_cache
@@ -138,6 +141,22 @@ def test_recomputing_together_with(how):
     assert {name for name in kept if not torch.equal(kept[name], made[name])} == expected
     assert len(expected) == (0 if falls_back else {"two adapters": 4, "hooked": 1}.get(how, 2))
     assert all(cosine(kept[name], made[name]) > LEAST_COSINE for name in expected)
+
+
+@pytest.mark.parametrize("accuracy", ["paper", "high"])
+def test_a_last_linear_that_is_checkpointed_twice_over(accuracy):
+    """The second run of the inner checkpoint has h alone, as a new tensor: codes of h, which must not be taken for gate and up's
+    (with two terms they are as many tensors, of the same shapes)."""
+    gradients = []
+    for checkpoints in (0, 2):
+        model = tuned("Llama", accuracy=accuracy)
+        attach(model, recompute_mlp=True)
+        down = model.base_model.model.model.layers[0].mlp.down_proj
+        for _ in range(checkpoints):
+            down.forward = partial(checkpoint, down.forward, use_reentrant=False)
+        loss_and_gradients(model)
+        gradients.append(down.lora_A["default"].weight.grad)
+    assert cosine(*gradients) > LEAST_COSINE
 
 
 def test_recomputing_in_a_compiled_model():

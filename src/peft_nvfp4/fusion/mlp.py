@@ -67,7 +67,8 @@ class FusedGatedMLP(FusedModule):
     """Takes the place of a gated MLP. It owns the original's children under their names, so state-dict keys and adapter targets
     do not change, and runs the original where fusing does not apply: ``down`` is not in NVFP4 any more, there is more than one
     input, the activation has hooks or is another one, or a setting of the original has changed (:mod:`peft_nvfp4.nn.plain`). With
-    ``recompute``, h~ is kept all the same where gate and up are not (nothing before them is trained): it is less.
+    ``recompute``, h~ is kept all the same where gate and up are not (nothing before them is trained): it is less; and where
+    ``down`` is called with h itself, for a hook's or a wrapper's sake.
     """
 
     def __init__(self, original: nn.Module, parts: GatedParts, recompute: bool = False):
@@ -100,7 +101,9 @@ class FusedGatedMLP(FusedModule):
         h = h.view(shape)
         *codes, gate_copy, up_copy = as_parts(flat, f)
         kept = h.requires_grad  # gate and up are
-        source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute and kept else None
+        # in a call of down that may be checkpointed by itself, h is all that the second run has: it could not save these again
+        alone = branches is None and not torch.compiler.is_compiling()
+        source = GatedSource(gate_copy, up_copy, parts.act) if self.recompute and kept and not alone else None
         entry = QuantizedInput(tuple(codes), offset, h.dtype, from_producer=True, placeholder=placeholder, source=source)
         if branches is not None:  # as an argument: nobody can change h in between
             return self._modules[parts.down].forward_codes(h, branches, entry)
