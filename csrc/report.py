@@ -6,6 +6,7 @@ Per instance and architecture, from ``ptxas -v`` and, where ``cuobjdump`` is fou
 
 * ``fp4_mma``: block-scaled FP4 instructions (``OMMA.SF...E2M1.E2M1.UE4M3.4X``); none would mean that the fast path is not there;
 * ``bf16_mma``: those of the low-rank tail (``HMMA.16816.F32.BF16``);
+* ``waits``: for the kernel that prepares operands (``ACQBULK``); without one a GEMM, launched beside it, would read too early;
 * ``loop_mma``, ``loop_local``: those in the main loop, and loads and stores of local memory (spills) there. The main loop is the
   innermost loop around FP4 instructions: from the target of a backward branch to the branch.
 """
@@ -26,6 +27,7 @@ import build as extension  # noqa: E402
 
 MMA = re.compile(r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X")
 TAIL = re.compile(r"HMMA\.16816\.F32\.BF16")
+WAIT = re.compile(r"\bACQBULK\b")
 LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
@@ -82,6 +84,7 @@ def instructions(obj: Path, cuobjdump: str) -> dict[str, dict]:
         found[arch] = {
             "fp4_mma": sum(bool(MMA.search(i)) for _, i in lines),
             "bf16_mma": sum(bool(TAIL.search(i)) for _, i in lines),
+            "waits": sum(bool(WAIT.search(i)) for _, i in lines),
             "loop_mma": sum(bool(MMA.search(i)) for i in loop),
             "loop_instructions": len(loop),
             "loop_local": sum(bool(LOCAL.search(i)) for i in loop),

@@ -358,6 +358,7 @@ def test_one_instance_compiles(compiled, library, monkeypatch):
     assert row["arch"] == "sm_120a" and row["smem_bytes"] <= 101376
     if "fp4_mma" in row:  # cuobjdump is there
         assert row["fp4_mma"] > 0 and row["loop_mma"] > 0 and row["loop_local"] == 0 and row["bf16_mma"] > 0
+        assert row["waits"] == 2  # by the warp that loads, and before the epilogue reads biases
 
 
 @pytest.mark.slow
