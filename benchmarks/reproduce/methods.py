@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_nvfp4 import freeze_model, preprocess_eora
+from peft_nvfp4.calibration.data import batches
 from peft_nvfp4.calibration.gptq import GPTQOptions
 from peft_nvfp4.calibration.run import CalibrationOptions, apply_calibration, calibrate
 from peft_nvfp4.quantization.freeze import dequantize_model
@@ -199,11 +200,11 @@ class Models:
 
     def _see_inputs(self, model: nn.Module, tokenizer: Any, rows: list[str]) -> None:
         """Of every linear, on the text that GPTQ reads: what EoRA weighs rounding errors by."""
-        found = texts.token_ids(rows, tokenizer, self.samples, self.length, seed=0).to(self.device)
+        found = batches(rows, tokenizer, samples=self.samples, seq_len=self.length, batch_size=8)
 
         def run() -> None:
-            for ids in found.split(8):
-                model.model(input_ids=ids, use_cache=False)
+            for batch in found:
+                model.model(input_ids=batch["input_ids"].to(self.device), use_cache=False)
 
         preprocess_eora(model.eval(), run)
 
