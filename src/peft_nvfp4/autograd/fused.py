@@ -26,12 +26,12 @@ class RMSNormQuantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, offset, eps: float, plus_one: bool, terms: int):
         out = fused.rmsnorm_quantize(x, gamma, offset, eps, plus_one, terms)
-        flat = _outputs(out.parts)
+        y, *flat = _outputs(out.y, out.parts)
         ctx.save_for_backward(gamma, offset, out.rstd, *flat)
         ctx.plus_one = plus_one
         ctx.mark_non_differentiable(*flat)
         ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        return _no_view(out.y), *flat
+        return y, *flat
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -43,20 +43,20 @@ class RMSNormQuantize(torch.autograd.Function):
         return fused.rmsnorm_backward.run(dy, parts, offset, gamma, rstd, ctx.plus_one), None, None, None, None, None
 
 
-def _no_view(y: Tensor) -> Tensor:
-    """The values of one term are a view of what a CPU looked up, and autograd forbids edits of a view that a Function returns.
-    A compiled graph has the operator's output there, which is none, and cannot ask."""
-    return y.clone() if not torch.compiler.is_compiling() and y._is_view() else y
+def _outputs(values: Tensor | None, parts: Sequence[QuantizedMatrix]) -> list[Tensor | None]:
+    """``values``, then codes, scales and gscale of every part, as a Function returns them: copies of what must be no view.
 
-
-def _outputs(parts: Sequence[QuantizedMatrix]) -> list[Tensor]:
-    """Codes, scales and gscale of every part, as outputs of a Function. Those of two terms are views of one tensor. Where a view
-    of floating point is an output of a compiled graph (of a norm that is compiled by itself), PyTorch 2.11 asks for its gradient,
-    though it is marked as not differentiable."""
-    flat = [t for part in parts for t in part[:3]]
+    The values of one term are one of what a CPU looked up, and autograd forbids edits of a view that a Function returns. A
+    compiled graph has the operator's output there, which is none, and cannot ask. Global scales of two terms are views of one
+    tensor: where one is an output of a compiled graph (of a norm that is compiled by itself), PyTorch 2.11 asks for its gradient,
+    though it is marked as not differentiable.
+    """
+    outputs = [values, *[t for part in parts for t in part[:3]]]
     if torch.compiler.is_compiling():
-        flat[2::3] = [gscale.clone() for gscale in flat[2::3]]
-    return flat
+        outputs[3::3] = [gscale.clone() for gscale in outputs[3::3]]
+    elif values is not None and values._is_view():
+        outputs[0] = values.clone()
+    return outputs
 
 
 def as_parts(flat, k: int) -> tuple[QuantizedMatrix, ...]:
@@ -71,13 +71,13 @@ class GatedQuantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, offset, act: str, terms: int, placeholder: bool = False):
         out = fused.silu_mul_quantize(gate, up, offset, act, terms, not placeholder)
-        flat = _outputs((*out.parts, out.gate, out.up))
+        h, *flat = _outputs(None if placeholder else out.h, (*out.parts, out.gate, out.up))
         ctx.save_for_backward(*flat[-6:])
         ctx.act, ctx.k = act, gate.shape[1]
         ctx.mark_non_differentiable(*flat)
         ctx.set_materialize_grads(False)  # of the codes: there are none, and zeros as large as they would be made otherwise
-        # of a placeholder: whoever reads it after all is loud
-        h = gate.new_full((1,), torch.nan).expand(gate.shape) if placeholder else _no_view(out.h)
+        if placeholder:  # whoever reads it after all is loud
+            h = gate.new_full((1,), torch.nan).expand(gate.shape)
         return h, *flat
 
     @staticmethod
