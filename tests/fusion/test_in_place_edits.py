@@ -7,6 +7,7 @@ import torch
 from _dataflow_models import IDS, loss_and_gradients, tuned
 from low_level import adapted_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from peft_nvfp4 import detach
 from peft_nvfp4.fusion.norm import UNCOUNTED, WATCHED
@@ -147,6 +148,18 @@ def llama(place, edit, dtype, **settings):
 def logits(model, context):
     with context():
         return model(input_ids=IDS).logits.clone()
+
+
+@pytest.mark.parametrize("backend", ["nvfp4", "nf4", "bf16"])
+def test_what_reentrant_checkpointing_returns_may_be_edited(backend):
+    """A part by itself. Autograd refuses the edit of a view that was made in the first run."""
+    model = block(backend=backend, memory="small")
+    model(torch.randn(1, 2, 64))
+    parts = inner(model)
+    for part in (parts.norm, parts.q, parts.q.base_layer):
+        x = torch.randn(2, 5, 64, requires_grad=True)
+        checkpoint(part, x * 1.0, use_reentrant=True).mul_(2).sum().backward()
+        assert x.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..autograd import activation_cache
 from ..autograd.activation_cache import QuantizedInput
+from ..nn.frozen_linear import unsafe_view
 from ..numerics.formats import QuantizedMatrix
 from ..ops import fused
 from ..ops.linear import quantize_input
@@ -62,7 +63,7 @@ class CompressedRMSNorm(NVFP4RMSNorm):
             return self.call_original(x)
         x2 = x.reshape(-1, x.shape[-1])
         y, *codes = CompressedNorm.apply(x2, self.weight, self.call_original, self._eps, self.plus_one)
-        y = y.view(x.shape)
+        y = unsafe_view(y, x.shape)
         activation_cache.put(y, QuantizedInput((QuantizedMatrix(*codes, x.shape[-1]),), None, y.dtype))
         return y
 

@@ -21,6 +21,7 @@ from ..autograd import activation_cache
 from ..autograd.activation_cache import QuantizedInput
 from ..autograd.fused import RMSNormQuantize, as_parts
 from ..autograd.module_hooks import hooks_of, may_change
+from ..nn.frozen_linear import unsafe_view
 from ..nn.nvfp4 import NVFP4FrozenLinear
 from ..nn.plain import Obstacle
 from ..numerics import fused_reference
@@ -82,7 +83,7 @@ class NVFP4RMSNorm(FusedModule):
         offset, terms = reader.input_offset, reader.options.terms
         mu = None if offset is None else offset.view(torch.float32)
         y, *flat = RMSNormQuantize.apply(x.reshape(-1, x.shape[-1]), weight, mu, self._eps, self.plus_one, terms)
-        y, kind = y.view(x.shape), x.device.type
+        y, kind = unsafe_view(y, x.shape), x.device.type
         # what the readers will ask for: autocast gives them y in its own dtype
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else y.dtype
         activation_cache.put(y, QuantizedInput(as_parts(flat, x.shape[-1]), offset, dtype, from_producer=True))

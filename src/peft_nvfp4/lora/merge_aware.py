@@ -45,7 +45,7 @@ from ..autograd.frozen_linear import (
     no_autocast,
 )
 from ..autograd.trees import flatten, unflatten
-from ..nn.frozen_linear import FrozenLinear
+from ..nn.frozen_linear import FrozenLinear, unsafe_view
 from ..nn.nvfp4 import NVFP4FrozenLinear, next_power_of_two
 from ..nn.plain import Obstacle
 from ..numerics.formats import WEIGHT, QuantizedMatrix
@@ -190,7 +190,7 @@ def forward(layer: FrozenLoraLinear, x: Tensor, names: Sequence[str]) -> Tensor:
         if any(branch.a.requires_grad or branch.b.requires_grad for branch in branches):
             leaves, structure = flatten((quantized.terms, quantized.offset_values, branches))
             y = AdapterGradient.apply(y, quantized.dequantized(x2), structure, *leaves)
-    return y.view(*x.shape[:-1], merged.out_features)
+    return unsafe_view(y, (*x.shape[:-1], merged.out_features))
 
 
 def refuse_dense(base: object, name: str) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd.hosted import FrozenProduct
-from .frozen_linear import FrozenLinear, FrozenOptions, frozen
+from .frozen_linear import FrozenLinear, FrozenOptions, frozen, unsafe_view
 from .registry import register_backend
 
 
@@ -44,4 +44,4 @@ class DenseFrozenLinear(FrozenLinear):
 
         rows = x.reshape(-1, self.in_features)  # of more dimensions, PyTorch's product is a view: no edit in place then
         y = FrozenProduct.apply(rows, self.bias, weight, product, lambda dtype: weight.detach().to(dtype), there)
-        return y.view(*x.shape[:-1], self.out_features)
+        return unsafe_view(y, (*x.shape[:-1], self.out_features))

@@ -22,6 +22,10 @@ from ..autograd.module_hooks import hooks_of
 from ..ops.core import FLOATS
 from .frozen_options import FrozenOptions
 
+unsafe_view = torch.ops.aten._unsafe_view.default
+"""``y.view(shape)`` that autograd takes for no view. What a module returns may be edited in place; a view that a Function or a
+part under ``no_grad`` (reentrant checkpointing's first run) has returned must not be."""
+
 
 def frozen(data: Tensor) -> nn.Parameter:
     """A parameter without gradient."""

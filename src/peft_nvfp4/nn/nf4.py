@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..autograd.frozen_linear import autocast_input
 from ..autograd.hosted import FrozenProduct
-from .frozen_linear import FrozenLinear, FrozenOptions
+from .frozen_linear import FrozenLinear, FrozenOptions, unsafe_view
 from .registry import register_backend
 
 try:
@@ -243,7 +243,7 @@ class NF4FrozenLinear(FrozenLinear, bnb.nn.Linear4bit):
             y = _MatmulInBlocks.apply(rows, self.weight, bias, state)
         else:
             y = bnb.matmul_4bit(rows, self.weight, bias=bias, quant_state=state)
-        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+        return unsafe_view(y, (*x.shape[:-1], self.out_features)).to(x.dtype)
 
     def _hosted_product(self, x: Tensor, bias: Tensor | None, state: bnb.functional.QuantState) -> Tensor:
         """As above, with the packed weight fetched again for backward. (bitsandbytes' own reads it whenever autograd comes.)"""

@@ -26,7 +26,7 @@ from ..kernels import dispatch
 from ..numerics import reference
 from ..numerics.formats import E2M1_MAX, E4M3_MAX, WEIGHT, WEIGHT_BACKWARD, QuantizedMatrix
 from ..ops.core import FLOATS
-from .frozen_linear import FrozenLinear, FrozenOptions, frozen
+from .frozen_linear import FrozenLinear, FrozenOptions, frozen, unsafe_view
 from .group import SharedInputGroup
 from .registry import register_backend
 
@@ -37,8 +37,6 @@ PARAMETERS = (
 )
 
 
-unsafe_view = torch.ops.aten._unsafe_view.default
-"""``y.view(shape)`` that autograd takes for no view: what a linear returns may be edited in place."""
 PACK_ON_GPU = 1 << 18
 """Weights of at least so many elements that are on the CPU are packed on the GPU, if there is one: same bits, in a fraction of
 the time."""
@@ -244,7 +242,7 @@ class NVFP4FrozenLinear(FrozenLinear):
             quantized = quantized_input(x, x2, self.options.terms, self.input_offset, self.shares_input, self.call_hooks)
             (y,) = frozen_linear(x2, quantized, [self.operands(())])
             seen = self._seen(cast, x2, quantized)
-        return y.view(*x.shape[:-1], self.out_features), seen
+        return unsafe_view(y, (*x.shape[:-1], self.out_features)), seen
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora_forward(x, ())
