@@ -87,7 +87,14 @@ MODES = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    # all threads share one cache of cast weights, which whoever leaves autocast empties: gradients are then added in other dtypes
+    "autocast in threads": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
 }
+
+
+def mode(case: Case, how: str) -> contextlib.AbstractContextManager:
+    in_threads = case.mode == "autocast" and how in ("threads", "offload_threads")
+    return MODES.get("autocast in threads" if in_threads else case.mode, contextlib.nullcontext)()
 
 
 def step(model: nn.Module, case: Case, x: Tensor, how: str = "plain") -> Results:
@@ -99,7 +106,7 @@ def step(model: nn.Module, case: Case, x: Tensor, how: str = "plain") -> Results
         parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in parameters.items()}
     layer.inner = {} if case.loss != "output" else None
     saved = saved_tensors_hooks(torch.clone, lambda t: t) if how == "saved" else contextlib.nullcontext()
-    with MODES.get(case.mode, contextlib.nullcontext)(), saved:
+    with mode(case, how), saved:
         seen = x if case.leaf else x.clone()
         y = functional_call(model, parameters, (), {"x": seen}) if how == "functional" else model(x=seen)
     results: Results = {"output": y.detach().float()}
@@ -112,7 +119,7 @@ def step(model: nn.Module, case: Case, x: Tensor, how: str = "plain") -> Results
         loss = loss + (layer.inner[case.inner].float() * probe(layer.inner[case.inner])).sum()
     layer.inner = None
     if how == "interleaved":  # another step begins, and something is generated, before this one's backward
-        with MODES.get(case.mode, contextlib.nullcontext)():
+        with mode(case, how):
             other = model(x=2 * x.detach())
         with torch.inference_mode():
             model(x=x.detach().clone())
