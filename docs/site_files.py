@@ -25,7 +25,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links out of ``docs`` are links within the site."""
+    """Links out of ``docs``, and into it, are links within the site."""
+    if page.file.src_uri.startswith("benchmarks/"):
+        return markdown.replace("](../docs/", "](../")
     return re.sub(r"\]\(\.\./(benchmarks|examples)/", r"](\1/", markdown)
 
 
