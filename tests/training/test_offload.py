@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from _assertions import COPIES, by_device
-from _offloaded import BACKENDS, at_rest, batch, late, packed, same, scrambled, steps, tuned
+from _offloaded import BACKENDS, at_rest, batch, late, load_other_weights, packed, same, scrambled, steps, tuned
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 
@@ -195,10 +195,7 @@ def test_what_is_written_to_the_host_is_copied_again():
     with torch.no_grad():
         model(input_ids=batch())  # layers 2 and 1 are in the buffers
     copies = offload_status(model).copies
-    values = {name: t.clone() for name, t in plain.state_dict().items()}
-    for name in (n for n in values if ".layers.1." in n and n.endswith("base_layer.weight")):
-        values[name] = values[name].flip(0)
-    model.load_state_dict(values), plain.load_state_dict(values)
+    load_other_weights(model, plain)
     with torch.no_grad():
         assert torch.equal(model(input_ids=batch()).logits, plain(input_ids=batch()).logits)
     assert offload_status(model).copies - copies == 3, "0, 1 and 2; each once"

@@ -70,9 +70,9 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def grow_segments() -> None:
     """Have PyTorch's allocator extend a segment of a GPU's memory from now on where it would add another one
-    (``expandable_segments``, on Linux), unless the environment sets the allocator up. Otherwise a checkpointed layer's input
-    often lies in the middle of what was free, and the next layer's tensors do not fit beside it: a step of Llama-8B that needed
-    8.5 GB reserved 16.8 on an H200."""
+    (``expandable_segments``, on Linux), unless the environment sets the allocator up. Segments of fixed size leave pieces in
+    which a larger tensor has no room. Without this a checkpointed step of Llama-8B reserved 16.8 GB on an H200, with 8.5 in
+    tensors (``benchmarks/results/dropin_h200.json``); with it nobody has measured that step yet."""
     if sys.platform == "linux" and not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
